@@ -1,0 +1,63 @@
+# One command per job. Needs python3 with pip, make and git; no environment has to be active.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Folders of the distributions, and of the packages that they hold.
+DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder
+PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
+	plugins/secondorder/backpack_secondorder
+EXTRAS := testing,cli,dev
+
+PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	--constraint constraints.txt
+
+# Further arguments for the tests and the benchmarks.
+ARGS ?=
+
+.PHONY: help env demo test lint format types bench build clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+env: $(STAMP) ## create .venv with every distribution installed editable
+
+# The build backend goes in first, so that no distribution needs a build environment of its own.
+$(STAMP): $(PYPROJECTS) constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) hatchling
+	$(PIP_INSTALL) --no-build-isolation \
+		$(foreach folder,$(DISTRIBUTIONS),--editable '$(folder)$(if $(filter .,$(folder)),[$(EXTRAS)])')
+	@touch $@
+
+demo: $(STAMP) ## run the demonstration
+	$(BIN)/python -m backpack_core.demo
+
+# One thread for each worker: more only compete for the same cores.
+test: export OMP_NUM_THREADS := 1
+test: $(STAMP) ## run the whole test suite, with coverage
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP) ## check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## repair style and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## check types
+	$(BIN)/mypy --strict $(PACKAGES)
+
+bench: $(STAMP) ## run the benchmarks
+	$(BIN)/python -m benchmarks $(ARGS)
+
+build: $(STAMP) ## build sdist and wheel of every distribution into dist/
+	$(foreach folder,$(DISTRIBUTIONS),$(BIN)/python -m build --no-isolation --outdir dist $(folder) &&) true
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

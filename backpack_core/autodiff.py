@@ -1,0 +1,152 @@
+"""The generic rule: parameters of modules without a layer rule, by ``torch.func``.
+
+The module's forward pass is replayed for single samples, with our hooks off, and differentiated.
+Exact for every module that can be replayed: one that draws random numbers inside cannot, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, jvp, vjp, vmap
+
+from backpack_core.calls import ModuleCall, iter_tensors, map_tensors
+from backpack_core.context import disable
+from backpack_core.errors import UnsupportedError
+from backpack_core.rules import ParametricRule
+
+
+class AutodiffRule(ParametricRule):
+    """Stands in where no rule is installed: parameters by replay, propagation by the bridge."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        forward = _replay(call, name)
+        parameter = call.parameter(name)
+
+        def one_sample(columns: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+            output, pullback = vjp(lambda p: forward(p, inputs), parameter)
+            product: Tensor = vmap(lambda column: pullback(column)[0])(columns)
+            return product, output
+
+        with _replaying(call):
+            batched, axes = _batched_inputs(call)
+            result, output = vmap(
+                one_sample, in_dims=(1, axes), out_dims=(1, 0), randomness="error"
+            )(mat, batched)
+        _check_replay(call, output)
+        product: Tensor = result
+        return product
+
+
+def forward_mode_parameter(call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``J_θ mat`` by forward mode: ``[V, *θ] → [V, N, *out]``."""
+    forward = _replay(call, name)
+    parameter = call.parameter(name)
+
+    def one_sample(column: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+        result: Tensor = jvp(lambda p: forward(p, inputs), (parameter,), (column,))[1]
+        return result
+
+    with _replaying(call):
+        batched, axes = _batched_inputs(call)
+        over_samples = vmap(one_sample, in_dims=(None, axes), randomness="error")
+        result: Tensor = vmap(over_samples, in_dims=(0, None))(mat, batched)
+    return result
+
+
+def forward_mode_input(call: ModuleCall, mat: Tensor) -> Tensor:
+    """``J_x mat`` by forward mode: ``[V, N, *in] → [V, N, *out]``."""
+    forward = _replay(call, None)
+
+    def one_sample(columns: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+        def of_first(x: Tensor) -> Tensor:
+            return forward(None, (x, *inputs[1:]))
+
+        def product(column: Tensor) -> Tensor:
+            result: Tensor = jvp(of_first, (inputs[0],), (column,))[1]
+            return result
+
+        result: Tensor = vmap(product)(columns)
+        return result
+
+    with _replaying(call):
+        batched, axes = _batched_inputs(call)
+        result: Tensor = vmap(one_sample, in_dims=(1, axes), out_dims=1, randomness="error")(
+            mat, batched
+        )
+    return result
+
+
+def _batched_inputs(call: ModuleCall) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Every input tensor, and the axis of the samples in it (``None`` where it has none)."""
+    size = call.batch_size
+    tensors = tuple(call.tensor_input(i) for i in range(len(call.inputs)))
+    axes = tuple(0 if t.dim() and t.shape[0] == size else None for t in tensors)
+    return tensors, axes
+
+
+def _replay(
+    call: ModuleCall, name: str | None
+) -> Callable[[Tensor | None, tuple[Tensor, ...]], Tensor]:
+    """The module's forward for one sample, as a function of a parameter and the input tensors."""
+    size = call.batch_size
+    batched = [t.dim() > 0 and t.shape[0] == size for t in call.inputs]
+    others = {n: call.parameter(n) for n, _ in call.module.named_parameters() if n != name}
+
+    def forward(parameter: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor:
+        queue = iter(
+            x.unsqueeze(0) if has_batch else x
+            for x, has_batch in zip(inputs, batched, strict=True)
+        )
+        args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(queue))
+        values = others if name is None else {**others, name: parameter}
+        output = functional_call(call.module, values, args, kwargs)
+        return list(iter_tensors(output))[call.output_nr].squeeze(0)
+
+    return forward
+
+
+@contextmanager
+def _replaying(call: ModuleCall) -> Iterator[None]:
+    """Hooks off, and errors of the replay explained."""
+    try:
+        with disable():
+            yield
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise UnsupportedError(
+            f"{call.path} has no layer rule, and its forward pass could not be replayed for single "
+            f"samples ({_first_line(error)}). A module that draws random numbers, changes buffers, "
+            "or branches on values inside cannot be replayed: write a layer rule for it."
+        ) from error
+
+
+def _check_replay(call: ModuleCall, output: Tensor) -> None:
+    """Raise unless the replay for single samples gave what the forward pass gave.
+
+    It does not where samples mix, where an input without samples happens to have as many rows as
+    there are samples, or where the module changed since.
+    """
+    recorded = call.output
+    tolerance = 100 * torch.finfo(recorded.dtype).eps ** 0.5
+    scale = recorded.abs().max().clamp_min(1.0)
+    if output.shape != recorded.shape or bool((output - recorded).abs().max() > tolerance * scale):
+        raise UnsupportedError(
+            f"{call.path} has no layer rule, and its forward pass for single samples gives other "
+            "values than for the whole batch: its samples influence each other, an input has no "
+            "batch axis, or parameters were changed since. Write a layer rule for it."
+        )
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().split("\n", 1)[0]

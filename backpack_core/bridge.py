@@ -1,0 +1,173 @@
+"""Carries columns exactly through autograd nodes that no module call covers. Imports torch only.
+
+Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each such
+node is linear in the gradient, so calling it under vmap over the columns carries all of them. Two
+things autograd's engine does *around* nodes are repeated here: gradients are summed to the shape of
+the tensor they belong to (broadcasting), and cast to its dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.calls import Node
+from backpack_core.columns import Columns, Root
+from backpack_core.errors import BridgeError
+
+# Backward nodes that are linear maps whatever their arguments are.
+LINEAR_NODES = frozenset(
+    """Add Sub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Transpose Permute T Expand Squeeze
+    Unsqueeze Slice Select Index IndexSelect Gather Cat Stack Split SplitWithSizes Unbind Clone
+    Alias AsStrided Flip Roll Repeat Tile Pad ConstantPadNd ReflectionPad1D ReflectionPad2D
+    ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace Tril
+    Triu Unfold Narrow Movedim Detach Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D
+    UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D PixelShuffle Where MaskedFill Rot90
+    Im2Col Col2Im Identity Contiguous UnsafeSplit Swapaxes LiftFresh""".split()
+)
+# Backward nodes that are linear as long as one of their two factors is a constant.
+BILINEAR_NODES = frozenset("Mul Mm Bmm Mv Dot Addmm Baddbmm Addmv Convolution Matmul Linear".split())
+# Linear in the numerator, and only if the denominator is a constant.
+QUOTIENT_NODES = frozenset({"Div"})
+
+_BATCH_NORM = re.compile(r"^(Native|Cudnn|Miopen)?BatchNorm")
+
+
+def name_of(node: Node) -> str:
+    """The node's operation, as ``"Mul"`` for ``MulBackward0``."""
+    return re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
+
+
+def refuse(node: Node, reason: str) -> BridgeError:
+    """The error for a node that cannot be crossed."""
+    return BridgeError(
+        f"Cannot carry the quantity through the operation {name_of(node)!r} ({node.name()}) between "
+        f"two modules: {reason}. Move the operation into a module and give it a layer rule."
+    )
+
+
+def is_linear(node: Node) -> bool:
+    """Whether the operation is known to be linear in everything that requires a gradient."""
+    name = name_of(node)
+    live = [edge[0] is not None for edge in node.next_functions]
+    if name in LINEAR_NODES:
+        return True
+    if name in BILINEAR_NODES:
+        return sum(live[-2:]) <= 1
+    return name in QUOTIENT_NODES and not any(live[1:])
+
+
+def mixes_samples(node: Node) -> bool:
+    """Whether the node is a batch normalisation with statistics of the batch."""
+    if not _BATCH_NORM.match(node.name()):
+        return False
+    return bool(getattr(node, "_saved_training", True))
+
+
+def cross_columns(
+    node: Node,
+    quantities: dict[int, Columns],
+    batch_size: int,
+    subsampling: Sequence[int] | None,
+) -> list[tuple[int, Columns]]:
+    """Push columns through a node.
+
+    Args:
+        node: An autograd node that autograd has not executed yet.
+        quantities: Columns at the node's outputs, by output number.
+        batch_size: Number of samples of the whole batch.
+        subsampling: Which samples the columns belong to; ``None`` for all.
+
+    Returns:
+        Pairs (position in ``node.next_functions``, columns there).
+
+    Raises:
+        BridgeError: The node runs a backward pass of its own.
+    """
+    if node.name() == "CheckpointFunctionBackward":
+        raise refuse(node, "re-entrant checkpointing; use torch.utils.checkpoint(use_reentrant=False)")
+    roots = list(dict.fromkeys(root for columns in quantities.values() for root in columns.blocks))
+    results: dict[int, dict[Root, Tensor]] = {}
+    for root in roots:
+        present = {nr: c.blocks[root] for nr, c in quantities.items() if root in c.blocks}
+        if subsampling is not None:
+            present = {nr: _embed(m, batch_size, subsampling) for nr, m in present.items()}
+        for position, product in _push(node, present).items():
+            if subsampling is not None:
+                product = product[:, list(subsampling)]
+            results.setdefault(position, {})[root] = product
+    return [(position, Columns(blocks)) for position, blocks in results.items()]
+
+
+def _embed(mat: Tensor, batch_size: int, subsampling: Sequence[int]) -> Tensor:
+    """Columns of some samples, put among zeros for the others: nodes know full batches only."""
+    full = mat.new_zeros(len(mat), batch_size, *mat.shape[2:])
+    full[:, list(subsampling)] = mat
+    return full
+
+
+def _push(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Call a node for every column: ``{output_nr: [V, ...]}`` to ``{position: [V, ...]}``."""
+    if node.name() == "torch::autograd::AccumulateGrad":
+        return {}
+    outputs = len(node._input_metadata)  # type: ignore[attr-defined]
+    metadata = node._input_metadata  # type: ignore[attr-defined]
+    mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
+    numbers = list(mats)
+
+    def call(*gradients: Tensor) -> dict[int, Tensor]:
+        grads: list[Tensor | None] = [None] * outputs
+        for number, gradient in zip(numbers, gradients, strict=True):
+            grads[number] = gradient
+        result = _apply(node, grads)
+        found = result if isinstance(result, tuple) else (result,)
+        edges = node.next_functions
+        return {
+            i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None
+        }
+
+    products = _over_columns(call, list(mats.values()))
+    return {
+        position: _fit(product, node.next_functions[position])
+        for position, product in products.items()
+    }
+
+
+def _apply(node: Node, grads: list[Tensor | None]) -> Any:
+    # Nodes of a Python autograd.Function are not callable, but have apply.
+    function: Any = getattr(node, "apply", node)
+    return function(*grads)
+
+
+def _over_columns(call: Any, mats: list[Tensor]) -> dict[int, Tensor]:
+    columns = len(mats[0])
+    if columns == 1:
+        return {i: g.unsqueeze(0) for i, g in call(*(m[0] for m in mats)).items()}
+    try:
+        result: dict[int, Tensor] = torch.vmap(call)(*mats)
+    except RuntimeError:
+        # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
+        singles = [call(*(m[v] for m in mats)) for v in range(columns)]
+        return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+    return result
+
+
+def _fit(product: Tensor, edge: tuple[Any, int]) -> Tensor:
+    """Sum ``[V, *broadcast]`` to ``[V, *shape]`` of the tensor behind an edge; cast to its dtype."""
+    node, number = edge
+    variable = getattr(node, "variable", None)
+    target = variable if variable is not None else node._input_metadata[number]
+    shape = (len(product), *target.shape)
+    surplus = product.dim() - len(shape)
+    if surplus > 0:
+        product = product.sum(tuple(range(1, 1 + surplus)))
+    axes = tuple(
+        axis for axis in range(1, len(shape)) if shape[axis] == 1 and product.shape[axis] != 1
+    )
+    if axes:
+        product = product.sum(axes, keepdim=True)
+    return product.to(target.dtype)

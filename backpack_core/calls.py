@@ -1,0 +1,307 @@
+"""One forward execution of one module. Imports torch and ``errors`` only.
+
+A :class:`ModuleCall` is owned by the autograd graph: it lies in the metadata of the node that made
+the output, and dies with it. A call never holds the node of its own output (that would be a cycle);
+it holds its inputs, whose nodes are ancestors, and a detached output.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
+
+T = TypeVar("T")
+
+METADATA_KEY = "backpack_core.calls"
+PATH_ATTRIBUTE = "_backpack_path"
+
+Node = torch.autograd.graph.Node
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor as the autograd graph sees it, at one moment of the forward pass.
+
+    Attributes:
+        node: The node that made the tensor; ``None`` where it is the node of the call's own output
+            (the module returned its input), because a call must not hold that one.
+        output_nr: Which output of the node it is.
+        depth: How many calls had already returned this very tensor. A module may return its own
+            input, so several calls can share a node; ``depth`` says which of them came before.
+    """
+
+    node: Node | None
+    output_nr: int
+    depth: int
+
+
+Record = tuple["ModuleCall", int]  # a call, and which of its outputs
+
+
+class Frame:
+    """A module execution that has begun: what only the moment before the forward can tell."""
+
+    __slots__ = ("edges", "module", "parent", "tensors", "versions")
+
+    def __init__(self, module: Module, tensors: list[Tensor], parent: Frame | None) -> None:
+        self.module = module
+        self.parent = parent
+        self.tensors = tensors
+        self.versions = [t._version for t in tensors]
+        self.edges: Sequence[Edge | None] = [edge_of(t) for t in tensors]
+
+    def close(self, edges: Sequence[Edge | None]) -> None:
+        """Let go of the tensors; keep where the execution began."""
+        self.edges = edges
+        self.tensors, self.versions = [], []
+
+
+def edge_of(tensor: Tensor) -> Edge | None:
+    """The gradient edge of a tensor, or ``None`` for a leaf or a constant.
+
+    Leaves need no edge: nothing behind them wants a quantity from us.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        return None
+    return Edge(node, tensor.output_nr, len(records_at(node, tensor.output_nr)))
+
+
+def records_at(node: Node, output_nr: int) -> list[Record]:
+    """The calls that returned output ``output_nr`` of ``node``, in order of execution."""
+    table: dict[int, list[Record]] | None = node.metadata.get(METADATA_KEY)
+    return [] if table is None else table.get(output_nr, [])
+
+
+_LIVE: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
+
+
+def live_calls() -> int:
+    """How many calls are alive in this process: zero once every graph is gone."""
+    return len(_LIVE)
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply ``function`` to every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(v, function) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(v, function) for v in value]
+    if isinstance(value, dict):
+        return {k: map_tensors(v, function) for k, v in value.items()}
+    return value
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from iter_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """What a module received and returned in one forward execution.
+
+    Attributes:
+        module: The module.
+        args: Positional arguments, as passed.
+        kwargs: Keyword arguments, as passed.
+        inputs: Every tensor among the arguments, positional ones first, in order.
+        edges: The gradient edge of each input before the forward; ``None`` for constants and leaves.
+        outputs: Every tensor in the return value, detached.
+        output_nr: Position in ``outputs`` of the tensor that is differentiated at present.
+        grad_output: Gradient of the loss with respect to that tensor; ``None`` before backward.
+        indices: The samples this view shows; ``None`` for all.
+        frame: This execution as it was seen before it ran; ``frame.parent`` is the hooked module
+            execution that encloses it.
+        thread: The thread that ran the forward pass.
+    """
+
+    module: Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    edges: tuple[Edge | None, ...]
+    outputs: tuple[Tensor, ...]
+    frame: Frame | None
+    thread: int
+    output_nr: int = 0
+    grad_output: Tensor | None = None
+    indices: tuple[int, ...] | None = None
+    memo: dict[Any, Any] = field(default_factory=dict)
+    _versions: tuple[int, ...] = ()
+    _released: bool = False
+    _whole: ModuleCall | None = None
+
+    def __post_init__(self) -> None:
+        if self._whole is None:
+            _LIVE.add(self)
+
+    @property
+    def input(self) -> Tensor:
+        """The first input tensor, in the dtype of the gradient."""
+        return self.tensor_input(0)
+
+    @property
+    def output(self) -> Tensor:
+        """The output tensor that is differentiated, detached, in the dtype of the gradient."""
+        self._check_released()
+        slot = len(self.inputs) + self.output_nr
+        return self._read(self.outputs[self.output_nr], slot, "output")
+
+    @property
+    def output_shape(self) -> torch.Size:
+        """Shape of the output; available even where its values were overwritten."""
+        self._check_released()
+        return self.outputs[self.output_nr].shape
+
+    @property
+    def input_shape(self) -> torch.Size:
+        """Shape of the first input; available even where its values were overwritten."""
+        self._check_released()
+        return self.inputs[0].shape
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples ``N``: the length of axis 0 of the first input."""
+        self._check_released()
+        return int(self.inputs[0].shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which derivatives are computed: that of the gradient."""
+        if self.grad_output is not None:
+            return self.grad_output.dtype
+        return self.outputs[self.output_nr].dtype
+
+    @property
+    def path(self) -> str:
+        """Where the module sits in the model that was extended, for messages."""
+        path = getattr(self.module, PATH_ATTRIBUTE, "")
+        name = type(self.module).__name__
+        return f"{name} '{path}'" if path else name
+
+    def tensor_input(self, index: int) -> Tensor:
+        """Input tensor number ``index``, in the dtype of the gradient.
+
+        Raises:
+            OverwrittenInputError: The tensor was changed in place since the forward pass.
+            ReleasedIOError: An earlier backward pass freed the inputs.
+        """
+        self._check_released()
+        return self._read(self.inputs[index], index, "input")
+
+    def parameter(self, name: str) -> Tensor:
+        """Parameter ``name`` of the module (dots allowed), detached, in the dtype of the gradient.
+
+        Also answers for a tensor attribute that is no parameter, as under a parametrization.
+        """
+        owner: Any = self.module
+        *parents, last = name.split(".")
+        for part in parents:
+            owner = getattr(owner, part)
+        value: Tensor = getattr(owner, last)
+        return self._cast(value.detach() if not torch.is_grad_enabled() else value)
+
+    def subsample(self, indices: Sequence[int] | None) -> ModuleCall:
+        """A view of this call that shows only some samples.
+
+        Args:
+            indices: Positions along axis 0; ``None`` returns the call itself.
+
+        Returns:
+            A call whose inputs, outputs and ``grad_output`` hold the chosen samples. Tensors whose
+            axis 0 is not the batch are left as they are.
+
+        Raises:
+            UsageError: An index is out of range.
+        """
+        if indices is None:
+            return self
+        size = self.batch_size
+        bad = [i for i in indices if not -size <= i < size]
+        if bad:
+            raise UsageError(
+                f"subsampling asks for sample {bad[0]}, but {self.path} saw a batch of {size} "
+                f"samples: use indices from 0 to {size - 1}."
+            )
+        pick = torch.as_tensor(list(indices), device=self.outputs[0].device, dtype=torch.long)
+
+        def take(tensor: Tensor) -> Tensor:
+            return tensor[pick] if tensor.dim() and tensor.shape[0] == size else tensor
+
+        view = ModuleCall(
+            module=self.module,
+            args=map_tensors(self.args, take),
+            kwargs=map_tensors(self.kwargs, take),
+            inputs=tuple(take(t) for t in self.inputs),
+            edges=self.edges,
+            outputs=tuple(take(t) for t in self.outputs),
+            frame=self.frame,
+            thread=self.thread,
+            output_nr=self.output_nr,
+            grad_output=None if self.grad_output is None else take(self.grad_output),
+            indices=tuple(indices),
+            _whole=self.full,
+        )
+        stored = zip((*self.inputs, *self.outputs), self._versions, strict=True)
+        fresh = [tensor._version == version for tensor, version in stored]
+        seen = (*view.inputs, *view.outputs)
+        view._versions = tuple(t._version if ok else -1 for t, ok in zip(seen, fresh, strict=True))
+        return view
+
+    @property
+    def full(self) -> ModuleCall:
+        """The call with all samples: itself, unless it is a view made by :meth:`subsample`."""
+        return self if self._whole is None else self._whole
+
+    def release(self) -> None:
+        """Free inputs and outputs; any later use raises :class:`ReleasedIOError`."""
+        self._released = True
+        self.args, self.kwargs, self.inputs, self.outputs = (), {}, (), ()
+        self.grad_output = None
+        self.memo.clear()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether inputs and outputs were freed."""
+        return self._released
+
+    def _check_released(self) -> None:
+        if self._released:
+            raise ReleasedIOError(
+                f"{self.path}: the inputs and outputs of this forward pass were freed by an "
+                "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
+                "backward()) in every backward pass but the last."
+            )
+
+    def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
+        if tensor._version != self._versions[slot]:
+            raise OverwrittenInputError(
+                f"{self.path}: its {what} was changed in place after it was stored, so derivatives "
+                "would be computed from overwritten memory. Use an out-of-place operation, or "
+                "clone the tensor before changing it."
+            )
+        return self._cast(tensor)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.dtype != self.dtype:
+            return tensor.to(self.dtype)
+        return tensor

@@ -1,0 +1,115 @@
+"""Every exception and warning of the library, one tree each. Imports nothing.
+
+    BackpackError
+    ├── UsageError            (ValueError)           the call makes no sense as written
+    │   └── NotAnExtensionError (TypeError too)
+    ├── NotExtendedError      (RuntimeError)         a needed module or loss was not extended
+    ├── StoredIOError         (RuntimeError)         inputs or outputs are gone or were overwritten
+    │   ├── ReleasedIOError
+    │   └── OverwrittenInputError
+    ├── UnsupportedError      (NotImplementedError)  no exact answer exists for what was asked
+    │   ├── SampleMixingError
+    │   └── BridgeError
+    ├── ShapeError            (ValueError)           a rule or extension returned a wrong shape
+    └── PluginError           (RuntimeError)
+        ├── PluginLoadError
+        ├── PluginConflictError
+        ├── PluginVersionError
+        └── MissingPluginError (ImportError)
+
+    BackpackWarning           (UserWarning)
+    ├── AutodiffFallbackWarning
+    ├── UncoveredParameterWarning
+    └── BrokenPluginWarning
+
+Subclasses inherit the builtin that a caller would expect to catch. A message says what was asked,
+what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class BackpackError(Exception):
+    """Base class of all errors raised by this library."""
+
+
+class UsageError(BackpackError, ValueError):
+    """The request makes no sense as written; the message says how to write it."""
+
+
+class NotAnExtensionError(UsageError, TypeError):
+    """``backpack(...)`` was given something that is no extension instance."""
+
+
+class NotExtendedError(BackpackError, RuntimeError):
+    """A module or a loss that is needed was not passed through ``extend``."""
+
+
+class StoredIOError(BackpackError, RuntimeError):
+    """What a module received or returned in the forward pass is not available."""
+
+
+class ReleasedIOError(StoredIOError):
+    """The inputs were freed by an earlier backward pass without ``retain_graph``."""
+
+
+class OverwrittenInputError(StoredIOError):
+    """A stored tensor was changed in place after the forward pass."""
+
+
+class UnsupportedError(BackpackError, NotImplementedError):
+    """The quantity has no exact value here, or no rule knows it."""
+
+
+class SampleMixingError(UnsupportedError):
+    """Samples of the batch influence each other, so per-sample quantities do not exist."""
+
+
+class BridgeError(UnsupportedError):
+    """A quantity cannot be carried through an autograd node exactly."""
+
+
+class ShapeError(BackpackError, ValueError):
+    """A rule or an extension returned, or was given, a tensor of the wrong shape."""
+
+
+class PluginError(BackpackError, RuntimeError):
+    """Base class of everything that goes wrong with plugins."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin failed while it was imported or registered."""
+
+
+class PluginConflictError(PluginError):
+    """Two plugins claim the same layer, extension or propagator."""
+
+
+class PluginVersionError(PluginError):
+    """A plugin was written for another version of the plugin interface."""
+
+
+class MissingPluginError(PluginError, ImportError):
+    """No installed plugin provides what was asked for."""
+
+
+class BackpackWarning(UserWarning):
+    """Base class of all warnings of this library."""
+
+
+class AutodiffFallbackWarning(BackpackWarning):
+    """A module has no layer rule: exact, but slower than a rule would be.
+
+    Install a plugin that knows the module, or write a layer rule for it.
+    """
+
+
+class UncoveredParameterWarning(BackpackWarning):
+    """A parameter is used only by functional calls that no module owns: it gets no quantity.
+
+    Move the parameter into a module of its own.
+    """
+
+
+class BrokenPluginWarning(BackpackWarning):
+    """An installed plugin could not be loaded. ``backpack doctor`` shows why."""

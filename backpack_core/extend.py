@@ -1,0 +1,218 @@
+"""``extend`` and ``unextend``: installs the two hooks that record calls. Imports calls and engine.
+
+The forward pre-hook notes the gradient edge of every input *before* the forward runs, so that
+in-place activations cannot rewrite it. The forward hook makes the :class:`ModuleCall`, stores it in
+the autograd node of the output, and puts one tensor hook on the output. Nothing is wrapped, no
+full-backward hook is used, and the hooks are plain functions of this file, so that extended modules
+can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import engine
+from backpack_core.calls import (
+    METADATA_KEY,
+    PATH_ATTRIBUTE,
+    Edge,
+    Frame,
+    ModuleCall,
+    edge_of,
+    iter_tensors,
+    map_tensors,
+)
+from backpack_core.context import _local, logger
+from backpack_core.errors import UsageError
+from backpack_core.plugins import ensure_loaded
+from backpack_core.registry import registry
+
+M = TypeVar("M", bound=Module)
+
+
+def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
+    """Make a module, and all modules in it, report to active extensions.
+
+    Containers get no hooks: a module is an operation if a layer rule names it, if it owns
+    parameters, or if it has no children. Extending twice changes nothing.
+
+    Args:
+        module: A model, a layer, or a loss function.
+        debug: Log what is extended.
+        use_converter: Rewrite the model into modules with ``torch.fx`` first. Not needed for
+            correctness: functional operations between modules are followed exactly. It gives
+            second derivatives (``DiagHessian``) a module to look at where there was a function
+            call. The converted model is a new module, and may order its parameters differently.
+
+    Returns:
+        The same object, unless it was converted.
+
+    Raises:
+        UsageError: The argument is no module.
+    """
+    if not isinstance(module, Module):
+        hint = f" Write {module.__name__}(...)." if isinstance(module, type) else ""
+        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {module!r}.{hint}")
+    ensure_loaded()
+    if use_converter:
+        from backpack_core.converter import convert
+
+        module = convert(module)
+    _extend(module, "", debug)
+    return module
+
+
+def unextend(module: M) -> M:
+    """Remove what :func:`extend` installed, from the module and all modules in it.
+
+    Args:
+        module: A module, extended or not.
+
+    Returns:
+        The same object.
+    """
+    for part in module.modules():
+        for hooks, ours in (
+            (part._forward_pre_hooks, _before_forward),
+            (part._forward_hooks, _after_forward),
+        ):
+            for key in [k for k, hook in hooks.items() if hook is ours]:
+                del hooks[key]
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+                part._forward_hooks_with_kwargs.pop(key, None)
+                part._forward_hooks_always_called.pop(key, None)
+        part.__dict__.pop(PATH_ATTRIBUTE, None)
+    return module
+
+
+def is_extended(module: Module) -> bool:
+    """Whether this very module reports to extensions."""
+    return _after_forward in module._forward_hooks.values()
+
+
+def _extend(module: Module, path: str, debug: bool) -> None:
+    resolved = registry.resolve(module)
+    children = list(module.named_children())
+    has_rule = not resolved.is_fallback
+    if has_rule or module._parameters or not children:
+        _install(module, path)
+        if debug:
+            logger.info("extend: %s '%s'", type(module).__name__, path)
+    if has_rule and not resolved.rule.transparent:
+        return
+    for name, child in children:
+        _extend(child, f"{path}.{name}" if path else name, debug)
+
+
+def _install(module: Module, path: str) -> None:
+    if is_extended(module):
+        return
+    module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    # First among the forward hooks: a hook that changes the output is an operation after the module.
+    module.register_forward_hook(
+        _after_forward, with_kwargs=True, always_call=True, prepend=True
+    )
+    if path:
+        module.__dict__[PATH_ATTRIBUTE] = path
+
+
+def _frames() -> list[Frame]:
+    try:
+        frames: list[Frame] = _local.frames
+    except AttributeError:
+        frames = _local.frames = []
+    return frames
+
+
+def _before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Open a frame: what only the moment before the forward can tell."""
+    if getattr(_local, "disabled", 0) or not torch.is_grad_enabled():
+        return
+    frames = _frames()
+    tensors = list(iter_tensors(args))
+    if kwargs:
+        tensors += iter_tensors(kwargs)
+    frames.append(Frame(module, tensors, frames[-1] if frames else None))
+
+
+def _after_forward(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    """Close the frame and record the call on every differentiable output."""
+    if getattr(_local, "disabled", 0):
+        return
+    frames = _frames()
+    while frames:
+        frame = frames.pop()
+        if frame.module is module:
+            break
+    else:
+        return
+    if not torch.is_grad_enabled():
+        return
+    outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
+    if any(o.grad_fn is not None for o in outputs):
+        _record(module, args, kwargs, outputs, frame)
+
+
+def _record(
+    module: Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    outputs: tuple[Tensor, ...],
+    frame: Frame,
+) -> None:
+    nodes = [o.grad_fn for o in outputs if o.grad_fn is not None]
+    before = {id(t): i for i, t in enumerate(frame.tensors)}
+    inputs: list[Tensor] = []
+    edges: list[Edge | None] = []
+    versions: list[int] = []
+    replaced: dict[int, Tensor] = {}
+    for tensor in (*iter_tensors(args), *iter_tensors(kwargs)):
+        slot = before.get(id(tensor))
+        # A pre-hook of the user's that ran after ours may have replaced an argument.
+        edge = edge_of(tensor) if slot is None else frame.edges[slot]
+        version = tensor._version if slot is None else frame.versions[slot]
+        stored = tensor
+        if tensor.grad_fn is not None and any(tensor.grad_fn is n for n in nodes):
+            # The module returned or rewrote its input: holding it would hold our own node.
+            stored = replaced[id(tensor)] = tensor.detach()
+        if edge is not None and any(edge.node is n for n in nodes):
+            edge = Edge(None, edge.output_nr, edge.depth)
+        inputs.append(stored)
+        edges.append(edge)
+        versions.append(version)
+    if replaced:
+        args, kwargs = map_tensors((args, kwargs), lambda t: replaced.get(id(t), t))
+    detached = tuple(o.detach() for o in outputs)
+    call = ModuleCall(
+        module,
+        args,
+        kwargs,
+        tuple(inputs),
+        tuple(edges),
+        detached,
+        frame,
+        threading.get_ident(),
+    )
+    frame.close(edges)
+    call._versions = (*versions, *(o._version for o in detached))
+    for index, output in enumerate(outputs):
+        node = output.grad_fn
+        if node is not None:
+            _attach(call, index, node, output)
+
+
+def _attach(call: ModuleCall, index: int, node: Any, output: Tensor) -> None:
+    table = node.metadata.setdefault(METADATA_KEY, {})
+    records = table.get(output.output_nr)
+    if records is None:
+        records = table[output.output_nr] = []
+        output.register_hook(engine.OutputHook(records, output.output_nr))
+    if all(other is not call for other, _ in records):
+        records.append((call, index))

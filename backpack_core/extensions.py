@@ -1,0 +1,47 @@
+"""Every installed extension, by class name: ``from backpack_core.extensions import DiagGGNExact``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backpack_core.plugins import ensure_loaded, missing
+from backpack_core.registry import registry
+
+# Where this project's own extensions are to be had, for the message when they are not installed.
+_DISTRIBUTIONS = {
+    "backpack-plugin-firstorder": (
+        "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad"
+    ),
+    "backpack-plugin-secondorder": (
+        "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC DiagHessian "
+        "BatchDiagHessian KFAC KFLR KFRA EKFAC GGNMP HMP PCHMP GGNGram"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") or not name[:1].isupper():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    ensure_loaded()
+    claims = registry.extensions.get(name)
+    if claims:
+        return registry.choose(claims, name, "extension").value
+    for distribution, names in _DISTRIBUTIONS.items():
+        if name in names.split():
+            raise missing(
+                f"The extension {name} is not available: it is provided by {distribution}. Run "
+                f"`pip install {distribution}`, and check BACKPACK_LOAD_PLUGINS and "
+                "BACKPACK_BLOCK_PLUGINS.",
+                name,
+            )
+    known = ", ".join(sorted(registry.extensions)) or "none"
+    raise missing(
+        f"No installed plugin provides an extension named {name!r}. Installed: {known}. Install "
+        "the plugin that has it; `backpack plugins` lists what is there.",
+        name,
+    )
+
+
+def __dir__() -> list[str]:
+    ensure_loaded()
+    return sorted(registry.extensions)

@@ -1,0 +1,168 @@
+"""Helper modules: operations that networks write as functions, as modules. Imports torch only.
+
+Core carries quantities through plain operations by itself, so none of these is needed for a network
+to work. They name a step of a network, and give its operation a layer rule.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, ModuleDict, Parameter
+from torch.nn import functional as F
+
+__all__ = ["Pad", "Parallel", "Permute", "ReduceTuple", "ScaleModule", "Slicing", "SumModule"]
+
+
+class SumModule(Module):
+    """Sum of tensors that have the same shape."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Add the inputs.
+
+        Args:
+            inputs: One or more tensors of one shape.
+
+        Returns:
+            Their sum.
+
+        Raises:
+            ValueError: There is nothing to add, or the shapes differ.
+        """
+        if not inputs:
+            raise ValueError("SumModule got no tensor to add: pass at least one.")
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        if len(set(shapes)) > 1:
+            raise ValueError(f"SumModule adds tensors of one shape, and got {shapes}.")
+        total = inputs[0]
+        for tensor in inputs[1:]:
+            total = total + tensor
+        return total
+
+
+class Parallel(Module):
+    """Give the same input to several modules and merge what they return.
+
+    Args:
+        modules: The branches, or one ``OrderedDict`` of named branches.
+        merge_module: Called with the results, one argument each. Default: :class:`SumModule`.
+    """
+
+    def __init__(
+        self, *modules: Module | OrderedDict[str, Module], merge_module: Module | None = None
+    ) -> None:
+        super().__init__()
+        self.branch = ModuleDict()
+        for position, item in enumerate(modules):
+            named = item if isinstance(item, OrderedDict) else {str(position): item}
+            self.branch.update(named)
+        self.merge = SumModule() if merge_module is None else merge_module
+
+    def forward(self, input: Tensor) -> Any:
+        """Run every branch on ``input`` and merge."""
+        return self.merge(*[module(input) for module in self.branch.values()])
+
+
+class ScaleModule(Module):
+    """Multiply by one number, ``x ↦ w x``.
+
+    Args:
+        weight: The number to start from.
+        optimize: Whether the number is trained.
+    """
+
+    def __init__(self, weight: float = 1.0, optimize: bool = False) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.tensor([float(weight)]), requires_grad=optimize)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Scale ``input``."""
+        return input * self.weight
+
+
+class Permute(Module):
+    """Rearrange the axes of a tensor.
+
+    Args:
+        dims: The axes in their new order; with ``init_transpose``, the two axes to exchange.
+        init_transpose: Read ``dims`` as for :func:`torch.transpose`.
+    """
+
+    def __init__(self, *dims: int, init_transpose: bool = False) -> None:
+        super().__init__()
+        self.dims = dims
+        self.init_transpose = init_transpose
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return a view of ``input`` with its axes rearranged."""
+        return input.permute(self.permutation(input.dim()))
+
+    def permutation(self, axes: int) -> tuple[int, ...]:
+        """The axes of the input in the order of the output.
+
+        Args:
+            axes: How many the input has.
+        """
+        if not self.init_transpose:
+            return tuple(dim % axes for dim in self.dims)
+        first, second = (dim % axes for dim in self.dims)
+        order = list(range(axes))
+        order[first], order[second] = second, first
+        return tuple(order)
+
+
+class Pad(Module):
+    """:func:`torch.nn.functional.pad` as a module.
+
+    Args:
+        pad: Pairs of sizes, the last axis first. Negative sizes crop.
+        mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        value: What a constant padding is filled with.
+    """
+
+    def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
+        super().__init__()
+        self.pad = tuple(pad)
+        self.mode = mode
+        self.value = value
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Pad ``input``."""
+        value = self.value if self.mode == "constant" else None
+        return F.pad(input, self.pad, mode=self.mode, value=value)
+
+
+class Slicing(Module):
+    """Index a tensor, ``x ↦ x[slice_info]``.
+
+    Args:
+        slice_info: Anything a tensor can be indexed with.
+    """
+
+    def __init__(self, slice_info: Any) -> None:
+        super().__init__()
+        self.slice_info = slice_info
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Index ``input``."""
+        return input[self.slice_info]
+
+
+class ReduceTuple(Module):
+    """Pick one element of a tuple, as of what a recurrent layer returns.
+
+    Args:
+        index: Which element.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, input: tuple[Any, ...]) -> Any:
+        """Return the element."""
+        return input[self.index]

@@ -1,0 +1,173 @@
+"""The generic definition of every operation, through ``M[v, n] = J_θᵀ mat``. Imports rules only.
+
+Nothing here holds ``[V, N, *θ]`` only to reduce it: the work goes in chunks of columns, and of samples
+where one column is too large, whose products fit into the memory budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import singledispatch
+from math import prod
+
+from torch import Tensor
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UsageError
+from backpack_core.rules import LayerRule, ParametricRule
+
+_budget = 64 * 2**20
+
+
+def memory_budget() -> int:
+    """Bytes that an intermediate product of an operation may take. Default: 64 MiB."""
+    return _budget
+
+
+def set_memory_budget(size: int) -> None:
+    """Set how many bytes an intermediate product may take; results agree to rounding.
+
+    Args:
+        size: Number of bytes. Smaller saves memory, down to one product per sample and column.
+
+    Raises:
+        UsageError: It is not positive.
+    """
+    global _budget
+    if size <= 0:
+        raise UsageError(f"The memory budget is a positive number of bytes. Got {size}.")
+    _budget = size
+
+
+class MaterializedRule(ParametricRule):
+    """Stands for a product that exists already: the sum over the calls that share a parameter."""
+
+    transparent = True
+
+    def __init__(self, product: Tensor) -> None:
+        """Store ``M``, of shape ``[V, N, *θ]``."""
+        self.product = product
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        raise AssertionError("a materialized product is never propagated")
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        return self.product
+
+    def param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """The stored product, whatever ``mat`` is."""
+        return self.product
+
+
+@singledispatch
+def per_sample(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``M[v, n] = J_θ[n]ᵀ mat[v, n]``, formed once per call for all extensions that ask.
+
+    Args:
+        rule: How the module differentiates.
+        call: The forward execution.
+        name: Name of the parameter ``θ``.
+        mat: Columns at the output. Shape ``[V, N, *out]``.
+
+    Returns:
+        Shape ``[V, N, *θ]``.
+    """
+    assert isinstance(rule, ParametricRule)
+    key = (per_sample, name, id(mat))
+    if key not in call.memo:
+        call.memo[key] = (rule.param_jac_t_mat_prod(call, name, mat), mat)
+    product: Tensor = call.memo[key][0]
+    return product
+
+
+@per_sample.register
+def per_sample_materialized(
+    rule: MaterializedRule, call: ModuleCall, name: str, mat: Tensor
+) -> Tensor:
+    """It exists already."""
+    return rule.product
+
+
+def formed(call: ModuleCall, name: str, mat: Tensor) -> Tensor | None:
+    """``M`` if an extension had it formed for this call already."""
+    found = call.memo.get((per_sample, name, id(mat)))
+    return None if found is None else found[0]
+
+
+@singledispatch
+def square_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``Σ_v Σ_n M[v, n]²``. Shape ``[*θ]``. Arguments as in :func:`per_sample`."""
+    return _total(part.square().sum((0, 1)) for _, _, part in chunks(rule, call, name, mat))
+
+
+@singledispatch
+def per_sample_square_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``Σ_v M[v, n]²``. Shape ``[N, *θ]``. Arguments as in :func:`per_sample`."""
+    result: Tensor | None = None
+    for _, samples, part in chunks(rule, call, name, mat):
+        if result is None:
+            result = part.new_zeros(mat.shape[1], *part.shape[2:])
+        result[samples] += part.square().sum(0)
+    assert result is not None
+    return result
+
+
+@singledispatch
+def squared_norm(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``‖M[v, n]‖²``. Shape ``[V, N]``. Arguments as in :func:`per_sample`."""
+    result: Tensor | None = None
+    for columns, samples, part in chunks(rule, call, name, mat):
+        if result is None:
+            result = part.new_empty(mat.shape[:2])
+        result[columns, samples] = part.flatten(2).square().sum(2)
+    assert result is not None
+    return result
+
+
+@singledispatch
+def per_sample_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``Σ_n M[v, n]``. Shape ``[V, *θ]``. Arguments as in :func:`per_sample`."""
+    result: Tensor | None = None
+    for columns, _, part in chunks(rule, call, name, mat):
+        if result is None:
+            result = part.new_zeros(len(mat), *part.shape[2:])
+        result[columns] += part.sum(1)
+    assert result is not None
+    return result
+
+
+def chunks(
+    rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """``M`` piece by piece.
+
+    Yields:
+        ``(columns, samples, M[columns, samples])``, each product within the memory budget as far
+        as one column of one sample allows.
+    """
+    whole = slice(None)
+    existing = rule.product if isinstance(rule, MaterializedRule) else formed(call, name, mat)
+    if existing is not None:
+        yield whole, whole, existing
+        return
+    assert isinstance(rule, ParametricRule)
+    size = prod(call.parameter(name).shape) * mat.element_size()
+    samples = mat.shape[1]
+    fitting = max(1, memory_budget() // max(1, size * samples))
+    if fitting >= len(mat):
+        yield whole, whole, rule.param_jac_t_mat_prod(call, name, mat)
+        return
+    few = min(samples, max(1, memory_budget() // max(1, size)))
+    for start in range(0, samples, few):
+        rows = slice(start, start + few)
+        part = call if few == samples else call.subsample(range(samples)[rows])
+        for first in range(0, len(mat), fitting):
+            columns = slice(first, first + fitting)
+            yield columns, rows, rule.param_jac_t_mat_prod(part, name, mat[columns, rows])
+
+
+def _total(parts: Iterator[Tensor]) -> Tensor:
+    result = next(parts)
+    for part in parts:
+        result = result + part
+    return result

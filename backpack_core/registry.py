@@ -1,0 +1,295 @@
+"""What plugins contributed, and who speaks for a module. Imports core's contract, never a plugin.
+
+Keys are module types (classes or qualified names), and names of extensions and propagators. Two
+claims on one key are a conflict, reported when the key is used; :func:`prefer` chooses.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from torch.nn import Module
+
+from backpack_core.autodiff import AutodiffRule
+from backpack_core.errors import PluginConflictError, PluginError
+from backpack_core.extension import Extension, Propagator
+from backpack_core.module_extension import ModuleExtension
+from backpack_core.rules import LayerRule, ModuleType
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a contribution came from.
+
+    Attributes:
+        plugin: Name of the entry point, or of the object that was registered by hand.
+        distribution: Name of the installed distribution; empty for one registered by hand.
+        version: Its version.
+    """
+
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+
+    def __str__(self) -> str:
+        """As ``"backpack-plugin-scale 0.1"``."""
+        if not self.distribution:
+            return f"registered by hand as {self.plugin!r}"
+        return f"{self.distribution} {self.version}"
+
+
+CORE = Provenance("core", "backpack-core", "")
+
+
+@dataclass(frozen=True)
+class Claim(Generic[T]):
+    """One contribution for a key."""
+
+    value: T
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The rule that speaks for a module type, and who provided it."""
+
+    rule: LayerRule
+    provenance: Provenance
+    is_fallback: bool = False
+
+
+@dataclass(frozen=True)
+class Contributions:
+    """What one plugin handed over, checked."""
+
+    rules: tuple[type[LayerRule], ...] = ()
+    extensions: tuple[type[Extension], ...] = ()
+    propagators: tuple[type[Propagator], ...] = ()
+    overrides: tuple[tuple[type[Extension], ModuleType, ModuleExtension], ...] = ()
+
+
+_FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
+
+
+@dataclass
+class Registry:
+    """All claims, and a cache of the answers."""
+
+    rules: dict[ModuleType, list[Claim[LayerRule]]] = field(default_factory=dict)
+    extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
+    propagators: dict[str, list[Claim[type[Propagator]]]] = field(default_factory=dict)
+    overrides: dict[tuple[type[Extension], ModuleType], list[Claim[ModuleExtension]]] = field(
+        default_factory=dict
+    )
+    preferred: dict[str, str] = field(default_factory=dict)
+    _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
+
+    def add(self, contributions: Contributions, provenance: Provenance) -> None:
+        """Enter everything a plugin provides. Cannot fail half-way: nothing here raises."""
+        for rule in contributions.rules:
+            claim = Claim(rule(), provenance)
+            for key in rule.module_types:
+                _enter(self.rules, key, claim)
+        for extension in contributions.extensions:
+            _enter(self.extensions, extension.__name__, Claim(extension, provenance))
+        for propagator in contributions.propagators:
+            _enter(self.propagators, propagator.__name__, Claim(propagator, provenance))
+        for extension, module_type, value in contributions.overrides:
+            _enter(self.overrides, (extension, module_type), Claim(value, provenance))
+        self._rule_cache.clear()
+
+    def remove(self, plugin: str) -> None:
+        """Take back everything that came from the plugin of this name."""
+        tables: tuple[dict[Any, list[Any]], ...] = (
+            self.rules,
+            self.extensions,
+            self.propagators,
+            self.overrides,
+        )
+        for table in tables:
+            for key in list(table):
+                table[key] = [c for c in table[key] if c.provenance.plugin != plugin]
+                if not table[key]:
+                    del table[key]
+        self._rule_cache.clear()
+
+    def resolve(self, module: Module) -> Resolved:
+        """The rule for a module: that of its type, of a parent type, or the automatic one.
+
+        A parent's rule counts only if the module's ``forward`` is the parent's own: a subclass that
+        computes something else must not be differentiated like its parent.
+
+        Args:
+            module: The module.
+
+        Raises:
+            PluginConflictError: Several distributions claim the type.
+        """
+        kind = type(module)
+        if "forward" in vars(module):  # replaced on the instance
+            return _FALLBACK
+        found = self._rule_cache.get(kind)
+        if found is None:
+            found = self._rule_cache[kind] = self._resolve_type(kind)
+        return found
+
+    def _resolve_type(self, kind: type[Module]) -> Resolved:
+        for parent in kind.__mro__:
+            claims = self._claims_for(parent)
+            if claims and getattr(parent, "forward", None) is kind.forward:
+                claim = self.choose(claims, _qualified_name(parent), "layer rule")
+                return Resolved(claim.value, claim.provenance)
+        return _FALLBACK
+
+    def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
+        claims = list(self.rules.get(kind, ()))
+        for key, named in self.rules.items():
+            if isinstance(key, str) and _find_class(key) is kind:
+                claims += named
+        return claims
+
+    def override(self, extension: Extension, module: Module) -> tuple[ModuleExtension, Any] | None:
+        """A module extension for this pair: set on the instance, else contributed by a plugin."""
+        own = extension.module_extensions.get(type(module))
+        if own is not None:
+            return own, None
+        if not self.overrides:
+            return None
+        for (extension_type, key), claims in self.overrides.items():
+            matches = key is type(module) or (
+                isinstance(key, str) and _find_class(key) is type(module)
+            )
+            if matches and isinstance(extension, extension_type):
+                name = f"{extension_type.__name__}/{_qualified_name(type(module))}"
+                claim = self.choose(claims, name, "pair override")
+                return claim.value, claim.provenance
+        return None
+
+    def has_overrides(self, extension_type: type[Extension]) -> bool:
+        """Whether any plugin contributed a pair override for this extension."""
+        return any(issubclass(extension_type, key[0]) for key in self.overrides)
+
+    def describe(self, extension: Extension) -> str:
+        """An extension's name, and who provided it, for messages."""
+        name = type(extension).__name__
+        for claim in self.extensions.get(name, ()):
+            if claim.value is type(extension):
+                return f"{name} of {claim.provenance}"
+        return name
+
+    def choose(self, claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
+        """The one claim on a key, or the preferred one.
+
+        Raises:
+            PluginConflictError: There are several, and none is preferred.
+        """
+        if len(claims) == 1:
+            return claims[0]
+        wanted = self._preference(key)
+        chosen = [c for c in claims if wanted in (c.provenance.distribution, c.provenance.plugin)]
+        if wanted and len(chosen) == 1:
+            return chosen[0]
+        who = " and ".join(str(c.provenance) for c in claims)
+        name = claims[0].provenance.distribution or claims[0].provenance.plugin
+        raise PluginConflictError(
+            f"Two plugins provide the {what} for {key!r}: {who}. Uninstall one of them, call "
+            f"backpack_core.prefer({name!r}, {key!r}), or set BACKPACK_PREFER={key}={name}."
+        )
+
+    def _preference(self, key: str) -> str:
+        if key in self.preferred:
+            return self.preferred[key]
+        pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
+        from_environment = dict(p.strip().rsplit("=", 1) for p in pairs if "=" in p)
+        return from_environment.get(key) or self.preferred.get("*") or from_environment.get("*", "")
+
+    def prefer(self, distribution: str, *keys: str) -> None:
+        """See :func:`backpack_core.prefer`."""
+        for key in keys or ("*",):
+            self.preferred[key] = distribution
+        self._rule_cache.clear()
+
+
+def _enter(table: dict[Any, list[Any]], key: Any, claim: Claim[Any]) -> None:
+    claims = table.setdefault(key, [])
+    kinds = [c.value if isinstance(c.value, type) else type(c.value) for c in claims]
+    kind = claim.value if isinstance(claim.value, type) else type(claim.value)
+    if kind not in kinds:  # the same class under two entry points is one claim
+        claims.append(claim)
+
+
+def check_contributions(found: dict[str, list[Any]]) -> Contributions:
+    """Check what a plugin's hooks returned.
+
+    Args:
+        found: Returned objects by hook name.
+
+    Raises:
+        PluginError: An object is not of the kind its hook promises.
+    """
+    return Contributions(
+        rules=tuple(_each(found, "backpack_layer_rules", _is_rule)),
+        extensions=tuple(
+            _each(found, "backpack_extensions", lambda o: _is_subclass(o, Extension))
+        ),
+        propagators=tuple(
+            _each(found, "backpack_propagators", lambda o: _is_subclass(o, Propagator))
+        ),
+        overrides=tuple(_each(found, "backpack_pair_overrides", _is_override)),
+    )
+
+
+def _each(found: dict[str, list[Any]], hook: str, accepts: Callable[[Any], bool]) -> list[Any]:
+    objects = found.get(hook, [])
+    for item in objects:
+        if not accepts(item):
+            raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")
+    return objects
+
+
+def _is_subclass(item: Any, base: type) -> bool:
+    return isinstance(item, type) and issubclass(item, base)
+
+
+def _is_rule(item: Any) -> bool:
+    if not _is_subclass(item, LayerRule):
+        return False
+    missing = getattr(item, "__abstractmethods__", ())
+    if missing:
+        raise PluginError(f"{item.__name__} does not implement {', '.join(sorted(missing))}.")
+    types = item.module_types
+    if not types or not all(isinstance(t, str) or _is_subclass(t, Module) for t in types):
+        raise PluginError(
+            f"{item.__name__}.module_types must name torch.nn.Module classes or their qualified "
+            f"names. Got {types!r}."
+        )
+    return True
+
+
+def _is_override(item: Any) -> bool:
+    return (
+        isinstance(item, tuple)
+        and len(item) == 3
+        and _is_subclass(item[0], Extension)
+        and (isinstance(item[1], str) or _is_subclass(item[1], Module))
+        and isinstance(item[2], ModuleExtension)
+    )
+
+
+def _qualified_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _find_class(name: str) -> Any:
+    """The class behind a qualified name, if its package is imported already; never imports."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, None)
+
+
+registry = Registry()

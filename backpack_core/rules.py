@@ -1,0 +1,444 @@
+"""The layer-rule contract. Imports torch and core's own calls, errors and autodiff helpers.
+
+A *layer rule* says how one kind of layer differentiates. It is written once, is stateless, and is
+used by every extension. Public methods check shapes; a rule author writes the methods whose name
+starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
+``G`` groups, ``I`` and ``O`` features per group.
+
+Which base class to take:
+
+===================== ================================================================== ===========
+base                  what to write                                                      gives
+===================== ================================================================== ===========
+:class:`LayerRule`    ``_jac_t_mat_prod``                                                propagation
+:class:`ParametricRule` + ``params``, ``_param_jac_t_mat_prod``                           parameters
+:class:`ElementwiseRule` ``derivative``, ``second_derivative``                            Hessians too
+:class:`AffineRule`   ``affine_input``, ``affine_output`` (+ ``_jac_t_mat_prod``)        fast paths
+:class:`LossRule`     ``_sqrt_hessian`` and relatives                                    a start
+===================== ================================================================== ===========
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import contractions
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.hookspecs import hookimpl
+
+ModuleType = type[Module] | str
+
+
+class LayerRule(ABC):
+    """How a layer ``x ↦ f(x)`` differentiates with respect to its input.
+
+    Class attributes:
+        module_types: The module classes this rule speaks for, as classes or as qualified names
+            (``"package.module.Class"``), so that a rule need not import a heavy library.
+        transparent: The rule leaves propagation to the autograd graph inside the module: then
+            ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
+        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere).
+        hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
+        mixes_samples: Output ``n`` may depend on another sample's input. Per-sample quantities
+            do not exist then, and asking for them raises.
+
+    A property that is not declared is assumed absent. The conformance kit checks each of them.
+    """
+
+    module_types: ClassVar[tuple[ModuleType, ...]] = ()
+    transparent: ClassVar[bool] = False
+    hessian_is_zero: ClassVar[bool] = False
+    hessian_is_diagonal: ClassVar[bool] = False
+
+    @classmethod
+    @hookimpl
+    def backpack_layer_rules(cls) -> Iterable[type[LayerRule]]:
+        """Hand this class to the registry: a rule class is a plugin by itself."""
+        return [cls]
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse settings of the module that this rule cannot treat exactly.
+
+        Called before every other method, once per call and backward pass.
+
+        Args:
+            call: The forward execution in question.
+
+        Raises:
+            UnsupportedError: With the setting that was found and what to use instead.
+        """
+
+    def mixes_samples(self, call: ModuleCall) -> bool:
+        """Whether samples of the batch influence each other in this call."""
+        return False
+
+    def batch_axis(self, call: ModuleCall, output_nr: int) -> int:
+        """Which axis of an output holds the samples; 0 for all but some state outputs."""
+        return 0
+
+    def jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
+        """Transposed input Jacobian, applied to every column of every sample.
+
+        Args:
+            call: The forward execution.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            For every input tensor of the call, ``J_xᵀ mat`` of shape ``[V, N, *in]``, or ``None``
+            where the input is constant.
+
+        Raises:
+            ShapeError: ``mat`` or the result has the wrong shape.
+        """
+        _expect(call, self, "_jac_t_mat_prod is given", mat, call.output_shape)
+        result = self._jac_t_mat_prod(call, mat)
+        products = result if isinstance(result, tuple) else (result,)
+        for product, tensor in zip(products, call.inputs, strict=False):
+            if product is not None:
+                _expect(call, self, "_jac_t_mat_prod returned", product, tensor.shape, len(mat))
+        return products
+
+    def jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """Input Jacobian, applied to every column of every sample.
+
+        Args:
+            call: The forward execution.
+            mat: Columns at the first input. Shape ``[V, N, *in]``.
+
+        Returns:
+            ``J_x mat``. Shape ``[V, N, *out]``.
+        """
+        _expect(call, self, "_jac_mat_prod is given", mat, call.input_shape)
+        product = self._jac_mat_prod(call, mat)
+        _expect(call, self, "_jac_mat_prod returned", product, call.output_shape, len(mat))
+        return product
+
+    def second_derivative_mat_prod(
+        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        """Second derivative contracted with a gradient, applied to columns.
+
+        Args:
+            call: The forward execution.
+            grad_output: Gradient at the output. Shape ``[N, *out]``.
+            mat: Columns at the first input. Shape ``[V, N, *in]``.
+
+        Returns:
+            ``Σ_o grad_output_o ∂²f_o/∂x² mat``. Shape ``[V, N, *in]``.
+
+        Raises:
+            UnsupportedError: The rule knows no second derivative.
+        """
+        if self.hessian_is_zero:
+            return torch.zeros_like(mat)
+        _expect(call, self, "_second_derivative_mat_prod is given", mat, call.input_shape)
+        product = self._second_derivative_mat_prod(call, grad_output, mat)
+        _expect(
+            call, self, "_second_derivative_mat_prod returned", product, call.input_shape, len(mat)
+        )
+        return product
+
+    @abstractmethod
+    def _jac_t_mat_prod(
+        self, call: ModuleCall, mat: Tensor
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """``[V, N, *in] → [V, N, *out]``. Default: forward mode through the module."""
+        from backpack_core.autodiff import forward_mode_input
+
+        return forward_mode_input(call, mat)
+
+    def _second_derivative_mat_prod(
+        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        """``[V, N, *in] → [V, N, *in]``; see :meth:`second_derivative_mat_prod`."""
+        raise UnsupportedError(
+            f"{type(self).__name__} has no second derivative, which {call.path} needs here: "
+            "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
+        )
+
+    def provides(self, capability: str) -> bool:
+        """Whether this rule implements an optional or abstract underscore method itself.
+
+        Args:
+            capability: A name without the underscore, as ``"second_derivative_mat_prod"``.
+        """
+        name = f"_{capability}"
+        own = getattr(type(self), name, None)
+        return own is not None and own is not getattr(LayerRule, name, None)
+
+
+class ParametricRule(LayerRule):
+    """A layer ``x ↦ f(x, θ)`` with parameters.
+
+    Class attributes:
+        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
+            Other parameters of the module are read off by automatic differentiation.
+        linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+    """
+
+    params: ClassVar[tuple[str, ...]] = ()
+    linear_in_params: ClassVar[tuple[str, ...]] = ()
+
+    def param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """Transposed parameter Jacobian of each sample, applied to its columns.
+
+        Args:
+            call: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            ``M[v, n] = J_θ[n]ᵀ mat[v, n]``. Shape ``[V, N, *θ]``. No sum over samples.
+
+        Raises:
+            ShapeError: ``mat`` or the result has the wrong shape.
+        """
+        _expect(call, self, "_param_jac_t_mat_prod is given", mat, call.output_shape)
+        result = self._param_jac_t_mat_prod(call, name, mat)
+        expected = (*mat.shape[:2], *call.parameter(name).shape)
+        if tuple(result.shape) != expected:
+            raise ShapeError(
+                f"{type(self).__name__}._param_jac_t_mat_prod returned shape "
+                f"{list(result.shape)} for {name!r} of {call.path}, expected [V, N, *{name}] = "
+                f"{list(expected)}."
+            )
+        return result
+
+    def param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """Parameter Jacobian of each sample, applied to columns that all samples share.
+
+        Args:
+            call: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns in parameter space. Shape ``[V, *θ]``.
+
+        Returns:
+            ``J_θ[n] mat[v]``. Shape ``[V, N, *out]``.
+        """
+        result = self._param_jac_mat_prod(call, name, mat)
+        _expect(call, self, "_param_jac_mat_prod returned", result, call.output_shape, len(mat))
+        return result
+
+    @abstractmethod
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """``[V, N, *out] → [V, N, *θ]``."""
+
+    def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """``[V, *θ] → [V, N, *out]``. Default: forward mode through the module."""
+        from backpack_core.autodiff import forward_mode_parameter
+
+        return forward_mode_parameter(call, name, mat)
+
+
+class ElementwiseRule(LayerRule):
+    """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
+
+    ``call.input`` may have been overwritten where the module works in place; a formula in terms of
+    ``call.output`` survives that.
+    """
+
+    hessian_is_diagonal = True
+
+    @abstractmethod
+    def derivative(self, call: ModuleCall) -> Tensor:
+        """``φ'(x)``, of the shape of the input ``[N, *]``."""
+
+    def second_derivative(self, call: ModuleCall) -> Tensor:
+        """``φ''(x)``, of the shape of the input ``[N, *]``. Zero where ``hessian_is_zero``."""
+        if self.hessian_is_zero:
+            return torch.zeros_like(call.output)
+        raise UnsupportedError(
+            f"{type(self).__name__} has no second derivative, which {call.path} needs here: "
+            "implement second_derivative(call)."
+        )
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat * self.derivative(call)
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat * self.derivative(call)
+
+    def _second_derivative_mat_prod(
+        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        return mat * (self.second_derivative(call) * grad_output)
+
+
+class AffineRule(ParametricRule):
+    """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
+
+    ``s`` runs over the positions that share the weight (pixels, tokens), ``g`` over groups. Linear
+    layers, convolutions and transposed convolutions have this form. The weight, reshaped to
+    ``[G, O, I]`` by :meth:`weight_matrix`, and the bias, flattened to ``[G, O]``, get every
+    extension by contractions that avoid ``[V, N, *θ]`` (Eschenhagen et al., 2023, arXiv:2311.00636).
+    """
+
+    params = ("weight", "bias")
+    linear_in_params = ("weight", "bias")
+    hessian_is_zero = True
+
+    @abstractmethod
+    def affine_input(self, call: ModuleCall) -> Tensor:
+        """The inputs that the weight multiplies. Shape ``[N, S, G, I]``."""
+
+    @abstractmethod
+    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """Columns at the output, rearranged: ``[V, N, *out] → [V, N, S, G, O]``."""
+
+    def groups(self, call: ModuleCall) -> int:
+        """Number of groups ``G``."""
+        return 1
+
+    def weight_from_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """Put ``[..., G, O, I]`` into the shape of the weight, ``[..., *weight]``."""
+        return mat.reshape(*mat.shape[:-3], *call.parameter("weight").shape)
+
+    def weight_to_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """Put ``[..., *weight]`` into the form ``[..., G, O, I]``."""
+        weight = call.parameter("weight")
+        groups = self.groups(call)
+        lead = mat.shape[: mat.dim() - weight.dim()]
+        return mat.reshape(*lead, groups, weight.shape[0] // groups, -1)
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        out = self.affine_output(call, mat)
+        if name == "bias":
+            return out.sum(2).flatten(2)
+        inp = self.affine_input(call)
+        return self.weight_from_matrix(call, contractions.products(out, inp))
+
+
+class LossRule(LayerRule):
+    """A loss ``ℓ(x, target)`` that is a sum over samples, with its Hessian in the first input.
+
+    The underscore methods speak of the loss *as the module reduces it* (a mean carries its ``1/N``)
+    for an incoming gradient of one. The public methods put in the gradient that really arrives, so
+    that ``0.5 * loss``, gradient accumulation and ``reduction="none"`` are exact.
+
+    Class attributes:
+        hessian_is_psd: The Hessian is positive semi-definite, so that a real square root exists.
+        likelihood: Why Monte-Carlo sampling makes sense: the loss is the negative logarithm of
+            this distribution. Empty where it is none.
+    """
+
+    hessian_is_psd: ClassVar[bool] = False
+    likelihood: ClassVar[str] = ""
+
+    @abstractmethod
+    def _sqrt_hessian(self, call: ModuleCall) -> Tensor:
+        """Columns ``S`` with ``∇²ℓ_n = Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[V, N, *in]``."""
+
+    @abstractmethod
+    def _hessian_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """``∇²ℓ_n mat[v, n]``. Shape ``[V, N, *in] → [V, N, *in]``."""
+
+    def _sqrt_hessian_sampled(self, call: ModuleCall, samples: int) -> Tensor:
+        """Columns whose outer products are the Hessian in expectation. Shape ``[V, N, *in]``.
+
+        ``V = samples``: gradients for targets drawn from the model's likelihood, scaled by
+        ``1/√samples``. Random numbers come from torch's default generator.
+        """
+        raise UnsupportedError(
+            f"{call.path} is not the negative logarithm of a likelihood, so there is nothing to "
+            "sample from: use the exact quantity instead of the Monte-Carlo one."
+        )
+
+    def normalisation(self, call: ModuleCall) -> float | Tensor:
+        """The factor the module's reduction puts in front of the sum (``1/N`` for a mean)."""
+        return 1.0
+
+    def sqrt_hessian(self, call: ModuleCall) -> Tensor:
+        """Exact square root of the loss Hessian, columns times the root of the arriving gradient.
+
+        Args:
+            call: The loss call.
+
+        Returns:
+            Shape ``[V, N, *in]``.
+
+        Raises:
+            UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
+        """
+        return self._sqrt_hessian(call) * self._root_scale(call)
+
+    def sqrt_hessian_sampled(self, call: ModuleCall, samples: int) -> Tensor:
+        """Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
+        return self._sqrt_hessian_sampled(call, samples) * self._root_scale(call)
+
+    def hessian_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """Loss Hessian times columns ``[V, N, *in]``, with the arriving gradient as factor."""
+        return self._hessian_mat_prod(call, mat) * self._scale(call)
+
+    def sum_hessian(self, call: ModuleCall) -> Tensor:
+        """The Hessian summed over samples. Shape ``[D, D]`` with ``D`` the size of one input."""
+        shape = call.input_shape[1:]
+        size = shape.numel()
+        x = call.input
+        eye = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *shape)
+        columns = self.hessian_mat_prod(call, eye.expand(-1, call.batch_size, *shape))
+        return columns.reshape(size, call.batch_size, size).sum(1)
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        raise UnsupportedError(
+            f"{call.path} is a loss: quantities start there, none is carried through it."
+        )
+
+    def _scale(self, call: ModuleCall) -> Tensor:
+        """The arriving gradient, shaped to multiply ``[V, N, *in]``."""
+        grad = call.grad_output
+        if grad is None:
+            raise ShapeError(f"{call.path} has no gradient yet: call this during backward.")
+        if grad.dim() == 0:
+            return grad
+        return _align(call, grad)
+
+    def _root_scale(self, call: ModuleCall) -> Tensor:
+        scale = self._scale(call)
+        if bool((scale < 0).any()):
+            raise UnsupportedError(
+                f"{call.path} is multiplied by a negative number on its way to the tensor that "
+                "backward() was called on, so its curvature has no real square root. Use "
+                "DiagHessian or HMP, or call backward() on the loss itself."
+            )
+        return scale.sqrt()
+
+
+def _align(call: ModuleCall, grad: Tensor) -> Tensor:
+    """Give the gradient of an unreduced loss the number of axes of the input.
+
+    An elementwise loss has the input's shape. Otherwise the class axis 1 is missing.
+    """
+    if grad.shape == call.input_shape:
+        return grad
+    return grad.unsqueeze(1)
+
+
+def _expect(
+    call: ModuleCall,
+    rule: LayerRule,
+    what: str,
+    mat: Tensor,
+    shape: torch.Size,
+    columns: int | None = None,
+) -> None:
+    """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
+    if mat.shape[1:] == shape and (columns is None or len(mat) == columns):
+        return
+    found = list(mat.shape)
+    lead: Any = "V" if columns is None else columns
+    raise ShapeError(
+        f"{type(rule).__name__}.{what} shape {found} at {call.path}, expected "
+        f"[{lead}, {', '.join(map(str, shape))}]."
+    )
+
+

@@ -1,0 +1,1 @@
+"""First-order extensions for backpack-core: individual gradients and their statistics."""

@@ -1,0 +1,1 @@
+"""Layer rules for backpack-core: how the modules of torch.nn differentiate."""

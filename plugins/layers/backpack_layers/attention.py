@@ -1,0 +1,180 @@
+"""The rule of multi-head attention: the softmax Jacobian in closed form, for all columns at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import MultiheadAttention
+from torch.nn import functional as F
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_layers.affine_pairs import AffinePairsRule
+from backpack_layers.arguments import arguments, by_slot, once, once_per_columns, root, slots, tensor
+
+NAMES = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What one forward pass holds, split into ``H`` heads of ``D`` features.
+
+    Attributes:
+        query: Scaled by ``1/√D``. Shape ``[N, H, L, D]``.
+        key: Shape ``[N, H, S', D]``, where ``S'`` counts the extra positions that the module adds.
+        value: Shape ``[N, H, S', D]``.
+        weights: The softmax. Shape ``[N, H, L, S']``.
+        context: ``weights @ value``. Shape ``[N, H, L, D]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    weights: Tensor
+    context: Tensor
+
+
+class MultiheadAttentionRule(AffinePairsRule):
+    """``y = concat_h(softmax(q_h k_hᵀ / √D + mask) v_h) W_oᵀ + b_o``; ``q``, ``k``, ``v`` affine.
+
+    With ``P`` the softmax and ``c`` the columns at ``concat_h``, the columns at the scores are
+    ``P ⊙ (c vᵀ − rowsum(P ⊙ c vᵀ))``.
+    """
+
+    module_types = (MultiheadAttention,)
+    params = (
+        "in_proj_weight",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "in_proj_bias",
+        "bias_k",
+        "bias_v",
+        "out_proj.weight",
+        "out_proj.bias",
+    )
+    linear_in_params = ("out_proj.weight", "out_proj.bias")
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse layouts without a leading batch axis, dropout, and the weights as an output."""
+        module = _module(call)
+        if not module.batch_first:
+            raise UnsupportedError(
+                f"{call.path} has batch_first=False, so axis 0 holds positions, not samples: build "
+                "it with batch_first=True and pass [N, L, E]."
+            )
+        if tensor(call, "query").dim() != 3:
+            raise UnsupportedError(
+                f"{call.path} received a query without a batch axis: pass [N, L, E], with N = 1 "
+                "for one sample."
+            )
+        if module.training and module.dropout > 0:
+            raise UnsupportedError(
+                f"{call.path} drops attention weights at random (dropout={module.dropout}), and "
+                "what it dropped is not known afterwards: call eval() on it, or set dropout to 0."
+            )
+        if call.output_nr != 0:
+            raise UnsupportedError(
+                f"The loss depends on the attention weights that {call.path} returns, and only "
+                "its first output can be differentiated: detach the weights."
+            )
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
+        products: dict[str, tuple[Tensor | None, ...]] = {}
+        for name, weight, columns in zip(
+            NAMES, _projections(call), self._columns(call, mat), strict=True
+        ):
+            length = tensor(call, name).shape[1]
+            products[name] = (columns[:, :, :length] @ weight,)
+        return by_slot(call, products)
+
+    def affine_pair(
+        self, call: ModuleCall, name: str, mat: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output projection, or the input projections behind the softmax Jacobian."""
+        if name.startswith("out_proj"):
+            context = _merge(_heads(call).context).unsqueeze(2)
+            return mat.unsqueeze(3), context if name == "out_proj.weight" else None
+        columns = self._columns(call, mat)
+        if name in {"bias_k", "bias_v"}:
+            extra = columns["kv".index(name[-1]) + 1]
+            position = tensor(call, "key").shape[1]
+            return extra[:, :, position : position + 1].unsqueeze(3), None
+        inputs = [tensor(call, argument) for argument in NAMES]
+        cut = [c[:, :, : x.shape[1]] for c, x in zip(columns, inputs, strict=True)]
+        if name in {"in_proj_weight", "in_proj_bias"}:
+            # Query and key may differ in length: positions that one lacks hold zeros.
+            out = torch.stack(_to_one_length(cut), 3)
+            return out, None if name == "in_proj_bias" else torch.stack(_to_one_length(inputs), 2)
+        which = "qkv".index(name[0])
+        return cut[which].unsqueeze(3), inputs[which].unsqueeze(2)
+
+    def _columns(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns at the projected query ``[V, N, L, E]``, and at key and value ``[V, N, S', E]``."""
+        return once_per_columns(call, "columns", mat, lambda: self._carry_back(call, mat))
+
+    def _carry_back(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = _heads(call)
+        context = _split(mat @ call.parameter("out_proj.weight"), _module(call).num_heads)
+        along = context @ heads.value.transpose(-1, -2)
+        # rowsum(P ⊙ c vᵀ) = rowsum(c ⊙ (P v)), which is the shorter sum.
+        scores = heads.weights * (along - (context * heads.context).sum(-1, keepdim=True))
+        query = (scores @ heads.key) * (1 / sqrt(heads.key.shape[-1]))
+        key = scores.transpose(-1, -2) @ heads.query
+        value = heads.weights.transpose(-1, -2) @ context
+        return _merge(query), _merge(key), _merge(value)
+
+
+def _module(call: ModuleCall) -> MultiheadAttention:
+    return cast(MultiheadAttention, call.module)
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """``[*, L, H·D] → [*, H, L, D]``."""
+    return x.reshape(*x.shape[:-1], heads, -1).transpose(-2, -3)
+
+
+def _merge(x: Tensor) -> Tensor:
+    """``[*, H, L, D] → [*, L, H·D]``."""
+    return x.transpose(-2, -3).flatten(-2)
+
+
+def _to_one_length(tensors: list[Tensor]) -> list[Tensor]:
+    """Fill the positions, the last but one axis, up with zeros."""
+    longest = max(t.shape[-2] for t in tensors)
+    return [F.pad(t, (0, 0, 0, longest - t.shape[-2])) for t in tensors]
+
+
+def _projections(call: ModuleCall) -> list[Tensor]:
+    """The weights of query, key and value."""
+    if _module(call)._qkv_same_embed_dim:
+        return list(call.parameter("in_proj_weight").chunk(3))
+    return [call.parameter(f"{letter}_proj_weight") for letter in "qkv"]
+
+
+def _heads(call: ModuleCall) -> Heads:
+    return once(call, "heads", lambda: _attend(call))
+
+
+def _attend(call: ModuleCall) -> Heads:
+    """Run the attention again, as far as the output projection."""
+    module = _module(call)
+    weights = _projections(call)
+    biases: list[Tensor | None] = [None] * 3
+    if module.in_proj_bias is not None:
+        biases = list(call.parameter("in_proj_bias").chunk(3))
+    inputs = [tensor(call, name) for name in NAMES]
+    query, key, value = map(F.linear, inputs, weights, biases)
+    if module.bias_k is not None:
+        extra = [call.parameter(name).expand(len(key), 1, -1) for name in ("bias_k", "bias_v")]
+        key, value = torch.cat([key, extra[0]], 1), torch.cat([value, extra[1]], 1)
+    if module.add_zero_attn:
+        key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
+    query, key, value = (_split(x, module.num_heads) for x in (query, key, value))
+    query = query * (1 / sqrt(query.shape[-1]))
+    weights_ = _softmax(query @ key.transpose(-1, -2), _mask(call, key.shape[2]))
+    return Heads(query, key, value, weights_, weights_ @ value)

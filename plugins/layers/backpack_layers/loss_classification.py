@@ -1,0 +1,248 @@
+"""Rules for losses on class targets."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_core.rules import LossRule
+from backpack_layers._loss import (
+    ElementwiseLossRule,
+    LinearLossRule,
+    argument,
+    check_arguments,
+    module_tensor,
+    real_root,
+    restrict,
+    setting,
+    spread,
+)
+
+
+class CrossEntropyLossRule(LossRule):
+    """``ℓ = -Σ_c q_c log p_c`` at each position, with ``p = softmax(x)`` over axis 1.
+
+    ``q_c = w_c t_c`` for the class weights ``w`` and the smoothed target ``t``, which is one-hot or
+    holds probabilities. The Hessian ``(Σ_c q_c) (diag p - p pᵀ)`` depends on the target only by its
+    total weight, so every option is a factor in front of the Fisher information of the softmax.
+    Labels are therefore sampled from ``p``, and the total weight is that of the actual target.
+
+    Positions (axes 2, 3, ...) do not mix: the exact root has ``V = C · positions`` columns. One
+    sampled column serves all positions, because their draws are independent.
+    """
+
+    module_types = (nn.CrossEntropyLoss,)
+    hessian_is_psd = True
+    likelihood = "categorical with probabilities softmax(x)"
+
+    def check(self, call: ModuleCall) -> None:
+        """The input needs a batch and a class axis; the target must not require a gradient."""
+        check_arguments(call, axes=2)
+
+    def normalisation(self, call: ModuleCall) -> float | Tensor:
+        """A mean divides by the weights of the targets, or counts positions for probabilities."""
+        if setting(call, "reduction") == "mean":
+            return 1.0 / _target_weight(call)[1]
+        return 1.0
+
+    def _sqrt_hessian(self, call: ModuleCall) -> Tensor:
+        log_p = _by_position(F.log_softmax(call.input, 1))
+        _, classes, positions = log_p.shape
+        eye = torch.eye(classes, dtype=log_p.dtype, device=log_p.device)[:, None, :, None]
+        # Half the logarithm, not the root of p: its derivative is finite where p underflows.
+        root_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
+        root = root_p * (eye - log_p.exp()) * real_root(call, _factor(call))  # [C, N, C, positions]
+        if positions > 1:
+            root = torch.diag_embed(root, dim1=1, dim2=-1)
+        return root.reshape(classes * positions, *call.input_shape)
+
+    def _sqrt_hessian_sampled(self, call: ModuleCall, samples: int) -> Tensor:
+        p = _by_position(call.input.softmax(1))
+        batch, classes, positions = p.shape
+        rows = p.detach().transpose(1, 2).reshape(-1, classes)
+        drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
+        labels = drawn.T.reshape(samples, batch, 1, positions)
+        index = torch.arange(classes, device=p.device)[:, None]
+        gradient = p - (labels == index).to(p.dtype)
+        scaled = gradient * real_root(call, _factor(call) / samples)
+        return scaled.reshape(samples, *call.input_shape)
+
+    def _hessian_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        p = call.input.softmax(1)
+        weighted = p * mat
+        product = weighted - p * weighted.sum(2, keepdim=True)
+        return product * _factor(call).reshape(len(p), 1, *p.shape[2:])
+
+    def sum_hessian(self, call: ModuleCall) -> Tensor:
+        """Summed over samples before positions are set apart."""
+        p = _by_position(call.input.softmax(1))
+        _, classes, positions = p.shape
+        scale = self._scale(call)
+        weighted = p * _factor(call) * (_by_position(scale) if scale.dim() else scale)
+        diagonal = torch.diag_embed(weighted.sum(0).T, dim1=0, dim2=1)
+        blocks = diagonal - torch.einsum("ncs,nds->cds", weighted, p)
+        size = classes * positions
+        return torch.diag_embed(blocks, dim1=1, dim2=-1).reshape(size, size)
+
+
+class NLLLossRule(LinearLossRule):
+    """``ℓ = -w_y x_y`` for log-probabilities ``x``: linear."""
+
+    module_types = (nn.NLLLoss,)
+    axes = 2
+    instead = "For the curvature of a softmax model apply CrossEntropyLoss to the logits."
+
+
+class KLDivLossRule(LinearLossRule):
+    """``ℓ = t (log t - x)`` for log-probabilities ``x``: linear."""
+
+    module_types = (nn.KLDivLoss,)
+    instead = "For the curvature of a softmax model apply CrossEntropyLoss to the logits."
+
+
+class BCEWithLogitsLossRule(ElementwiseLossRule):
+    """``ℓ = -w (a y log σ(x) + (1 - y) log σ(-x))`` with ``w = weight`` and ``a = pos_weight``.
+
+    ``ℓ'' = w (1 + (a - 1) y) σ(x) σ(-x)``: weights are a factor in front of the Fisher information
+    of the Bernoulli distribution. Labels are sampled from it, the factor is that of the target.
+    """
+
+    module_types = (nn.BCEWithLogitsLoss,)
+    likelihood = "Bernoulli with probability σ(x)"
+
+    def curvature(self, call: ModuleCall) -> Tensor:
+        """``w (1 + (a - 1) y) σ(x) σ(-x)``."""
+        return _logistic_curvature(call.input) * self._weight(call)
+
+    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+        """``√(w (1 + (a - 1) y)) (σ(x) - b)`` for ``b`` drawn from the likelihood."""
+        return _logistic_sample(call.input, samples) * real_root(call, self._weight(call))
+
+    def _weight(self, call: ModuleCall) -> Tensor:
+        positive = module_tensor(call, "pos_weight")
+        weight = _element_weight(call)
+        if positive is None:
+            return weight
+        return weight * (1 + (spread(call, "pos_weight", positive) - 1) * self.target(call))
+
+
+class BCELossRule(ElementwiseLossRule):
+    """``ℓ = -w (y log x + (1 - y) log(1 - x))`` for probabilities ``x``.
+
+    ``ℓ'' = w (y / x² + (1 - y) / (1 - x)²)`` is not the Fisher information ``w / (x (1 - x))``, so
+    random signs are sampled. Torch bounds the logarithms at -100; the curvature is that of the
+    unbounded ones, as is torch's gradient.
+    """
+
+    module_types = (nn.BCELoss,)
+
+    def curvature(self, call: ModuleCall) -> Tensor:
+        """``w (y / x² + (1 - y) / (1 - x)²)``."""
+        x, target = call.input, self.target(call)
+        # Where the target is 0 or 1, its term vanishes also at the pole.
+        tiny = torch.finfo(x.dtype).tiny
+        positive = target / (x**2).clamp(min=tiny)
+        negative = (1 - target) / ((1 - x) ** 2).clamp(min=tiny)
+        return (positive + negative) * _element_weight(call)
+
+
+class SoftMarginLossRule(ElementwiseLossRule):
+    """``ℓ = log(1 + exp(-y x))`` for labels ``y = ±1``: ``ℓ'' = y² σ(y x) σ(-y x)``."""
+
+    module_types = (nn.SoftMarginLoss,)
+    likelihood = "±1 with P(1) = σ(x)"
+
+    def curvature(self, call: ModuleCall) -> Tensor:
+        """``y² σ(y x) σ(-y x)``."""
+        target = self.target(call)
+        return _logistic_curvature(target * call.input) * target**2
+
+    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+        """``y (σ(y x) - b)`` for ``b`` drawn from the Bernoulli distribution of ``σ(y x)``."""
+        target = self.target(call)
+        return _logistic_sample(target * call.input, samples) * target
+
+
+class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
+    """``ℓ_n = -Σ_c w_c (y_c log σ(x_c) + (1 - y_c) log σ(-x_c)) / C``."""
+
+    module_types = (nn.MultiLabelSoftMarginLoss,)
+    likelihood = "Bernoulli with probability σ(x), independent for each class"
+
+    def check(self, call: ModuleCall) -> None:
+        """The input is ``[N, C]``."""
+        super().check(call)
+        if len(call.input_shape) != 2:
+            raise UnsupportedError(
+                f"Curvature of {call.path} is known for inputs [N, C], but it was called with "
+                f"shape {list(call.input_shape)}: flatten or unsqueeze the input to two axes."
+            )
+
+    def curvature(self, call: ModuleCall) -> Tensor:
+        """``w_c σ(x) σ(-x) / C``."""
+        return _logistic_curvature(call.input) * self._weight(call)
+
+    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+        """``√(w_c / C) (σ(x) - b)`` for ``b`` drawn from the likelihood."""
+        return _logistic_sample(call.input, samples) * real_root(call, self._weight(call))
+
+    def normalisation(self, call: ModuleCall) -> float:
+        """A mean is over samples: the one over classes is part of the loss."""
+        return 1.0 / call.full.input_shape[0] if setting(call, "reduction") == "mean" else 1.0
+
+    def _weight(self, call: ModuleCall) -> Tensor:
+        return _element_weight(call) / call.input_shape[1]
+
+
+def _target_weight(call: ModuleCall) -> tuple[Tensor, Tensor | int]:
+    """Total weight ``Σ_c q_c`` of each target in the whole batch, and what a mean divides by.
+
+    Returns:
+        Shape ``[N, *positions]``, and a number.
+    """
+    whole = call.full
+    x, target = whole.input, argument(whole, 1)
+    weight = module_tensor(whole, "weight")
+    weight = x.new_ones(x.shape[1]) if weight is None else weight
+    smoothing = setting(whole, "label_smoothing")
+    uniform = smoothing * weight.mean()
+    if target.shape == x.shape:
+        weighted = torch.einsum("nc...,c->n...", target, weight)
+        return (1 - smoothing) * weighted + uniform, weighted.numel()
+    kept = target != setting(whole, "ignore_index")
+    # An index that is ignored need not be a class.
+    weighted = weight[torch.where(kept, target.long(), 0)] * kept
+    return (1 - smoothing) * weighted + uniform * kept, weighted.sum()
+
+
+def _factor(call: ModuleCall) -> Tensor:
+    """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
+    weight, divisor = _target_weight(call)
+    if setting(call, "reduction") == "mean":
+        weight = weight / divisor
+    return _by_position(restrict(call, weight).unsqueeze(1))
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """``[N, C, d1, ...] → [N, C, d1 · ...]``."""
+    return x.reshape(*x.shape[:2], x.shape[2:].numel())
+
+
+def _element_weight(call: ModuleCall) -> Tensor:
+    """The module's ``weight``, or ones, in the shape of the input."""
+    weight = module_tensor(call, "weight")
+    return torch.ones_like(call.input) if weight is None else spread(call, "weight", weight)
+
+
+def _logistic_curvature(logits: Tensor) -> Tensor:
+    """``σ(x) σ(-x)``, without the cancellation of ``1 - σ(x)``."""
+    return logits.sigmoid() * (-logits).sigmoid()
+
+
+def _logistic_sample(logits: Tensor, samples: int) -> Tensor:
+    """``σ(x) - b`` with ``b`` Bernoulli of probability ``σ(x)``. Shape ``[samples, *]``."""
+    p = logits.sigmoid()
+    return p - torch.bernoulli(p.detach().expand(samples, *p.shape))

@@ -1,0 +1,1 @@
+"""Second-order extensions for backpack-core: curvature diagonals, factors and products."""

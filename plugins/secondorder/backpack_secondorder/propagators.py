@@ -1,0 +1,41 @@
+"""Square roots of the loss Hessian: what most second-order quantities send backwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from backpack_core import ColumnPropagator, Columns, LossRule, ModuleCall
+from backpack_core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class LossSqrt(ColumnPropagator):
+    """Columns ``S`` with ``Σ_v S_v S_vᵀ = ∇²ℓ``, pushed by transposed Jacobians.
+
+    At a tensor ``z`` the columns are ``J_zᵀ S``, so that their outer products give the generalised
+    Gauss-Newton matrix of ``z`` (Schraudolph 2002; Dangel et al. 2020, BackPACK, eq. 18).
+
+    Attributes:
+        samples: Number of Monte-Carlo samples; ``None`` for the exact root.
+        subsampling: The samples of the batch that take part; ``None`` for all.
+    """
+
+    samples: int | None = None
+    subsampling: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the number of samples.
+
+        Raises:
+            UsageError: It is not positive.
+        """
+        if self.samples is not None and (
+            not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1
+        ):
+            raise UsageError(f"mc_samples must be a positive integer. Got {self.samples!r}.")
+
+    def start(self, rule: LossRule, call: ModuleCall) -> Columns:
+        """The exact or sampled square root of the loss Hessian."""
+        if self.samples is None:
+            return Columns.start("loss", rule.sqrt_hessian(call))
+        return Columns.start("loss", rule.sqrt_hessian_sampled(call, self.samples))

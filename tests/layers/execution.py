@@ -1,0 +1,167 @@
+"""Runs a module once and keeps both what a rule sees and what autograd needs as the oracle."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.calls import ModuleCall, iter_tensors
+from backpack_core.rules import AffineRule, LayerRule, ParametricRule
+
+TOLERANCE = 1e-10
+COLUMNS = 3
+
+
+@dataclass
+class Execution:
+    """A call, its output, and its input as a leaf, even where the module works in place."""
+
+    call: ModuleCall
+    leaf: Tensor
+    output: Tensor
+
+
+def record(module: Module, x: Tensor, *args: Any, **kwargs: Any) -> Execution:
+    """Run ``module(x, *args, **kwargs)`` and build the call by hand."""
+    module.to(x.dtype)
+    leaf = x.clone().requires_grad_()
+    passed = leaf.clone()
+    inputs = (passed, *iter_tensors((args, kwargs)))
+    versions = [t._version for t in inputs]
+    result = module(passed, *args, **kwargs)
+    outputs = tuple(t.detach() for t in iter_tensors(result))
+    call = ModuleCall(
+        module=module,
+        args=(passed, *args),
+        kwargs=kwargs,
+        inputs=inputs,
+        edges=(None,) * len(inputs),
+        outputs=outputs,
+        frame=None,
+        thread=threading.get_ident(),
+        _versions=(*versions, *(t._version for t in outputs)),
+    )
+    return Execution(call, leaf, next(iter_tensors(result)))
+
+
+def close(found: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Assert equal shape, and a relative error below the tolerance."""
+    assert found.shape == expected.shape, f"{what}: {list(found.shape)} != {list(expected.shape)}"
+    scale = expected.abs().max().clamp_min(1e-3) if expected.numel() else 1.0
+    error = ((found - expected).abs().max() / scale).item()
+    assert error < tolerance, f"{what}: relative error {error:.1e}"
+
+
+def pullback(run: Execution, target: Tensor, mat: Tensor) -> Tensor:
+    """``Jᵀ mat`` column by column."""
+    columns = [
+        torch.autograd.grad(run.output, target, m, retain_graph=True, materialize_grads=True)[0]
+        for m in mat
+    ]
+    return torch.stack(columns)
+
+
+def check_rule(
+    rule: LayerRule, run: Execution, second: bool = True, tolerance: float = TOLERANCE
+) -> None:
+    """Compare everything a rule says with autograd.
+
+    Args:
+        rule: The rule.
+        run: An execution of a module it speaks for.
+        second: Whether the second derivative is to be compared.
+        tolerance: Relative error that is allowed.
+    """
+    call = run.call
+    rule.check(call)
+    assert not rule.mixes_samples(call)
+    generator = torch.Generator().manual_seed(3)
+    mat = torch.randn(COLUMNS, *run.output.shape, dtype=run.leaf.dtype, generator=generator)
+    mat_in = torch.randn(COLUMNS, *run.leaf.shape, dtype=run.leaf.dtype, generator=generator)
+    with torch.no_grad():
+        first = rule.jac_t_mat_prod(call, mat)[0]
+    assert first is not None
+    close(first, pullback(run, run.leaf, mat), "jac_t_mat_prod", tolerance)
+    _check_jac(rule, run, mat_in, tolerance)
+    if second:
+        _check_second(rule, run, mat[0], mat_in)
+    if isinstance(rule, ParametricRule):
+        for name in rule.params:
+            if getattr(call.module, name) is not None:
+                _check_parameter(rule, run, name, mat)
+    if isinstance(rule, AffineRule):
+        _check_affine(rule, run)
+
+
+def _check_jac(rule: LayerRule, run: Execution, mat: Tensor, tolerance: float) -> None:
+    with torch.no_grad():
+        found = rule.jac_mat_prod(run.call, mat)
+    dummy = torch.zeros_like(run.output, requires_grad=True)
+    (product,) = torch.autograd.grad(
+        run.output, run.leaf, dummy, create_graph=True, materialize_grads=True
+    )
+    if not product.requires_grad:
+        close(found, torch.zeros_like(found), "jac_mat_prod")
+        return
+    expected = [
+        torch.autograd.grad(product, dummy, m, retain_graph=True, materialize_grads=True)[0]
+        for m in mat
+    ]
+    close(found, torch.stack(expected), "jac_mat_prod", tolerance)
+
+
+def _check_second(rule: LayerRule, run: Execution, grad_output: Tensor, mat: Tensor) -> None:
+    with torch.no_grad():
+        found = rule.second_derivative_mat_prod(run.call, grad_output, mat)
+    (gradient,) = torch.autograd.grad(
+        run.output, run.leaf, grad_output, create_graph=True, materialize_grads=True
+    )
+    expected = torch.zeros_like(found)
+    if gradient.requires_grad:
+        rows = [
+            torch.autograd.grad(gradient, run.leaf, m, retain_graph=True, materialize_grads=True)[0]
+            for m in mat
+        ]
+        expected = torch.stack(rows)
+    close(found, expected, "second_derivative_mat_prod")
+
+
+def _check_parameter(rule: ParametricRule, run: Execution, name: str, mat: Tensor) -> None:
+    parameter = getattr(run.call.module, name)
+    with torch.no_grad():
+        found = rule.param_jac_t_mat_prod(run.call, name, mat)
+    samples = range(run.call.batch_size)
+    expected = torch.zeros_like(found)
+    for n in samples:
+        alone = torch.zeros_like(mat)
+        alone[:, n] = mat[:, n]
+        expected[:, n] = pullback(run, parameter, alone)
+    close(found, expected, f"param_jac_t_mat_prod({name})")
+
+    directions = torch.randn(len(mat), *parameter.shape, dtype=mat.dtype)
+    with torch.no_grad():
+        image = rule.param_jac_mat_prod(run.call, name, directions)
+    # Adjointness, sample by sample; the first product is already known to be right.
+    left = (image * mat).flatten(2).sum(2)
+    right = (directions.unsqueeze(1) * expected).flatten(2).sum(2)
+    close(left, right, f"param_jac_mat_prod({name})")
+
+
+def _check_affine(rule: AffineRule, run: Execution) -> None:
+    call = run.call
+    with torch.no_grad():
+        weight = call.parameter("weight")
+        matrix = rule.weight_to_matrix(call, weight)
+        assert torch.equal(rule.weight_from_matrix(call, matrix), weight)
+        stacked = torch.stack([weight, 2 * weight])[None]
+        back = rule.weight_from_matrix(call, rule.weight_to_matrix(call, stacked))
+        assert torch.equal(back, stacked)
+        rows = torch.einsum("goi,nsgi->nsgo", matrix, rule.affine_input(call))
+        if call.module.bias is not None:
+            rows = rows + call.parameter("bias").reshape(rule.groups(call), -1)
+        close(rows, rule.affine_output(call, call.output[None])[0], "the affine form")

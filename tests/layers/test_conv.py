@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.layers.execution import check_rule, record
+from torch import nn
+
+from backpack_core.errors import UnsupportedError
+from backpack_layers.conv import ConvRule, ConvTransposeRule
+
+# torch says that it copies the input where "same" is not symmetric.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+SIZES = {1: (7,), 2: (6, 5), 3: (4, 5, 3)}
+
+CONV_CASES: list[dict[str, Any]] = [
+    {"kernel_size": 1},
+    {"kernel_size": 1, "stride": 2, "bias": False},
+    {"kernel_size": 3},
+    {"kernel_size": 2, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "stride": 3, "padding": 2},
+    {"kernel_size": 2, "dilation": 2, "padding": 1, "groups": 2},
+    {"kernel_size": 3, "padding": 1, "groups": 4, "bias": False},
+    {"kernel_size": 3, "padding": "valid"},
+    {"kernel_size": 3, "padding": "same"},
+    {"kernel_size": 2, "padding": "same", "groups": 2},
+    {"kernel_size": 2, "dilation": 3, "padding": "same"},
+    *(
+        {"kernel_size": 2, "padding": padding, "padding_mode": mode, "groups": 2}
+        for mode in ("reflect", "replicate", "circular")
+        for padding in (1, "same")
+    ),
+    {"kernel_size": 3, "padding": 1, "stride": 2, "padding_mode": "circular"},
+]
+TRANSPOSED_CASES: list[dict[str, Any]] = [
+    {"kernel_size": 1},
+    {"kernel_size": 3, "bias": False},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    {"kernel_size": 2, "stride": 3, "groups": 2},
+    {"kernel_size": 2, "padding": 2, "dilation": 2},
+    {"kernel_size": 2, "padding": 1, "dilation": 3, "output_padding": 2, "groups": 4},
+    {"kernel_size": 3, "padding": 1, "stride": 2, "dilation": 3, "output_padding": 2},
+    {"kernel_size": 1, "padding": 1, "stride": 2},
+]
+
+
+def label(case: dict[str, Any]) -> str:
+    return "-".join(f"{key}={value}" for key, value in case.items())
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", CONV_CASES, ids=label)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_conv(dims: int, case: dict[str, Any], batch: int) -> None:
+    module = CONV[dims](4, 8 if case.get("groups") == 4 else 2, **case)
+    check_rule(ConvRule(), record(module, torch.randn(batch, 4, *SIZES[dims]).double()))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", TRANSPOSED_CASES, ids=label)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_conv_transpose(dims: int, case: dict[str, Any], batch: int) -> None:
+    module = TRANSPOSED[dims](4, 8 if case.get("groups") == 4 else 2, **case)
+    check_rule(ConvTransposeRule(), record(module, torch.randn(batch, 4, *SIZES[dims]).double()))
+
+
+def test_settings_that_differ_between_axes() -> None:
+    x = torch.randn(2, 2, 6, 5).double()
+    conv = nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(0, 1), dilation=(2, 1))
+    check_rule(ConvRule(), record(conv, x))
+    check_rule(ConvRule(), record(nn.Conv2d(2, 3, (2, 3), padding="same"), x))
+    back = nn.ConvTranspose2d(2, 3, (3, 2), (1, 2), (2, 0), output_padding=(0, 1))
+    check_rule(ConvTransposeRule(), record(back, x))
+
+
+def test_output_size() -> None:
+    x = torch.randn(2, 2, 4).double()
+    module = nn.ConvTranspose1d(2, 3, 3, stride=3)
+    check_rule(ConvTransposeRule(), record(module, x, output_size=[14]))
+
+
+def test_channels_last() -> None:
+    x = torch.randn(2, 4, 5, 5).double().contiguous(memory_format=torch.channels_last)
+    check_rule(ConvRule(), record(nn.Conv2d(4, 4, 3, groups=2), x))
+
+
+def test_extensions_share_the_patches() -> None:
+    run = record(nn.Conv2d(2, 3, 3, padding=1), torch.randn(2, 2, 5, 5))
+    with torch.no_grad():
+        first, second = (ConvRule().affine_input(run.call) for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_pointwise_convolutions_copy_nothing() -> None:
+    run = record(nn.Conv2d(2, 3, 1), torch.randn(2, 2, 5, 5))
+    assert ConvRule().affine_input(run.call).data_ptr() == run.call.input.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("rule", "module"),
+    [(ConvRule(), nn.Conv1d(2, 2, 1)), (ConvTransposeRule(), nn.ConvTranspose1d(2, 2, 1))],
+)
+def test_no_batch_axis(rule: ConvRule | ConvTransposeRule, module: nn.Module) -> None:
+    with pytest.raises(UnsupportedError, match=r"\[N, C, W\]"):
+        rule.check(record(module, torch.randn(2, 5)).call)

@@ -1,0 +1,406 @@
+"""Loss rules against autograd's Hessian, over losses, options, reductions, shapes and scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_core.rules import LossRule
+from backpack_layers import loss_classification as classification
+from backpack_layers import loss_regression as regression
+from tests.layers.oracle import assert_equal, draw, make_call
+
+# KLDivLoss says at every mean that "batchmean" is the one to use.
+pytestmark = pytest.mark.filterwarnings("ignore:reduction.*batchmean:UserWarning")
+
+# Monte-Carlo comparisons: columns drawn at once, and how many standard errors an entry may be off.
+SAMPLES = 20_000
+STANDARD_ERRORS = 6.0
+
+RULES: tuple[type[LossRule], ...] = (
+    regression.MSELossRule,
+    regression.L1LossRule,
+    regression.HuberLossRule,
+    regression.SmoothL1LossRule,
+    regression.PoissonNLLLossRule,
+    regression.GaussianNLLLossRule,
+    classification.CrossEntropyLossRule,
+    classification.NLLLossRule,
+    classification.KLDivLossRule,
+    classification.BCEWithLogitsLossRule,
+    classification.BCELossRule,
+    classification.SoftMarginLossRule,
+    classification.MultiLabelSoftMarginLossRule,
+)
+
+
+def rule_for(module: nn.Module) -> LossRule:
+    return next(rule() for rule in RULES if type(module) in rule.module_types)
+
+
+def uniform(*shape: int) -> Tensor:
+    return 0.1 + 0.8 * torch.rand(*shape, dtype=torch.float64)
+
+
+def labels(*shape: int) -> Tensor:
+    return torch.randint(0, 2, shape).double()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss with options, and the kind of input, target and shape ``[N, *shape]`` it gets."""
+
+    loss: type[nn.Module]
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    target: str
+    reductions: tuple[str, ...] = ("mean", "sum", "none")
+
+    def __str__(self) -> str:
+        options = ",".join(self.options)
+        return f"{self.loss.__name__}({options})-{self.target}-{list(self.shape)}"
+
+    @property
+    def sampled(self) -> bool:
+        rule = next(rule for rule in RULES if self.loss in rule.module_types)
+        return not rule.hessian_is_zero and self.options.get("beta") != 0
+
+    def call(self, reduction: str, batch: int, scale: float = 1.0) -> ModuleCall:
+        shape = (batch, *self.shape)
+        x = draw(*shape)
+        extra: tuple[Any, ...] = ()
+        if self.loss is nn.BCELoss or self.options.get("log_input") is False:
+            x = uniform(*shape)
+        if self.target == "class":
+            positions = (batch, *self.shape[1:])
+            target = torch.randint(0, self.shape[0], positions)
+            if "ignore_index" in self.options:
+                target.view(-1)[::2] = self.options["ignore_index"]
+                target.view(-1)[0] = 1
+        elif self.target == "probability":
+            target = draw(*shape).softmax(1)
+        elif self.target == "label":
+            target = labels(*shape)
+        elif self.target == "soft label":
+            target = uniform(*shape)
+        elif self.target == "sign":
+            target = 2 * labels(*shape) - 1
+        elif self.target == "count":
+            target = torch.randint(0, 4, shape)
+        else:
+            target = draw(*shape)
+        if self.target == "variance per element":
+            extra = (uniform(*shape),)
+        elif self.target == "variance per sample":
+            extra = (uniform(*shape[:-1]),)
+        elif self.target == "one variance":
+            extra = (0.3,)
+        module: nn.Module = self.loss(**self.options, reduction=reduction).double()
+        call = make_call(module, x, target, *extra)
+        # Unreduced, each element arrives with a factor of its own.
+        call.grad_output = torch.full_like(call.output, scale)
+        if reduction == "none":
+            call.grad_output *= 0.2 + torch.rand_like(call.output)
+        return call
+
+
+CLASS_WEIGHT = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
+ELEMENTWISE: list[tuple[type[nn.Module], dict[str, Any], str]] = [
+    (nn.MSELoss, {}, "real"),
+    (nn.L1Loss, {}, "real"),
+    (nn.HuberLoss, {}, "real"),
+    (nn.HuberLoss, {"delta": 0.4}, "real"),
+    (nn.SmoothL1Loss, {}, "real"),
+    (nn.SmoothL1Loss, {"beta": 0.4}, "real"),
+    (nn.SmoothL1Loss, {"beta": 0.0}, "real"),
+    (nn.PoissonNLLLoss, {}, "count"),
+    (nn.PoissonNLLLoss, {"full": True}, "count"),
+    (nn.PoissonNLLLoss, {"log_input": False, "eps": 1e-2}, "count"),
+    (nn.GaussianNLLLoss, {}, "variance per element"),
+    (nn.GaussianNLLLoss, {"full": True}, "one variance"),
+    (nn.GaussianNLLLoss, {"eps": 0.5}, "variance per element"),
+    (nn.BCEWithLogitsLoss, {}, "label"),
+    (nn.BCEWithLogitsLoss, {}, "soft label"),
+    (nn.BCELoss, {}, "label"),
+    (nn.BCELoss, {}, "soft label"),
+    (nn.SoftMarginLoss, {}, "sign"),
+]
+WEIGHTED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
+    (nn.GaussianNLLLoss, {}, "variance per sample"),
+    (nn.BCEWithLogitsLoss, {"weight": CLASS_WEIGHT}, "soft label"),
+    (nn.BCEWithLogitsLoss, {"weight": CLASS_WEIGHT, "pos_weight": CLASS_WEIGHT}, "soft label"),
+    (nn.BCEWithLogitsLoss, {"pos_weight": CLASS_WEIGHT}, "label"),
+    (nn.BCELoss, {"weight": CLASS_WEIGHT}, "label"),
+    (nn.MultiLabelSoftMarginLoss, {}, "label"),
+    (nn.MultiLabelSoftMarginLoss, {"weight": CLASS_WEIGHT}, "label"),
+]
+CLASSES: list[tuple[type[nn.Module], dict[str, Any], str]] = [
+    (loss, options, target)
+    for loss, target in (
+        (nn.CrossEntropyLoss, "class"),
+        (nn.CrossEntropyLoss, "probability"),
+        (nn.NLLLoss, "class"),
+    )
+    for options in (
+        {},
+        {"weight": CLASS_WEIGHT},
+        {"ignore_index": 2},
+        {"ignore_index": -100, "weight": CLASS_WEIGHT},
+        {"label_smoothing": 0.2},
+        {"label_smoothing": 0.2, "weight": CLASS_WEIGHT, "ignore_index": -1},
+    )
+    if not (target == "probability" and "ignore_index" in options)
+    if not (loss is nn.NLLLoss and "label_smoothing" in options)
+]
+CASES = [
+    *(
+        Case(loss, options, shape, target)
+        for loss, options, target in ELEMENTWISE
+        for shape in ((), (3,), (2, 3))
+    ),
+    *(Case(loss, options, (3,), target) for loss, options, target in WEIGHTED),
+    *(
+        Case(loss, options, shape, target)
+        for loss, options, target in CLASSES
+        for shape in ((3,), (3, 2), (3, 2, 2))
+    ),
+    Case(nn.BCEWithLogitsLoss, {"pos_weight": CLASS_WEIGHT[:, None]}, (3, 2), "label"),
+    Case(nn.CrossEntropyLoss, {}, (1,), "class"),
+    Case(nn.KLDivLoss, {}, (3,), "probability", ("mean", "sum", "none", "batchmean")),
+]
+SETTINGS = [
+    pytest.param(case, reduction, batch, scale, id=f"{case}-{reduction}-N{batch}-times{scale}")
+    for case in CASES
+    for reduction in case.reductions
+    for batch, scale in ((1, 1.0), (4, 0.5))
+]
+SAMPLED = [
+    pytest.param(case, reduction, id=f"{case}-{reduction}")
+    for case in CASES
+    for reduction in case.reductions
+    if case.sampled and case.shape != (2, 3) and len(case.shape) < 3
+]
+
+
+def started(module: nn.Module, *args: Any, **kwargs: Any) -> ModuleCall:
+    """A call at which a gradient of one has arrived."""
+    call = make_call(module, *args, **kwargs)
+    call.grad_output = torch.ones_like(call.output)
+    return call
+
+
+def hessian_oracle(call: ModuleCall) -> Tensor:
+    """``∇²`` of what arrives, by autograd: shape ``[N, D, N, D]``."""
+
+    def value(x: Tensor) -> Tensor:
+        output: Tensor = call.module(x, *call.args[1:])
+        assert call.grad_output is not None
+        return (output * call.grad_output).sum()
+
+    x = call.input.detach()
+    size = x.shape[1:].numel()
+    hessian = torch.autograd.functional.hessian(value, x)
+    assert isinstance(hessian, Tensor)
+    return hessian.reshape(len(x), size, len(x), size)
+
+
+def blocks(call: ModuleCall) -> Tensor:
+    """The block of each sample, ``[N, D, D]``, after a check that there are no others."""
+    hessian = hessian_oracle(call)
+    found = torch.einsum("nink->nik", hessian)
+    whole = torch.diag_embed(found.movedim(0, -1), dim1=0, dim2=2)
+    assert_equal(whole, hessian)
+    return found
+
+
+def gram(columns: Tensor) -> Tensor:
+    """``Σ_v s_v s_vᵀ`` of each sample. Shape ``[V, N, *in] → [N, D, D]``."""
+    flat = columns.reshape(*columns.shape[:2], columns.shape[2:].numel())
+    return torch.einsum("vni,vnk->nik", flat, flat)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(("case", "reduction", "batch", "scale"), SETTINGS)
+def test_exact(case: Case, reduction: str, batch: int, scale: float) -> None:
+    call = case.call(reduction, batch, scale)
+    rule = rule_for(call.module)
+    rule.check(call)
+    expected = blocks(call)
+    shape = call.input_shape[1:]
+
+    root = rule.sqrt_hessian(call)
+    assert len(root) == (1 if rule.hessian_is_zero else shape.numel())
+    assert_equal(gram(root), expected)
+    assert_equal(rule.sum_hessian(call), expected.sum(0))
+    assert_equal(LossRule.sum_hessian(rule, call), expected.sum(0))
+
+    mat = draw(2, *call.input_shape)
+    flat = mat.reshape(2, batch, shape.numel())
+    product = torch.einsum("nik,vnk->vni", expected, flat)
+    assert_equal(rule.hessian_mat_prod(call, mat), product.reshape(mat.shape))
+
+
+@pytest.mark.parametrize(("case", "reduction"), SAMPLED)
+def test_sampled(case: Case, reduction: str) -> None:
+    call = case.call(reduction, batch=2, scale=0.5)
+    columns = rule_for(call.module).sqrt_hessian_sampled(call, SAMPLES)
+    assert columns.shape == (SAMPLES, *call.input_shape)
+    flat = columns.reshape(SAMPLES, 2, -1) * SAMPLES**0.5
+    outer = torch.einsum("vni,vnk->vnik", flat, flat)
+    expected = blocks(call)
+    error = outer.std(0) / SAMPLES**0.5
+    allowed = STANDARD_ERRORS * error + 1e-10 * expected.abs().max()
+    assert bool(((outer.mean(0) - expected).abs() <= allowed).all())
+    assert bool((flat.mean(0).abs() <= STANDARD_ERRORS * flat.std(0) / SAMPLES**0.5 + 1e-12).all())
+    # The tolerance is tight enough to notice a wrong factor.
+    assert float(error.max()) <= 0.05 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.sampled], ids=str)
+def test_samples_follow_torch_generator(case: Case) -> None:
+    call = case.call("mean", batch=2)
+    rule = rule_for(call.module)
+    torch.manual_seed(1)
+    first = rule.sqrt_hessian_sampled(call, 2)
+    torch.manual_seed(1)
+    assert torch.equal(rule.sqrt_hessian_sampled(call, 2), first)
+    assert first.shape == (2, *call.input_shape)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_subsample_keeps_the_scale_of_the_batch(case: Case, reduction: str) -> None:
+    call = case.call(reduction, batch=4)
+    rule = rule_for(call.module)
+    view = call.subsample([3, 1])
+    rule.check(view)
+    expected = blocks(call)[[3, 1]]
+    assert_equal(gram(rule.sqrt_hessian(view)), expected)
+    assert_equal(rule.sum_hessian(view), expected.sum(0))
+    mat = draw(2, *call.input_shape)
+    product = rule.hessian_mat_prod(call, mat)[:, [3, 1]]
+    assert_equal(rule.hessian_mat_prod(view, mat[:, [3, 1]]), product)
+    if case.sampled:
+        assert rule.sqrt_hessian_sampled(view, 2).shape == (2, *view.input_shape)
+
+
+def test_subsample_where_the_target_has_no_batch_axis() -> None:
+    # A target [D] with D = N must not be taken for a batch.
+    with pytest.warns(UserWarning, match="target size"):
+        call = started(nn.HuberLoss(), draw(3, 3), draw(3))
+    with pytest.warns(UserWarning, match="target size"):
+        expected = blocks(call)[[2]]
+    root = regression.HuberLossRule().sqrt_hessian(call.subsample([2]))
+    assert_equal(gram(root), expected)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss, nn.PoissonNLLLoss, nn.GaussianNLLLoss])
+def test_keyword_arguments(loss: type[nn.Module]) -> None:
+    module, x, target, variance = loss(), draw(2, 3), draw(2, 3).abs(), uniform(2)
+    extra = {"var": variance} if loss is nn.GaussianNLLLoss else {}
+    name = "log_input" if loss is nn.PoissonNLLLoss else "input"
+    rule = rule_for(module)
+    by_name = started(module, **{name: x, "target": target, **extra})
+    by_position = started(module, x, target, *extra.values())
+    mixed = started(module, x, **extra, target=target)
+    roots = []
+    for call in (by_name, by_position, mixed):
+        rule.check(call)
+        roots.append(rule.sqrt_hessian(call))
+    assert torch.equal(roots[0], roots[1])
+    assert torch.equal(roots[0], roots[2])
+
+
+def test_curvature_is_in_the_dtype_of_the_gradient() -> None:
+    module = nn.CrossEntropyLoss(weight=CLASS_WEIGHT.float())
+    call = make_call(module, draw(2, 3).float(), torch.tensor([0, 2], dtype=torch.uint8))
+    call.grad_output = torch.tensor(1.0, dtype=torch.float64)
+    rule = classification.CrossEntropyLossRule()
+    assert rule.sqrt_hessian(call).dtype == torch.float64
+    assert rule.sqrt_hessian_sampled(call, 1).dtype == torch.float64
+
+
+def test_root_is_differentiable_where_probabilities_underflow() -> None:
+    x = torch.tensor([[0.0, 2000.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    call = started(nn.CrossEntropyLoss(), x, torch.tensor([1]))
+    root = classification.CrossEntropyLossRule().sqrt_hessian(call)
+    (grad,) = torch.autograd.grad(root.sum(), x)
+    assert bool(grad.isfinite().all())
+
+
+def test_binary_cross_entropy_at_certain_probabilities() -> None:
+    x = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
+    call = started(nn.BCELoss(reduction="sum"), x, x.clone())
+    expected = torch.eye(2, dtype=torch.float64)
+    assert_equal(classification.BCELossRule().sum_hessian(call), expected)
+
+
+def test_refused_arguments() -> None:
+    x, y = draw(2, 3), draw(2, 3)
+    learned = uniform(2, 3).requires_grad_()
+    cases = [
+        (started(nn.MSELoss(), x, y.clone().requires_grad_()), "detach it"),
+        (started(nn.GaussianNLLLoss(), x, y, learned), "detach the variance"),
+        (started(nn.MSELoss(), target=y, input=x), "prediction first"),
+        (started(nn.MSELoss(), x[0, 0], y[0, 0]), "no batch axis"),
+        (started(nn.CrossEntropyLoss(), x[0], torch.tensor(1)), "no batch axis"),
+        (started(nn.NLLLoss(), x[0], torch.tensor(1)), "no batch axis"),
+        (started(nn.MultiLabelSoftMarginLoss(), x[None], y[None]), "two axes"),
+    ]
+    for call, message in cases:
+        with pytest.raises(UnsupportedError, match=message):
+            rule_for(call.module).check(call)
+
+
+def test_refuses_what_broadcasts_the_input() -> None:
+    with pytest.warns(UserWarning, match="target size"):
+        call = started(nn.MSELoss(), draw(4), draw(4, 1))
+    with pytest.raises(UnsupportedError, match="target has shape"):
+        rule_for(call.module).check(call)
+    module = nn.MultiLabelSoftMarginLoss(weight=CLASS_WEIGHT)
+    call = started(module, draw(4, 1), labels(4, 1))
+    with pytest.raises(UnsupportedError, match="weight has shape"):
+        rule_for(module).sqrt_hessian(call)
+
+
+@pytest.mark.parametrize("loss", [nn.L1Loss, nn.SmoothL1Loss, nn.NLLLoss, nn.KLDivLoss])
+def test_nothing_to_sample_from_a_linear_loss(loss: type[nn.Module]) -> None:
+    module = loss(beta=0.0) if loss is nn.SmoothL1Loss else loss(reduction="sum")
+    target = torch.tensor([0, 1]) if loss is nn.NLLLoss else uniform(2, 3)
+    call = started(module, draw(2, 3), target)
+    with pytest.raises(UnsupportedError, match="nothing to sample"):
+        rule_for(module).sqrt_hessian_sampled(call, 1)
+
+
+def test_indefinite_hessians_have_products_but_no_root() -> None:
+    negative = -CLASS_WEIGHT
+    cases = [
+        started(nn.CrossEntropyLoss(negative, reduction="sum"), draw(2, 3), torch.tensor([0, 1])),
+        started(nn.BCEWithLogitsLoss(negative), draw(2, 3), labels(2, 3)),
+        started(nn.BCELoss(negative), uniform(2, 3), labels(2, 3)),
+    ]
+    for call in cases:
+        rule = rule_for(call.module)
+        rule.check(call)
+        assert_equal(rule.sum_hessian(call), blocks(call).sum(0))
+        with pytest.raises(UnsupportedError, match="not positive semi-definite"):
+            rule.sqrt_hessian(call)
+        with pytest.raises(UnsupportedError, match="not positive semi-definite"):
+            rule.sqrt_hessian_sampled(call, 1)
+
+
+def test_a_negative_factor_has_no_root() -> None:
+    call = started(nn.MSELoss(), draw(2, 3), draw(2, 3))
+    call.grad_output = torch.tensor(-1.0, dtype=torch.float64)
+    with pytest.raises(UnsupportedError, match="negative number"):
+        regression.MSELossRule().sqrt_hessian(call)
