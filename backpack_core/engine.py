@@ -124,7 +124,8 @@ class BackwardPass:
             self.survey.add(call, node, output_nr)
             self._warn_bare(known)
         resolved = registry.resolve(call.module)
-        resolved.rule.check(call)
+        if not isinstance(resolved.rule, LossRule):  # a loss matters only where something starts
+            resolved.rule.check(call)
         for slot, (propagator, extensions) in enumerate(self.groups):
             view = call.subsample(propagator.subsampling)
             override = self._override(extensions, call)
@@ -177,6 +178,7 @@ class BackwardPass:
             return None
         if isinstance(resolved.rule, LossRule):
             with _context_of(call, resolved, extensions[0]):
+                resolved.rule.check(call.full)
                 return propagator.start(resolved.rule, call)
         raise _nothing_arrived(call, extensions[0], resolved)
 

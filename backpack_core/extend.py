@@ -9,7 +9,9 @@ can be copied and pickled.
 
 from __future__ import annotations
 
+import inspect
 import threading
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -136,7 +138,7 @@ def _before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
     frames = _frames()
     tensors = list(iter_tensors(args))
     if kwargs:
-        tensors += iter_tensors(kwargs)
+        tensors += iter_tensors(_ordered(module, kwargs))
     frames.append(Frame(module, tensors, frames[-1] if frames else None))
 
 
@@ -160,6 +162,18 @@ def _after_forward(
         _record(module, args, kwargs, outputs, frame)
 
 
+def _ordered(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order in which ``forward`` declares them."""
+    order = _parameter_names(type(module))
+    return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+@cache
+def _parameter_names(kind: type[Module]) -> dict[str, int]:
+    names = inspect.signature(kind.forward).parameters
+    return {name: position for position, name in enumerate(names)}
+
+
 def _record(
     module: Module,
     args: tuple[Any, ...],
@@ -173,6 +187,8 @@ def _record(
     edges: list[Edge | None] = []
     versions: list[int] = []
     replaced: dict[int, Tensor] = {}
+    if kwargs:
+        kwargs = _ordered(module, kwargs)
     for tensor in (*iter_tensors(args), *iter_tensors(kwargs)):
         slot = before.get(id(tensor))
         # A pre-hook of the user's that ran after ours may have replaced an argument.

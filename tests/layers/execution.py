@@ -66,15 +66,20 @@ def pullback(run: Execution, target: Tensor, mat: Tensor) -> Tensor:
     return torch.stack(columns)
 
 
+def per_sample(products: Tensor) -> Tensor:
+    """Sum ``[V, N, *]`` to ``[V, N]``."""
+    return products.reshape(*products.shape[:2], -1).sum(2)
+
+
 def check_rule(
-    rule: LayerRule, run: Execution, second: bool = True, tolerance: float = TOLERANCE
+    rule: LayerRule, run: Execution, twice: bool = True, tolerance: float = TOLERANCE
 ) -> None:
     """Compare everything a rule says with autograd.
 
     Args:
         rule: The rule.
         run: An execution of a module it speaks for.
-        second: Whether the second derivative is to be compared.
+        twice: Whether torch differentiates the module twice.
         tolerance: Relative error that is allowed.
     """
     call = run.call
@@ -87,9 +92,12 @@ def check_rule(
         first = rule.jac_t_mat_prod(call, mat)[0]
     assert first is not None
     close(first, pullback(run, run.leaf, mat), "jac_t_mat_prod", tolerance)
-    _check_jac(rule, run, mat_in, tolerance)
-    if second:
+    if twice:
+        _check_jac(rule, run, mat_in, tolerance)
         _check_second(rule, run, mat[0], mat_in)
+    with torch.no_grad():
+        image = rule.jac_mat_prod(call, mat_in)
+    close(per_sample(image * mat), per_sample(first * mat_in), "adjointness", tolerance)
     if isinstance(rule, ParametricRule):
         for name in rule.params:
             if getattr(call.module, name) is not None:
@@ -147,9 +155,8 @@ def _check_parameter(rule: ParametricRule, run: Execution, name: str, mat: Tenso
     with torch.no_grad():
         image = rule.param_jac_mat_prod(run.call, name, directions)
     # Adjointness, sample by sample; the first product is already known to be right.
-    left = (image * mat).flatten(2).sum(2)
-    right = (directions.unsqueeze(1) * expected).flatten(2).sum(2)
-    close(left, right, f"param_jac_mat_prod({name})")
+    right = per_sample(directions.unsqueeze(1) * expected)
+    close(per_sample(image * mat), right, f"param_jac_mat_prod({name})")
 
 
 def _check_affine(rule: AffineRule, run: Execution) -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.layers.execution import check_rule, record
 from torch import nn
 
 from backpack_core.errors import UnsupportedError
 from backpack_layers.conv import ConvRule, ConvTransposeRule
+from tests.layers.execution import check_rule, record
 
 # torch says that it copies the input where "same" is not symmetric.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")

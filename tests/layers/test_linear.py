@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.layers.execution import check_rule, record
 from torch import nn
 
 from backpack_core.errors import UnsupportedError
 from backpack_layers.linear import LinearRule
+from tests.layers.execution import check_rule, record
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -130,6 +130,7 @@ ELEMENTWISE: list[tuple[type[nn.Module], dict[str, Any], str]] = [
     (nn.BCELoss, {}, "label"),
     (nn.BCELoss, {}, "soft label"),
     (nn.SoftMarginLoss, {}, "sign"),
+    (nn.SoftMarginLoss, {}, "real"),
 ]
 WEIGHTED: list[tuple[type[nn.Module], dict[str, Any], str]] = [
     (nn.GaussianNLLLoss, {}, "variance per sample"),

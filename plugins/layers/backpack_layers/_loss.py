@@ -1,15 +1,13 @@
-"""What several loss rules share: reading the arguments, and two shapes of Hessian.
+"""What several loss rules share: settings, checks, and two shapes of Hessian.
 
-Imports torch and backpack_core. The rules themselves are in ``loss_regression`` and
+Imports torch, backpack_core and ``arguments``. The rules themselves are in ``loss_regression`` and
 ``loss_classification``. A rule sees a batch or, under subsampling, a view of it; the mean is always
 over the whole batch, so targets and weights are read from ``call.full`` and then restricted.
 """
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
 from backpack_core.rules import LossRule
+from backpack_layers.arguments import slots, tensor
 
 
 def setting(call: ModuleCall, name: str) -> Any:
@@ -30,40 +29,24 @@ def module_tensor(call: ModuleCall, name: str) -> Tensor | None:
     return None if setting(call, name) is None else call.parameter(name)
 
 
-def argument(call: ModuleCall, position: int) -> Any:
-    """Argument ``position`` of the forward pass, given by position or by keyword.
-
-    Tensors come in the dtype of the gradient, and checked for having been overwritten.
-    """
-    slot = 0
-    for index, value in _arguments(call):
-        is_tensor = isinstance(value, Tensor)
-        if index == position:
-            return call.tensor_input(slot) if is_tensor else value
-        slot += is_tensor
-    raise UnsupportedError(
-        f"{call.path} was called without argument number {position + 1} of its forward."
-    )
-
-
 def restrict(call: ModuleCall, whole: Tensor) -> Tensor:
     """The samples that ``call`` shows, out of a tensor over the whole batch ``[N, *]``."""
     return whole if call.indices is None else whole[list(call.indices)]
 
 
-def spread(call: ModuleCall, what: str, tensor: Tensor) -> Tensor:
-    """Broadcast ``tensor`` to the shape of the input, ``[N, *in]``.
+def spread(call: ModuleCall, what: str, whole: Tensor) -> Tensor:
+    """Broadcast ``whole`` to the shape of the input, ``[N, *in]``.
 
     Raises:
         UnsupportedError: The input itself would be broadcast: its samples then share loss terms.
     """
     shape = call.full.input_shape
     try:
-        return restrict(call, tensor.expand(shape))
+        return restrict(call, whole.expand(shape))
     except RuntimeError as error:
         raise UnsupportedError(
             f"Curvature of {call.path} needs one loss term for each element of the input, of "
-            f"shape {list(shape)}, but its {what} has shape {list(tensor.shape)}, which does not "
+            f"shape {list(shape)}, but its {what} has shape {list(whole.shape)}, which does not "
             "broadcast to that: give both the same shape."
         ) from error
 
@@ -100,13 +83,12 @@ def check_arguments(call: ModuleCall, axes: int) -> None:
             f"{call.path} was called with an input of shape {list(whole.input_shape)}, which has "
             f"no batch axis: give it at least {axes} axes, for one sample by unsqueeze(0)."
         )
-    tensors = [index for index, value in _arguments(whole) if isinstance(value, Tensor)]
-    if tensors[0] != 0:
+    if any(0 in places for name, places in slots(whole).items() if name in ("target", "var")):
         raise UnsupportedError(
             f"{call.path} was called with keywords in another order than its forward declares, so "
             "its first tensor is not the prediction: write the prediction first."
         )
-    if any(argument(whole, index).requires_grad for index in tensors[1:]):
+    if any(other.requires_grad for other in whole.inputs[1:]):
         raise UnsupportedError(
             f"Curvature of {call.path} is known for its first argument alone, but another one "
             "(target or variance) requires a gradient: detach it, and pass the prediction first."
@@ -142,8 +124,7 @@ class ElementwiseLossRule(LossRule):
 
     def target(self, call: ModuleCall) -> Tensor:
         """The target, of the shape and dtype of the input."""
-        whole: Tensor = argument(call.full, 1)
-        return spread(call, "target", whole).to(call.dtype)
+        return spread(call, "target", tensor(call.full, "target")).to(call.dtype)
 
     def normalisation(self, call: ModuleCall) -> float:
         """A mean is over all elements of the whole batch."""
@@ -207,11 +188,3 @@ class LinearLossRule(LossRule):
         """Zero."""
         size = call.input_shape[1:].numel()
         return call.input.new_zeros(size, size)
-
-
-def _arguments(call: ModuleCall) -> Iterator[tuple[int, Any]]:
-    """Every argument with its position in the signature, in the order of ``call.inputs``."""
-    yield from enumerate(call.args)
-    names = list(inspect.signature(call.module.forward).parameters)
-    for name, value in call.kwargs.items():
-        yield names.index(name), value

@@ -20,9 +20,7 @@ class AffinePairsRule(ParametricRule):
     """
 
     @abstractmethod
-    def affine_pair(
-        self, call: ModuleCall, name: str, mat: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """What determines the Jacobian of one parameter.
 
         Args:
@@ -37,8 +35,5 @@ class AffinePairsRule(ParametricRule):
 
     def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         out, inp = self.affine_pair(call, name, mat)
-        if inp is None:
-            product = out.sum(2)
-        else:
-            product = torch.einsum("vnsgo,nsgi->vngoi", out, inp)
+        product = out.sum(2) if inp is None else torch.einsum("vnsgo,nsgi->vngoi", out, inp)
         return product.reshape(*product.shape[:2], *call.parameter(name).shape)

@@ -62,13 +62,11 @@ def root(call: ModuleCall) -> tuple[ModuleCall, Tensor | None]:
     A view cuts every tensor whose axis 0 is as long as the batch. A mask or an initial state, whose
     axis 0 is another one, is what it was only in the call with all samples.
     """
-    chosen: Tensor | None = None
-    while call.indices is not None:
-        whole = call.full
-        here = torch.as_tensor(call.indices, device=call.inputs[0].device) % whole.batch_size
-        chosen = here if chosen is None else here[chosen]
-        call = whole
-    return call, chosen
+    whole = call.full
+    if call.indices is None:
+        return whole, None
+    chosen = torch.as_tensor(call.indices, device=whole.inputs[0].device)
+    return whole, chosen % whole.batch_size
 
 
 def once(call: ModuleCall, key: str, compute: Callable[[], T]) -> T:

@@ -1,10 +1,10 @@
-"""The rule of multi-head attention: the softmax Jacobian in closed form, for all columns at once."""
+"""The rule of multi-head attention: softmax Jacobians in closed form, all columns at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
 from backpack_layers.affine_pairs import AffinePairsRule
-from backpack_layers.arguments import arguments, by_slot, once, once_per_columns, root, slots, tensor
+from backpack_layers.arguments import arguments, by_slot, once, once_per_columns, root, tensor
 
 NAMES = ("query", "key", "value")
 
@@ -77,6 +77,13 @@ class MultiheadAttentionRule(AffinePairsRule):
                 f"{call.path} drops attention weights at random (dropout={module.dropout}), and "
                 "what it dropped is not known afterwards: call eval() on it, or set dropout to 0."
             )
+        for name in ("attn_mask", "key_padding_mask"):
+            mask = arguments(call)[name]
+            if mask is not None and mask.requires_grad:
+                raise UnsupportedError(
+                    f"{call.path} received a {name} that requires a gradient, and this rule passes "
+                    "nothing to masks: detach it."
+                )
         if call.output_nr != 0:
             raise UnsupportedError(
                 f"The loss depends on the attention weights that {call.path} returns, and only "
@@ -84,28 +91,20 @@ class MultiheadAttentionRule(AffinePairsRule):
             )
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
-        products: dict[str, tuple[Tensor | None, ...]] = {}
-        for name, weight, columns in zip(
-            NAMES, _projections(call), self._columns(call, mat), strict=True
-        ):
-            length = tensor(call, name).shape[1]
-            products[name] = (columns[:, :, :length] @ weight,)
-        return by_slot(call, products)
+        at_inputs = zip(NAMES, self._at_inputs(call, mat), _projections(call), strict=True)
+        return by_slot(call, {name: (columns @ weight,) for name, columns, weight in at_inputs})
 
-    def affine_pair(
-        self, call: ModuleCall, name: str, mat: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output projection, or the input projections behind the softmax Jacobian."""
         if name.startswith("out_proj"):
             context = _merge(_heads(call).context).unsqueeze(2)
             return mat.unsqueeze(3), context if name == "out_proj.weight" else None
-        columns = self._columns(call, mat)
         if name in {"bias_k", "bias_v"}:
-            extra = columns["kv".index(name[-1]) + 1]
+            extra = self._columns(call, mat)["qkv".index(name[-1])]
             position = tensor(call, "key").shape[1]
             return extra[:, :, position : position + 1].unsqueeze(3), None
         inputs = [tensor(call, argument) for argument in NAMES]
-        cut = [c[:, :, : x.shape[1]] for c, x in zip(columns, inputs, strict=True)]
+        cut = self._at_inputs(call, mat)
         if name in {"in_proj_weight", "in_proj_bias"}:
             # Query and key may differ in length: positions that one lacks hold zeros.
             out = torch.stack(_to_one_length(cut), 3)
@@ -113,8 +112,14 @@ class MultiheadAttentionRule(AffinePairsRule):
         which = "qkv".index(name[0])
         return cut[which].unsqueeze(3), inputs[which].unsqueeze(2)
 
+    def _at_inputs(self, call: ModuleCall, mat: Tensor) -> list[Tensor]:
+        """Columns at the three projections, without the positions that the module adds."""
+        lengths = [tensor(call, name).shape[1] for name in NAMES]
+        columns = self._columns(call, mat)
+        return [c[:, :, :length] for c, length in zip(columns, lengths, strict=True)]
+
     def _columns(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns at the projected query ``[V, N, L, E]``, and at key and value ``[V, N, S', E]``."""
+        """Columns at the projected query, key and value, ``[V, N, L or S', E]`` each."""
         return once_per_columns(call, "columns", mat, lambda: self._carry_back(call, mat))
 
     def _carry_back(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,5 +181,53 @@ def _attend(call: ModuleCall) -> Heads:
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     query, key, value = (_split(x, module.num_heads) for x in (query, key, value))
     query = query * (1 / sqrt(query.shape[-1]))
-    weights_ = _softmax(query @ key.transpose(-1, -2), _mask(call, key.shape[2]))
-    return Heads(query, key, value, weights_, weights_ @ value)
+    attention = _softmax(query @ key.transpose(-1, -2), _mask(call, key.shape[2]))
+    return Heads(query, key, value, attention, attention @ value)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores.softmax(-1)
+    scores = scores + mask
+    # A query that may look nowhere gets zeros from the fused kernels, not 0/0.
+    nowhere = (scores == float("-inf")).all(-1, keepdim=True)
+    return scores.masked_fill(nowhere, 0.0).softmax(-1).masked_fill(nowhere, 0.0)
+
+
+def _mask(call: ModuleCall, keys: int) -> Tensor | None:
+    """What the module adds to the scores, broadcastable to ``[N, H, L, S']``."""
+    given = arguments(call)
+    if given["is_causal"] and given["key_padding_mask"] is None and not given["need_weights"]:
+        # The hint takes the place of the mask that was passed.
+        queries = tensor(call, "query").shape[1]
+        allowed = torch.ones(queries, keys, dtype=torch.bool, device=call.inputs[0].device)
+        return _additive(call, ~allowed.tril(), 0)
+    total = None
+    for name in ("attn_mask", "key_padding_mask"):
+        if given[name] is None:
+            continue
+        mask = _per_sample(call, name)
+        mask = _additive(call, mask, keys - mask.shape[-1])
+        total = mask if total is None else total + mask
+    return total
+
+
+def _per_sample(call: ModuleCall, name: str) -> Tensor:
+    """A mask of this view, as it was passed, with axes ``[N or 1, H or 1, L or 1, S]``."""
+    whole, chosen = root(call)
+    mask: Tensor = arguments(whole)[name]
+    if name == "key_padding_mask":
+        mask = mask[:, None, None]
+    elif mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, _module(call).num_heads))
+    else:
+        return mask[None, None]
+    return mask if chosen is None else mask[chosen]
+
+
+def _additive(call: ModuleCall, mask: Tensor, extra: int) -> Tensor:
+    """A mask as numbers to add, with zeros for the positions that the module adds behind."""
+    if mask.dtype == torch.bool:
+        zeros = torch.zeros(mask.shape, dtype=call.dtype, device=mask.device)
+        mask = zeros.masked_fill(mask, float("-inf"))
+    return F.pad(mask.to(call.dtype), (0, extra))

@@ -12,7 +12,6 @@ from backpack_core.rules import LossRule
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
-    argument,
     check_arguments,
     module_tensor,
     real_root,
@@ -20,6 +19,7 @@ from backpack_layers._loss import (
     setting,
     spread,
 )
+from backpack_layers.arguments import tensor
 
 
 class CrossEntropyLossRule(LossRule):
@@ -204,7 +204,7 @@ def _target_weight(call: ModuleCall) -> tuple[Tensor, Tensor | int]:
         Shape ``[N, *positions]``, and a number.
     """
     whole = call.full
-    x, target = whole.input, argument(whole, 1)
+    x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     weight = x.new_ones(x.shape[1]) if weight is None else weight
     smoothing = setting(whole, "label_smoothing")

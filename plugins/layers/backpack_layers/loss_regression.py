@@ -12,10 +12,10 @@ from backpack_core.errors import UnsupportedError
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
-    argument,
     setting,
     spread,
 )
+from backpack_layers.arguments import arguments, tensor
 
 
 class MSELossRule(ElementwiseLossRule):
@@ -110,7 +110,7 @@ class GaussianNLLLossRule(ElementwiseLossRule):
 
     def check(self, call: ModuleCall) -> None:
         """The variance must be constant."""
-        variance = argument(call.full, 2)
+        variance = arguments(call.full)["var"]
         if isinstance(variance, Tensor) and variance.requires_grad:
             raise UnsupportedError(
                 f"Curvature of {call.path} was asked for, but its variance requires a gradient, "
@@ -121,9 +121,10 @@ class GaussianNLLLossRule(ElementwiseLossRule):
 
     def curvature(self, call: ModuleCall) -> Tensor:
         """``1/v``."""
-        variance = argument(call.full, 2)
+        variance = arguments(call.full)["var"]
         if not isinstance(variance, Tensor):
             return torch.full_like(call.input, 1.0 / max(variance, setting(call, "eps")))
+        variance = tensor(call.full, "var")
         if variance.shape == call.full.input_shape[:-1]:
             variance = variance.unsqueeze(-1)
         return 1.0 / spread(call, "variance", variance).clamp(min=setting(call, "eps"))

@@ -1,0 +1,114 @@
+"""Rules of dropout. The random mask is not stored, but the output shows what was dropped.
+
+It does so except where a whole unit of the input is zero: then kept and dropped look alike. The
+error raised in that case says that the stored tensors are not enough; the autograd graph, which
+holds the mask, is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import (
+    AlphaDropout,
+    Dropout,
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    FeatureAlphaDropout,
+)
+from torch.nn.modules.dropout import _DropoutNd
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.rules import ElementwiseRule
+from backpack_layers.arguments import once
+
+# Negative saturation of SELU, to which AlphaDropout sets what it drops.
+SATURATION = 1.6732632423543772 * 1.0507009873554805
+
+
+class DropoutRule(ElementwiseRule):
+    """Entries (``Dropout``) or whole channels set to zero, and the others scaled by ``1/(1-p)``."""
+
+    module_types = (Dropout, Dropout1d, Dropout2d, Dropout3d)
+    hessian_is_zero = True
+
+    def derivative(self, call: ModuleCall) -> Tensor:
+        """``1/(1-p)`` where an entry was kept."""
+        p = _probability(call)
+        if p == 0.0:
+            return torch.ones_like(call.output)
+        if p == 1.0:
+            return torch.zeros_like(call.output)
+        return once(call, "mask", lambda: self._mask(call)) / (1 - p)
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat if _probability(call) == 0.0 else super()._jac_t_mat_prod(call, mat)
+
+    def _mask(self, call: ModuleCall) -> Tensor:
+        x, axes = call.input, _unit_axes(call)
+        _require(call, _any(x != 0, axes))
+        return _any(call.output != 0, axes).to(x.dtype).expand_as(x)
+
+
+class AlphaDropoutRule(ElementwiseRule):
+    """Entries or channels set to the saturation of ``SELU``; an affine map restores two moments."""
+
+    module_types = (AlphaDropout, FeatureAlphaDropout)
+    hessian_is_zero = True
+
+    def derivative(self, call: ModuleCall) -> Tensor:
+        """The scale of the affine map where an entry was kept."""
+        p = _probability(call)
+        if p == 0.0:
+            return torch.ones_like(call.output)
+        if p == 1.0:
+            return torch.zeros_like(call.output)
+        scale = 1 / math.sqrt((SATURATION**2 * p + 1) * (1 - p))
+        return once(call, "mask", lambda: self._mask(call, p, scale)) * scale
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat if _probability(call) == 0.0 else super()._jac_t_mat_prod(call, mat)
+
+    def _mask(self, call: ModuleCall, p: float, scale: float) -> Tensor:
+        x, y, axes = call.input, call.output, _unit_axes(call)
+        shift = scale * SATURATION * p
+        if_kept, if_dropped = scale * x + shift, shift - scale * SATURATION
+        # Rounding is far below the difference that is asked for here.
+        apart = (if_kept - if_dropped).abs() > 100 * torch.finfo(x.dtype).eps
+        _require(call, _any(apart, axes))
+        kept = apart & ((y - if_kept).abs() < (y - if_dropped).abs())
+        return _any(kept, axes).to(x.dtype).expand_as(x)
+
+
+def _probability(call: ModuleCall) -> float:
+    module = cast(_DropoutNd, call.module)
+    return module.p if module.training else 0.0
+
+
+def _unit_axes(call: ModuleCall) -> tuple[int, ...]:
+    """The axes that share one entry of the mask."""
+    if isinstance(call.module, (Dropout, AlphaDropout)):
+        return ()
+    dims = len(call.input_shape)
+    # These two take an input with one axis less than usual for a single sample without batch axis.
+    unbatched = {Dropout1d: 2, Dropout3d: 4}
+    no_batch = any(isinstance(call.module, t) and dims == d for t, d in unbatched.items())
+    return tuple(range(1 if no_batch else 2, dims))
+
+
+def _any(flags: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return flags.any(axes, keepdim=True) if axes else flags
+
+
+def _require(call: ModuleCall, visible: Tensor) -> None:
+    if not bool(visible.all()):
+        raise OverwrittenInputError(
+            f"{call.path} drew a random mask that is not stored, and where its input is what a "
+            "dropped entry becomes, the mask cannot be told from its output. Call eval() on the "
+            "module, or leave out what needs a second derivative behind it."
+        )

@@ -1,0 +1,178 @@
+"""Rules of pooling by average and by power mean; ``max_pooling`` holds those by maximum."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    LPPool1d,
+    LPPool2d,
+    LPPool3d,
+)
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_core.rules import LayerRule
+from backpack_layers.arguments import once
+from backpack_layers.linear_map import LinearMapRule, over_columns, require_axes, transposed
+
+
+class AvgPoolRule(LinearMapRule):
+    """The mean of every window. In one dimension, a window of height one."""
+
+    module_types = (AvgPool1d, AvgPool2d, AvgPool3d)
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse an input without a batch axis."""
+        require_channels(call)
+
+    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """Average pooling."""
+        pool = F.avg_pool3d if x.dim() == 5 else F.avg_pool2d
+        return _flat(call, pool(_tall(call, x), *self._settings(call)))
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        aten = torch.ops.aten
+        spread = aten.avg_pool3d_backward if mat.dim() == 6 else aten.avg_pool2d_backward
+
+        def transpose(m: Tensor) -> Tensor:
+            product = spread(_tall(call, m), _shape_only(call, m), *self._settings(call))
+            return _flat(call, product)
+
+        return over_columns(transpose, mat)
+
+    def _settings(self, call: ModuleCall) -> tuple[Any, ...]:
+        pool = cast(AvgPool2d, call.module)
+        windows = (pool.kernel_size, pool.stride, pool.padding)
+        flags = (pool.ceil_mode, pool.count_include_pad)
+        dims = len(call.input_shape) - 2
+        if dims == 1:
+            (k,), (s,), (p,) = (cast("tuple[int]", window) for window in windows)
+            return ((1, k), (1, s), (0, p), *flags, None)
+        lists = [[w] * dims if isinstance(w, int) else list(w) for w in windows]
+        return (*lists, *flags, pool.divisor_override)
+
+
+class AdaptiveAvgPoolRule(LinearMapRule):
+    """The mean of windows that are chosen for an output size."""
+
+    module_types = (AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d)
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse an input without a batch axis."""
+        require_channels(call)
+
+    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """Average pooling to the size of the output."""
+        dims = len(call.output_shape) - 2
+        pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
+        product: Tensor = pool(x, call.output_shape[2:])
+        return product
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        if call.output_shape[2:].numel() == 1:
+            pixels = call.input_shape[2:].numel()
+            return (mat / pixels).expand(len(mat), *call.input_shape)
+        aten = torch.ops.aten
+        spread = (
+            aten._adaptive_avg_pool3d_backward
+            if mat.dim() == 6
+            else aten._adaptive_avg_pool2d_backward
+        )
+        return over_columns(
+            lambda m: _flat(call, spread(_tall(call, m), _shape_only(call, m))), mat
+        )
+
+
+class LPPoolRule(LayerRule):
+    """The power mean ``(k · avg(xᵖ))^(1/p)`` of every window of size ``k``.
+
+    Windows whose sum is zero get a gradient of zero, as torch documents.
+    """
+
+    module_types = (LPPool1d, LPPool2d, LPPool3d)
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse the maximum norm, and an input without a batch axis."""
+        require_channels(call)
+        norm = cast(LPPool2d, call.module).norm_type
+        if abs(float(norm)) == float("inf"):
+            raise UnsupportedError(
+                f"{call.path} has norm_type {norm}: use MaxPool of the absolute value instead."
+            )
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        p, u = _power(call), self._sums(call)
+        return call.input ** (p - 1) * self._spread(call, mat * _root_slope(u, p))
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        p, u = _power(call), self._sums(call)
+        return _root_slope(u, p) * over_columns(
+            lambda m: self._sum(call, m), call.input ** (p - 1) * mat
+        )
+
+    def _second_derivative_mat_prod(
+        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        p, x, u = _power(call), call.input, self._sums(call)
+        slope = grad_output * _root_slope(u, p)
+        change = over_columns(lambda m: self._sum(call, m), x ** (p - 1) * mat)
+        curvature = torch.where(u != 0, (1 - p) * slope / u, 0.0)
+        own = (p - 1) * x ** (p - 2) * mat * self._spread(call, slope[None])
+        return own + x ** (p - 1) * self._spread(call, curvature * change)
+
+    def _sums(self, call: ModuleCall) -> Tensor:
+        x = call.input
+        return once(call, "sums", lambda: self._sum(call, x ** _power(call)))
+
+    def _sum(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """``k · avg``; at a cut-off border, torch's mean is over fewer than ``k`` entries."""
+        module = cast(LPPool2d, call.module)
+        dims = len(call.input_shape) - 2
+        size = module.kernel_size
+        count = size**dims if isinstance(size, int) else torch.Size(size).numel()
+        pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
+        mean: Tensor = pool(x, size, module.stride, 0, module.ceil_mode)
+        return count * mean
+
+    def _spread(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return transposed(lambda x: self._sum(call, x), call.input_shape[1:], mat)
+
+
+def require_channels(call: ModuleCall) -> None:
+    """Raise unless the input of a layer named ``...1d`` to ``...3d`` has a batch axis."""
+    # Subclasses may be named otherwise, so the parents are asked, too.
+    names = (t.__name__ for t in type(call.module).__mro__)
+    dims = next(int(name[-2]) for name in names if name[-2:] in {"1d", "2d", "3d"})
+    require_axes(call, dims + 2, f"[N, C, {'D, H, W'[-3 * dims + 2 :]}]")
+
+
+def _power(call: ModuleCall) -> float:
+    return float(cast(LPPool2d, call.module).norm_type)
+
+
+def _root_slope(u: Tensor, p: float) -> Tensor:
+    """``p`` times the derivative of ``u^(1/p)``."""
+    return torch.where(u != 0, u ** (1 / p - 1), 0.0)
+
+
+def _tall(call: ModuleCall, x: Tensor) -> Tensor:
+    return x.unsqueeze(-2) if len(call.input_shape) == 3 else x
+
+
+def _flat(call: ModuleCall, x: Tensor) -> Tensor:
+    return x.squeeze(-2) if len(call.input_shape) == 3 else x
+
+
+def _shape_only(call: ModuleCall, folded: Tensor) -> Tensor:
+    """A tensor without memory, for kernels that look only at the shape of the input."""
+    return _tall(call, folded.new_empty(()).expand(len(folded), *call.input_shape[1:]))

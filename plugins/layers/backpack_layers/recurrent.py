@@ -1,0 +1,291 @@
+"""Rules of recurrent layers: one recursion back through time serves inputs and all parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import GRU, LSTM, RNN, RNNBase
+from torch.nn.utils.rnn import PackedSequence
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_layers.affine_pairs import AffinePairsRule
+from backpack_layers.arguments import (
+    arguments,
+    by_slot,
+    once,
+    once_per_columns,
+    root,
+    slots,
+    tensor,
+)
+from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
+
+MOST_LAYERS = 16
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One direction of one layer, its steps in the order in which it takes them.
+
+    Attributes:
+        suffix: What the names of its parameters end with, as ``"l0_reverse"``.
+        backward: Whether it reads the sequence from its end.
+        x: Its inputs. Shape ``[N, T, I]``.
+        before: The hidden states its steps start from. Shape ``[N, T, H]``.
+        tables: What its cell prepared for the way back.
+    """
+
+    suffix: str
+    backward: bool
+    x: Tensor
+    before: Tensor
+    tables: Tables
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Columns at everything that a recurrent layer received.
+
+    Attributes:
+        x: At the input. Shape ``[V, N, T, I]``.
+        states: At each initial state. Shape ``[V, layers·directions, N, H]``.
+        gates: For each chain, by suffix, at what its inputs add to the gates ``[V, N, T, G·H]``.
+    """
+
+    x: Tensor
+    states: tuple[Tensor, ...]
+    gates: dict[str, Tensor]
+
+
+class RecurrentRule(AffinePairsRule):
+    """``h_t = cell(W_ih x_t + b_ih, W_hh h_{t-1} + b_hh)``, stacked in layers and directions.
+
+    With ``δ_t`` the columns at the gates, ``M(W_ih) = Σ_t δ_t ⊗ x_t``, and ``h_{t-1}`` for ``W_hh``.
+    The final states ``[layers·directions, N, H]`` carry their samples on axis 1.
+    """
+
+    params = tuple(
+        f"{kind}_l{layer}{direction}"
+        for layer in range(MOST_LAYERS)
+        for direction in ("", "_reverse")
+        for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse layouts without a leading batch axis, packed sequences, dropout, projections."""
+        module = _module(call)
+        sequence = arguments(call)["input"]
+        if isinstance(sequence, PackedSequence):
+            raise UnsupportedError(
+                f"{call.path} received a PackedSequence, whose steps have no batch axis: pass the "
+                "padded tensor [N, T, I], and pick each sample's last step from the output."
+            )
+        if not module.batch_first:
+            raise UnsupportedError(
+                f"{call.path} has batch_first=False, so axis 0 holds time steps, not samples: "
+                "build it with batch_first=True and pass [N, T, I]."
+            )
+        if sequence.dim() != 3:
+            raise UnsupportedError(
+                f"{call.path} received a sequence without a batch axis: pass [N, T, I], with N = 1 "
+                "for one sample."
+            )
+        if module.training and module.dropout > 0 and module.num_layers > 1:
+            raise UnsupportedError(
+                f"{call.path} drops activations between its layers at random "
+                f"(dropout={module.dropout}), and what it dropped is not known afterwards: call "
+                "eval() on it, or build one recurrent layer each with nn.Dropout between."
+            )
+        if module.proj_size > 0:
+            raise UnsupportedError(
+                f"{call.path} projects its hidden states (proj_size={module.proj_size}), which "
+                "this rule does not know: use proj_size=0, or put an nn.Linear behind."
+            )
+
+    def batch_axis(self, call: ModuleCall, output_nr: int) -> int:
+        """Axis 0 of the sequence, axis 1 of the final states."""
+        return 0 if output_nr == 0 else 1
+
+    @abstractmethod
+    def cell(self, call: ModuleCall) -> Cell:
+        """The cell of the layer."""
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
+        carried = self._carried(call, mat)
+        return by_slot(call, {"input": (carried.x,), "hx": carried.states})
+
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gates of all steps, and inputs or hidden states."""
+        kind, source, suffix = name.split("_", 2)
+        gates = self._carried(call, mat).gates[suffix]
+        chain = next(c for layer in self._chains(call) for c in layer if c.suffix == suffix)
+        if source == "hh":
+            gates = self.cell(call).hidden_gates(chain.tables, gates)
+        inputs = chain.x if source == "ih" else chain.before
+        return gates.unsqueeze(3), inputs.unsqueeze(2) if kind == "weight" else None
+
+    def _chains(self, call: ModuleCall) -> list[list[Chain]]:
+        """The chains of every layer, with the samples of this view."""
+        whole, chosen = root(call)
+        layers = once(whole, "chains", lambda: self._run(whole))
+        if chosen is None:
+            return layers
+        return once(call, "chains", lambda: [[_select(c, chosen) for c in cs] for cs in layers])
+
+    def _run(self, call: ModuleCall) -> list[list[Chain]]:
+        """Run the layer again, keeping what the way back needs."""
+        module, cell = _module(call), self.cell(call)
+        x, states = tensor(call, "input"), self._initial(call, cell.states)
+        layers = []
+        for layer in range(module.num_layers):
+            chains, outputs = [], []
+            for direction in range(_directions(module)):
+                suffix = f"l{layer}" + "_reverse" * direction
+                weights = _weights(call, suffix)
+                position = layer * _directions(module) + direction
+                start = tuple(state[position] for state in states)
+                steps = _in_order(x, bool(direction), 1)
+                # cuDNN wants all layers in one block, and cannot be differentiated twice.
+                with torch.backends.cudnn.flags(enabled=False):
+                    after = cell.run(steps, start, weights)
+                before = torch.cat([start[0].unsqueeze(1), after[:, :-1]], 1)
+                tables = cell.tables(steps, before, after, start, weights)
+                chains.append(Chain(suffix, bool(direction), steps, before, tables))
+                outputs.append(_in_order(after, bool(direction), 1))
+            layers.append(chains)
+            x = torch.cat(outputs, -1)
+        return layers
+
+    def _initial(self, call: ModuleCall, count: int) -> list[Tensor]:
+        """The initial states, each of shape ``[layers·directions, N, H]``."""
+        given = slots(call).get("hx")
+        if given:
+            return [call.tensor_input(slot) for slot in given]
+        module, x = _module(call), tensor(call, "input")
+        shape = (module.num_layers * _directions(module), len(x), module.hidden_size)
+        return [x.new_zeros(shape)] * count
+
+    def _carried(self, call: ModuleCall, mat: Tensor) -> Carried:
+        return once_per_columns(call, "carried", mat, lambda: self._carry_back(call, mat))
+
+    def _carry_back(self, call: ModuleCall, mat: Tensor) -> Carried:
+        module, cell, layers = _module(call), self.cell(call), self._chains(call)
+        at_output = mat if call.output_nr == 0 else None
+        gates: dict[str, Tensor] = {}
+        states: list[tuple[Tensor, ...]] = []
+        for layer in reversed(range(module.num_layers)):
+            at_inputs, at_states = [], []
+            for direction, chain in enumerate(layers[layer]):
+                position = layer * _directions(module) + direction
+                # The states of a layer come behind its outputs: (output, h_n, c_n).
+                ends: list[Tensor | None] = [None, None]
+                if call.output_nr > 0:
+                    ends[call.output_nr - 1] = mat[:, position]
+                steps = None
+                if at_output is not None:
+                    part = at_output.chunk(_directions(module), -1)[direction]
+                    steps = _in_order(part, chain.backward, 2)
+                hh = call.parameter(f"weight_hh_{chain.suffix}")
+                gates[chain.suffix], start = _recurse(cell, chain, hh, steps, ends)
+                ih = call.parameter(f"weight_ih_{chain.suffix}")
+                at_inputs.append(_in_order(gates[chain.suffix] @ ih, chain.backward, 2))
+                at_states.append(start)
+            states = at_states + states
+            at_output = at_inputs[0] if len(at_inputs) == 1 else at_inputs[0] + at_inputs[1]
+        assert at_output is not None
+        stacked = tuple(torch.stack(parts, 1) for parts in zip(*states, strict=True))
+        return Carried(at_output, stacked, gates)
+
+
+def _recurse(
+    cell: Cell, chain: Chain, hh: Tensor, steps: Tensor | None, ends: list[Tensor | None]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Go back through time.
+
+    Args:
+        cell: The cell.
+        chain: What happened forwards.
+        hh: The weight of the hidden state. Shape ``[G·H, H]``.
+        steps: Columns at the hidden state of every step, ``[V, N, T, H]``, if there are any.
+        ends: Columns at the last hidden and cell state, ``[V, N, H]``, if there are any.
+
+    Returns:
+        Columns at the gates ``[V, N, T, G·H]``, and at the initial states ``[V, N, H]``.
+    """
+    hidden, memory = ends
+    found: list[Tensor] = []
+    for time in reversed(range(chain.x.shape[1])):
+        now = tuple(table[:, time] for table in chain.tables)
+        if steps is not None:
+            hidden = steps[:, :, time] if hidden is None else hidden + steps[:, :, time]
+        elif hidden is None:
+            assert memory is not None
+            hidden = torch.zeros_like(memory)
+        gates, beside, memory = cell.step(now, hidden, memory)
+        hidden = cell.hidden_gates(now, gates) @ hh
+        if beside is not None:
+            hidden = hidden + beside
+        found.append(gates)
+    states = (hidden, memory)[: cell.states]
+    return torch.stack(found[::-1], 2), tuple(s for s in states if s is not None)
+
+
+def _module(call: ModuleCall) -> RNNBase:
+    return cast(RNNBase, call.module)
+
+
+def _directions(module: RNNBase) -> int:
+    return 2 if module.bidirectional else 1
+
+
+def _in_order(x: Tensor, backward: bool, axis: int) -> Tensor:
+    """Turn time around for a chain that runs backwards."""
+    return x.flip(axis) if backward else x
+
+
+def _weights(call: ModuleCall, suffix: str) -> Weights:
+    biases: list[Tensor | None] = [None, None]
+    if _module(call).bias:
+        biases = [call.parameter(f"bias_{source}_{suffix}") for source in ("ih", "hh")]
+    matrices = [call.parameter(f"weight_{source}_{suffix}") for source in ("ih", "hh")]
+    return Weights(*matrices, *biases)
+
+
+def _select(chain: Chain, samples: Tensor) -> Chain:
+    tables = tuple(table[samples] for table in chain.tables)
+    return replace(chain, x=chain.x[samples], before=chain.before[samples], tables=tables)
+
+
+class RNNRule(RecurrentRule):
+    """Elman networks."""
+
+    module_types = (RNN,)
+
+    def cell(self, call: ModuleCall) -> Cell:
+        """With the nonlinearity of the module."""
+        return ElmanCell(cast(RNN, call.module).nonlinearity)
+
+
+class LSTMRule(RecurrentRule):
+    """Long short-term memory."""
+
+    module_types = (LSTM,)
+
+    def cell(self, call: ModuleCall) -> Cell:
+        """The same for all modules."""
+        return LSTMCell()
+
+
+class GRURule(RecurrentRule):
+    """Gated recurrent units."""
+
+    module_types = (GRU,)
+
+    def cell(self, call: ModuleCall) -> Cell:
+        """The same for all modules."""
+        return GRUCell()

@@ -1,0 +1,140 @@
+"""Rules of layers that move entries around: reshapes, shuffles, patches, upsampling."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import (
+    ChannelShuffle,
+    Flatten,
+    Fold,
+    Identity,
+    PixelShuffle,
+    PixelUnshuffle,
+    Unflatten,
+    Unfold,
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+)
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_core.rules import LayerRule
+from backpack_layers.linear_map import LinearMapRule, over_columns, require_axes
+
+
+class ReshapeRule(LayerRule):
+    """``Flatten``, ``Unflatten``, ``Identity``: the same entries in another shape."""
+
+    module_types = (Flatten, Unflatten, Identity)
+    hessian_is_zero = True
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse a reshape of the batch axis."""
+        if call.input_shape[:1] != call.output_shape[:1]:
+            raise UnsupportedError(
+                f"{call.path} reshapes {list(call.input_shape)} into {list(call.output_shape)}, "
+                "which changes the batch axis 0: leave that axis alone, as Flatten() does."
+            )
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat.reshape(len(mat), *call.input_shape)
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat.reshape(len(mat), *call.output_shape)
+
+
+class PixelShuffleRule(LayerRule):
+    """Channels become pixels, or the reverse: a permutation, so transpose and inverse agree."""
+
+    module_types = (PixelShuffle, PixelUnshuffle)
+    hessian_is_zero = True
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse an input without a batch axis."""
+        require_axes(call, 4, "[N, C, H, W]")
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._shuffle(call, mat, forward=False)
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._shuffle(call, mat, forward=True)
+
+    def _shuffle(self, call: ModuleCall, mat: Tensor, forward: bool) -> Tensor:
+        module = call.module
+        if isinstance(module, PixelUnshuffle):
+            function = F.pixel_unshuffle if forward else F.pixel_shuffle
+            return function(mat, module.downscale_factor)
+        function = F.pixel_shuffle if forward else F.pixel_unshuffle
+        return function(mat, cast(PixelShuffle, module).upscale_factor)
+
+
+class ChannelShuffleRule(LayerRule):
+    """Interleaves the channels of ``g`` groups; the inverse interleaves ``C / g`` groups."""
+
+    module_types = (ChannelShuffle,)
+    hessian_is_zero = True
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse an input without a batch axis."""
+        require_axes(call, 3, "[N, C, *]")
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._shuffle(mat, mat.shape[2] // cast(ChannelShuffle, call.module).groups)
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._shuffle(mat, cast(ChannelShuffle, call.module).groups)
+
+    def _shuffle(self, mat: Tensor, groups: int) -> Tensor:
+        grouped = mat.reshape(*mat.shape[:2], groups, -1, *mat.shape[3:])
+        return grouped.transpose(2, 3).reshape(mat.shape)
+
+
+class UnfoldRule(LayerRule):
+    """``Unfold`` takes patches, ``Fold`` adds them up: each is the transpose of the other."""
+
+    module_types = (Unfold, Fold)
+    hessian_is_zero = True
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse an input without a batch axis."""
+        if isinstance(call.module, Unfold):
+            require_axes(call, 4, "[N, C, H, W]")
+        else:
+            require_axes(call, 3, "[N, C·K, L]")
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._move(call, mat, take=isinstance(call.module, Fold))
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._move(call, mat, take=isinstance(call.module, Unfold))
+
+    def _move(self, call: ModuleCall, mat: Tensor, take: bool) -> Tensor:
+        module = cast("Fold | Unfold", call.module)
+        settings = (module.kernel_size, module.dilation, module.padding, module.stride)
+        if take:
+            return over_columns(lambda m: F.unfold(m, *settings), mat)
+        image = call.output_shape if isinstance(module, Fold) else call.input_shape
+        size = (image[-2], image[-1])
+        return over_columns(lambda m: F.fold(m, size, *settings), mat)
+
+
+class UpsampleRule(LinearMapRule):
+    """Interpolation in any mode: linear in the input."""
+
+    module_types = (Upsample, UpsamplingNearest2d, UpsamplingBilinear2d)
+
+    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """What the module does."""
+        module = cast(Upsample, call.module)
+        return F.interpolate(
+            x,
+            module.size,
+            module.scale_factor,
+            module.mode,
+            module.align_corners,
+            recompute_scale_factor=module.recompute_scale_factor,
+        )

@@ -1,0 +1,251 @@
+"""Multi-head attention against autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    assert_equal,
+    check_input,
+    check_parameters,
+    columns,
+    draw,
+    make_call,
+    parameter_oracle,
+)
+from torch import Tensor, nn
+
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import UnsupportedError
+from backpack_layers.attention import MultiheadAttentionRule
+
+EMBED, HEADS, QUERIES, KEYS = 4, 2, 3, 5
+RULE = MultiheadAttentionRule()
+BATCHES = pytest.mark.parametrize("batch", [1, 3])
+
+
+def attention(num_heads: int = HEADS, **options: Any) -> nn.MultiheadAttention:
+    module = nn.MultiheadAttention(EMBED, num_heads, **{"batch_first": True, **options}).double()
+    for theta in module.parameters():  # biases start at zero
+        nn.init.normal_(theta, std=0.7)
+    return module
+
+
+def check(call: ModuleCall) -> None:
+    check_input(RULE, call, constant=tuple(range(3, len(call.inputs))))
+    check_parameters(RULE, call)
+    if call.batch_size > 1:
+        check_view(call)
+
+
+def check_view(call: ModuleCall) -> None:
+    """A view shows the samples it should, whatever the shape of the masks."""
+    chosen, mat = [-1, 0], columns(call)
+    view = call.subsample(chosen)
+    for found, whole in zip(
+        RULE.jac_t_mat_prod(view, mat[:, chosen]), RULE.jac_t_mat_prod(call, mat), strict=True
+    ):
+        if whole is not None:
+            assert found is not None
+            assert_equal(found, whole[:, chosen])
+    for name, _ in call.module.named_parameters():
+        product = RULE.param_jac_t_mat_prod(call, name, mat)
+        assert_equal(RULE.param_jac_t_mat_prod(view, name, mat[:, chosen]), product[:, chosen])
+
+
+@BATCHES
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_self_attention(batch: int, need_weights: bool, bias: bool) -> None:
+    x = draw(batch, QUERIES, EMBED)
+    check(make_call(attention(bias=bias), x, x, x, need_weights=need_weights))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "other sizes": {"kdim": 3, "vdim": 2},
+    "other sizes, no bias": {"kdim": 3, "vdim": 2, "bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True},
+    "both, other sizes": {"add_bias_kv": True, "add_zero_attn": True, "kdim": 3},
+    "one head": {"num_heads": 1},
+}
+
+
+def boolean(*shape: int) -> Tensor:
+    """A mask that leaves every query something to look at."""
+    mask = torch.rand(*shape) < 0.4
+    mask[..., 0] = False
+    return mask
+
+
+@BATCHES
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_cross_attention(batch: int, options: dict[str, Any], need_weights: bool) -> None:
+    module = attention(**options)
+    call = make_call(
+        module,
+        draw(batch, QUERIES, EMBED),
+        draw(batch, KEYS, module.kdim),
+        draw(batch, KEYS, module.vdim),
+        key_padding_mask=boolean(batch, KEYS),
+        attn_mask=boolean(QUERIES, KEYS),
+        need_weights=need_weights,
+    )
+    check(call)
+
+
+@BATCHES
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("kind", ["bool 3d", "2d", "3d", "padding bool", "padding"])
+def test_masks(batch: int, need_weights: bool, average: bool, kind: str) -> None:
+    masks: dict[str, Tensor] = {
+        "bool 3d": boolean(batch * HEADS, QUERIES, KEYS),
+        "2d": draw(QUERIES, KEYS),
+        "3d": draw(batch * HEADS, QUERIES, KEYS),
+        "padding bool": boolean(batch, KEYS),
+        "padding": draw(batch, KEYS),
+    }
+    name = "key_padding_mask" if kind.startswith("padding") else "attn_mask"
+    source = draw(batch, KEYS, EMBED)
+    check(
+        make_call(
+            attention(),
+            draw(batch, QUERIES, EMBED),
+            source,
+            source,
+            need_weights=need_weights,
+            average_attn_weights=average,
+            **{name: masks[kind]},
+        )
+    )
+
+
+@BATCHES
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("padding", [True, False])
+@pytest.mark.parametrize("options", [{}, {"add_zero_attn": True}])
+def test_causal(batch: int, need_weights: bool, padding: bool, options: dict[str, Any]) -> None:
+    x = draw(batch, QUERIES, EMBED)
+    mask = nn.Transformer.generate_square_subsequent_mask(QUERIES, dtype=torch.float64)
+    given = {"key_padding_mask": torch.zeros(batch, QUERIES).double()} if padding else {}
+    module = attention(**options)
+    check(
+        make_call(
+            module, x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights, **given
+        )
+    )
+
+
+def test_queries_that_may_look_nowhere() -> None:
+    mask = boolean(QUERIES, KEYS)
+    mask[1] = True
+    source = draw(2, KEYS, EMBED)
+    call = make_call(
+        attention(), draw(2, QUERIES, EMBED), source, source, attn_mask=mask, need_weights=False
+    )
+    assert bool(call.output.isfinite().all())
+    check_input(RULE, call, constant=(3,))
+    check_parameters(RULE, call)
+
+
+def test_keywords_in_any_order() -> None:
+    call = make_call(
+        attention(kdim=3, vdim=2),
+        value=draw(2, KEYS, 2),
+        query=draw(2, QUERIES, EMBED),
+        key=draw(2, KEYS, 3),
+    )
+    check_input(RULE, call)
+    check_parameters(RULE, call)
+
+
+def test_view_of_a_view() -> None:
+    source = draw(4, KEYS, EMBED)
+    mask = draw(4 * HEADS, QUERIES, KEYS)
+    call = make_call(attention(), draw(4, QUERIES, EMBED), source, source, attn_mask=mask)
+    mat = columns(call)
+    view = call.subsample([3, 1, 2]).subsample([2, 0])
+    found = RULE.param_jac_t_mat_prod(view, "in_proj_weight", mat[:, [2, 3]])
+    assert_equal(found, RULE.param_jac_t_mat_prod(call, "in_proj_weight", mat)[:, [2, 3]])
+
+
+def test_frozen_dropout() -> None:
+    x = draw(2, QUERIES, EMBED)
+    check(make_call(attention(dropout=0.5).eval(), x, x, x))
+
+
+def test_one_backward_step_for_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(2, QUERIES, EMBED)
+    call = make_call(attention(), x, x, x)
+    mat = columns(call)
+    runs: list[Tensor] = []
+    carry_back = RULE._carry_back
+
+    def counted(call: ModuleCall, mat: Tensor) -> Any:
+        runs.append(mat)
+        return carry_back(call, mat)
+
+    monkeypatch.setattr(RULE, "_carry_back", counted)
+    RULE.jac_t_mat_prod(call, mat)
+    for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
+        RULE.param_jac_t_mat_prod(call, name, mat)
+    assert len(runs) == 1
+    RULE.jac_t_mat_prod(call, mat.clone())
+    assert len(runs) == 2
+
+
+def test_differentiable() -> None:
+    """Under ``create_graph`` the products depend on inputs and parameters."""
+    x = draw(2, QUERIES, EMBED).requires_grad_()
+    module = attention()
+    call = make_call(module, x, x, x)
+    mat = columns(call, 1)
+    product = RULE.jac_t_mat_prod(call, mat)[0]
+    assert product is not None
+    found = torch.autograd.grad(product.sum(), [x, module.in_proj_weight])
+    fresh = [t.detach().clone().requires_grad_() for t in (x, x, x)]
+    output = module(*fresh)[0]
+    (first,) = torch.autograd.grad(output, fresh[0], mat[0], create_graph=True)
+    second = torch.autograd.grad(first.sum(), [*fresh, module.in_proj_weight])
+    assert_equal(found[0], second[0] + second[1] + second[2])
+    assert_equal(found[1], second[3])
+
+
+def test_oracle_sees_a_wrong_sample() -> None:
+    x = draw(3, QUERIES, EMBED)
+    call = make_call(attention(), x, x, x)
+    mat = columns(call)
+    swapped = mat.flip(1)
+    found = RULE.param_jac_t_mat_prod(call, "in_proj_weight", swapped)
+    with pytest.raises(AssertionError, match="relative error"):
+        assert_equal(found, parameter_oracle(call, "in_proj_weight", mat))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "message"),
+    [
+        (attention(batch_first=False), (2, 3, EMBED), "batch_first=True"),
+        (attention(), (3, EMBED), "without a batch axis"),
+        (attention(dropout=0.1), (2, 3, EMBED), "drops attention weights"),
+    ],
+    ids=["batch second", "unbatched", "dropout"],
+)
+def test_refused(module: nn.Module, shape: tuple[int, ...], message: str) -> None:
+    x = draw(*shape)
+    with pytest.raises(UnsupportedError, match=message):
+        RULE.check(make_call(module, x, x, x))
+
+
+def test_refuses_weights_and_learned_masks() -> None:
+    x = draw(2, QUERIES, EMBED)
+    with pytest.raises(UnsupportedError, match="attention weights"):
+        RULE.check(make_call(attention(), x, x, x, output_nr=1))
+    mask = draw(QUERIES, QUERIES).requires_grad_()
+    with pytest.raises(UnsupportedError, match="detach it"):
+        RULE.check(make_call(attention(), x, x, x, attn_mask=mask))
