@@ -1,12 +1,12 @@
 """More than the gradient during ``loss.backward()``: a small core, and plugins for everything else.
 
-    from backpack_core import backpack, extend
-    from backpack_core.extensions import DiagGGNExact
+from backpack_core import backpack, extend
+from backpack_core.extensions import DiagGGNExact
 
-    model, lossfunc = extend(model), extend(lossfunc)
-    loss = lossfunc(model(X), y)
-    with backpack(DiagGGNExact()):
-        loss.backward()
+model, lossfunc = extend(model), extend(lossfunc)
+loss = lossfunc(model(X), y)
+with backpack(DiagGGNExact()):
+loss.backward()
 """
 
 __version__ = "0.1.0"
@@ -28,13 +28,11 @@ from backpack_core.module_extension import FirstOrderModuleExtension as FirstOrd
 from backpack_core.module_extension import ModuleExtension as ModuleExtension
 from backpack_core.ops.generic import memory_budget as memory_budget
 from backpack_core.ops.generic import set_memory_budget as set_memory_budget
+from backpack_core.plugins import prefer as prefer
 from backpack_core.plugins import register as register
 from backpack_core.plugins import unregister as unregister
-from backpack_core.registry import registry as _registry
 from backpack_core.rules import AffineRule as AffineRule
 from backpack_core.rules import ElementwiseRule as ElementwiseRule
 from backpack_core.rules import LayerRule as LayerRule
 from backpack_core.rules import LossRule as LossRule
 from backpack_core.rules import ParametricRule as ParametricRule
-
-prefer = _registry.prefer

@@ -21,16 +21,20 @@ from backpack_core.errors import BridgeError
 
 # Backward nodes that are linear maps whatever their arguments are.
 LINEAR_NODES = frozenset(
-    """Add Sub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Transpose Permute T Expand Squeeze
+    """
+    Add Sub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Transpose Permute T Expand Squeeze
     Unsqueeze Slice Select Index IndexSelect Gather Cat Stack Split SplitWithSizes Unbind Clone
     Alias AsStrided Flip Roll Repeat Tile Pad ConstantPadNd ReflectionPad1D ReflectionPad2D
-    ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace Tril
-    Triu Unfold Narrow Movedim Detach Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D
+    ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace
+    Tril Triu Unfold Narrow Movedim Detach Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D
     UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D PixelShuffle Where MaskedFill Rot90
-    Im2Col Col2Im Identity Contiguous UnsafeSplit Swapaxes LiftFresh""".split()
+    Im2Col Col2Im Identity Contiguous UnsafeSplit Swapaxes LiftFresh
+    """.split()  # noqa: SIM905 - a list of a hundred lines is no easier to read
 )
 # Backward nodes that are linear as long as one of their two factors is a constant.
-BILINEAR_NODES = frozenset("Mul Mm Bmm Mv Dot Addmm Baddbmm Addmv Convolution Matmul Linear".split())
+BILINEAR_NODES = frozenset(
+    "Mul Mm Bmm Mv Dot Addmm Baddbmm Addmv Convolution Matmul Linear".split()  # noqa: SIM905
+)
 # Linear in the numerator, and only if the denominator is a constant.
 QUOTIENT_NODES = frozenset({"Div"})
 
@@ -89,7 +93,9 @@ def cross_columns(
         BridgeError: The node runs a backward pass of its own.
     """
     if node.name() == "CheckpointFunctionBackward":
-        raise refuse(node, "re-entrant checkpointing; use torch.utils.checkpoint(use_reentrant=False)")
+        raise refuse(
+            node, "re-entrant checkpointing; use torch.utils.checkpoint(use_reentrant=False)"
+        )
     roots = list(dict.fromkeys(root for columns in quantities.values() for root in columns.blocks))
     results: dict[int, dict[Root, Tensor]] = {}
     for root in roots:
@@ -126,9 +132,7 @@ def _push(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor]:
         result = _apply(node, grads)
         found = result if isinstance(result, tuple) else (result,)
         edges = node.next_functions
-        return {
-            i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None
-        }
+        return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
 
     products = _over_columns(call, list(mats.values()))
     return {

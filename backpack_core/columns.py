@@ -74,3 +74,13 @@ class Columns:
         for root, block in other.blocks.items():
             blocks[root] = blocks[root] + block if root in blocks else block
         return Columns(blocks)
+
+    def chunks(self, size: int) -> list[Columns]:
+        """The same columns in sets of at most ``size``, each with roots of its own."""
+        result = []
+        for root, block in self.blocks.items():
+            for start in range(0, len(block), size):
+                window = slice(start, start + size)
+                signs = None if root.signs is None else root.signs[window]
+                result.append(Columns({Root(root.name, signs): block[window]}))
+        return result

@@ -81,7 +81,7 @@ def is_disabled() -> bool:
     return getattr(_local, "disabled", 0) > 0
 
 
-class backpack:  # noqa: N801 - a context manager, named as its users know it
+class backpack:
     """Activate extensions for the backward passes inside a ``with`` block.
 
     Example:
@@ -178,7 +178,7 @@ class backpack:  # noqa: N801 - a context manager, named as its users know it
             )
 
 
-class disable:  # noqa: N801 - a context manager, named as its users know it
+class disable:
     """Record nothing in forward passes inside this ``with`` block (of this thread).
 
     For a plain gradient of an extended model without keeping inputs and outputs. It is not the

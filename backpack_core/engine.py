@@ -1,4 +1,4 @@
-"""What happens when the gradient of a call's output is ready. Imports core; knows no layer, no quantity.
+"""What happens when autograd has the gradient of a call's output. Imports core; knows no layer.
 
 One backward pass of autograd is one :class:`BackwardPass`. Autograd runs our hooks in topological
 order: when the hook on an output fires, every consumer of that output has been visited. So a quantity
@@ -8,44 +8,24 @@ gets there, and every call and every node is passed exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core.autodiff import AutodiffRule
-from backpack_core.calls import Edge, ModuleCall, Node, Record, records_at
-from backpack_core.columns import Columns, Root
+from backpack_core.calls import ModuleCall, Node, Record
+from backpack_core.columns import Columns
 from backpack_core.context import Context, current, logger
-from backpack_core.errors import (
-    AutodiffFallbackWarning,
-    BackpackError,
-    BackpackWarning,
-    NotExtendedError,
-    OverwrittenInputError,
-    UncoveredParameterWarning,
-    UnsupportedError,
-)
-from backpack_core.extension import (
-    ColumnPropagator,
-    Extension,
-    OutputGradient,
-    Propagator,
-    warn_once,
-)
-from backpack_core.module_extension import Grads, ModuleExtension
-from backpack_core.ops import MaterializedRule
-from backpack_core.plugins import missing
+from backpack_core.errors import UncoveredParameterWarning
+from backpack_core.extension import Extension, warn_once
 from backpack_core.probe import SampleProbe
 from backpack_core.registry import Resolved, registry
-from backpack_core.rules import LossRule, ParametricRule
-from backpack_core.survey import Survey, parameters_of
+from backpack_core.rules import LossRule
+from backpack_core.survey import Survey, own_edge
+from backpack_core.sweep import Sweep, chunk_size, visiting_order
+from backpack_core.traversal import Group, Traversal
 
-_GRADIENT = Root("gradient")
-_AUTODIFF = AutodiffRule()
 _warned: set[Any] = set()
 
 
@@ -77,18 +57,16 @@ class OutputHook:
             raise
 
 
-class BackwardPass:
+class BackwardPass(Traversal):
     """The state of one backward pass under one context; dropped when the pass ends or fails."""
 
     def __init__(self, context: Context, task: int) -> None:
-        self.context = context
-        self.survey = Survey()
-        self.groups: list[tuple[Propagator, tuple[Extension, ...]]] = list(context.groups)
+        groups: list[Group] = list(context.groups)
         if context.debug:
-            self.groups.append((SampleProbe(), ()))
-        self._at_calls: dict[tuple[int, ModuleCall, int], Any] = {}
-        self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
-        self._shared: dict[tuple[int, int], Columns] = {}
+            groups.append((SampleProbe(), ()))
+        super().__init__(Survey(), groups)
+        self.context = context
+        self._partial: dict[tuple[Extension, int], Any] = {}
         self._release_last: list[ModuleCall] = []
         context.passes[task] = self
         context.seen.add("ran")
@@ -100,14 +78,15 @@ class BackwardPass:
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
 
-    def visit(
-        self, call: ModuleCall, index: int, node: Node, output_nr: int, grad: Tensor
-    ) -> None:
+    def visit(self, call: ModuleCall, index: int, node: Node, output_nr: int, grad: Tensor) -> None:
         """Everything that happens at one output of one call."""
         call._check_released()
         call.output_nr, call.grad_output = index, grad
         if self.groups:
-            self._compute(call, index, node, output_nr)
+            self._survey(call, index, node, output_nr)
+            self.compute(call, index, node, output_nr)
+        if self.context.debug:
+            _log(call)
         if self.context.extension_hook is not None:
             self.context.extension_hook(call.module)
         call.memo.clear()
@@ -118,209 +97,56 @@ class BackwardPass:
         else:  # other outputs may be visited yet
             self._release_last.append(call)
 
-    def _compute(self, call: ModuleCall, index: int, node: Node, output_nr: int) -> None:
-        if (call, index) not in self.survey.calls:
-            known = set(self.survey.bare)
-            self.survey.add(call, node, output_nr)
-            self._warn_bare(known)
-        resolved = registry.resolve(call.module)
-        if not isinstance(resolved.rule, LossRule):  # a loss matters only where something starts
-            resolved.rule.check(call)
-        for slot, (propagator, extensions) in enumerate(self.groups):
-            view = call.subsample(propagator.subsampling)
-            override = self._override(extensions, call)
-            legacy = None if override is None else _Legacy(override, extensions[0], view)
-            quantity = self._quantity(slot, resolved, view, index, legacy)
-            for extension in extensions:
-                with _context_of(call, resolved, extension):
-                    if legacy is not None:
-                        legacy.read(self._refuse_shared, propagator.present(quantity))
-                    else:
-                        self._read(slot, extension, resolved, view, quantity)
-            if not isinstance(propagator, OutputGradient):
-                with _context_of(call, resolved, extensions[0] if extensions else None):
-                    self._propagate(slot, resolved, view, quantity, legacy, (node, output_nr))
-        if self.context.debug:
-            logger.info(
-                "%s: output %s, rule %s of %s",
-                call.path,
-                list(call.output_shape),
-                type(resolved.rule).__name__,
-                resolved.provenance,
-            )
+    def store(self, extension: Extension, parameter: Parameter, value: Any) -> None:
+        """Set the attribute, with what earlier chunks of columns gave added."""
+        before = self._partial.get((extension, id(parameter)))
+        if before is not None:
+            value = extension.combine(before, value)
+        setattr(parameter, extension.savefield, value)
 
-    def _override(
-        self, extensions: tuple[Extension, ...], call: ModuleCall
-    ) -> ModuleExtension | None:
-        # An extension with overrides has a group of its own, so looking at the first is enough.
-        found = registry.override(extensions[0], call.module) if extensions else None
-        return None if found is None else found[0]
+    def await_node(self, node: Node) -> None:
+        """Autograd calls back when it has visited every consumer of the node's outputs."""
 
-    def _quantity(
-        self,
-        slot: int,
-        resolved: Resolved,
-        call: ModuleCall,
-        index: int,
-        legacy: _Legacy | None,
+        def arrive(_: Any) -> None:
+            handle.remove()
+            self.cross(node)
+
+        handle = node.register_prehook(arrive)
+
+    def start(
+        self, slot: int, resolved: Resolved, call: ModuleCall, output: tuple[Node, int]
     ) -> Any:
-        """What the propagator has at this output."""
+        """Start at a loss; with many columns, carry all but the last chunk through right away."""
         propagator, extensions = self.groups[slot]
-        if isinstance(propagator, OutputGradient):
-            assert call.grad_output is not None
-            return Columns({_GRADIENT: call.grad_output.unsqueeze(0)})
-        waiting = self._at_calls.pop((slot, call.full, index), None)
-        if isinstance(propagator, SampleProbe):
-            return propagator.arrive(call, waiting)
-        if waiting is not None:
-            return waiting
-        if legacy is not None and call.outputs[index].dim() == 0:
-            return None
-        if isinstance(resolved.rule, LossRule):
-            with _context_of(call, resolved, extensions[0]):
-                resolved.rule.check(call.full)
-                return propagator.start(resolved.rule, call)
-        raise _nothing_arrived(call, extensions[0], resolved)
+        assert isinstance(resolved.rule, LossRule)
+        quantity = propagator.start(resolved.rule, call)
+        if not isinstance(quantity, Columns):
+            return quantity
+        size = chunk_size(extensions, self.survey.widest)
+        edge = call.edges[0]
+        if size is None or size >= len(quantity.mat) or edge is None or self._alone(extensions):
+            return quantity
+        *chunks, last = quantity.chunks(size)
+        order = visiting_order(own_edge(edge, output[0]))
+        for chunk in chunks:
+            Sweep(self, slot, self._partial).run(order, edge, chunk)
+        return last
 
-    def _read(
-        self, slot: int, extension: Extension, resolved: Resolved, call: ModuleCall, quantity: Any
-    ) -> None:
-        """Let an extension read off every parameter of the call's module."""
-        for name, parameter, covered in parameters_of(call.module, resolved):
-            rule = resolved.rule if covered else _fallback(call, extension)
-            if rule is None:
-                continue
-            if id(parameter) in self.survey.bare:
-                operation = self.survey.bare[id(parameter)][1]
-                raise UnsupportedError(
-                    f"The parameter {name!r} is also used by the operation {operation!r} outside of "
-                    f"any module, so '{extension.savefield}' would miss that part. Apply the "
-                    "parameter through a module (nn.Linear with a tied weight, say)."
-                )
-            try:
-                value = self._value(slot, extension, rule, call, name, parameter, quantity)
-            except UnsupportedError as error:
-                if extension.fail_mode in ("error", "autodiff"):
-                    raise
-                if extension.fail_mode == "warning":
-                    key = (type(call.module), type(extension), name)
-                    warn_once(_warned, key, f"{call.path}: {error}", BackpackWarning)
-                continue
-            setattr(parameter, extension.savefield, value)
+    @staticmethod
+    def _alone(extensions: tuple[Extension, ...]) -> bool:
+        """Whether module extensions take part, which want all columns at once."""
+        return any(e.module_extensions or registry.has_overrides(type(e)) for e in extensions)
 
-    def _value(
-        self,
-        slot: int,
-        extension: Extension,
-        rule: Any,
-        call: ModuleCall,
-        name: str,
-        parameter: Parameter,
-        quantity: Any,
-    ) -> Any:
-        propagator = self.groups[slot][0]
-        if self.survey.uses[id(parameter)] == 1:
-            return extension.read(rule, call, name, propagator.present(quantity))
-        if not extension.shared_parameters or not isinstance(propagator, ColumnPropagator):
-            raise UnsupportedError(
-                f"{type(extension).__name__} has no meaning for the parameter {name!r}, which "
-                f"{self.survey.uses[id(parameter)]} module calls share. Leave the extension out, or "
-                "untie the parameter."
-            )
-        # The sum over calls comes before any nonlinear reduction: restate the result each time.
-        key = (slot, id(parameter))
-        memo = ("shared", slot, name)
-        if memo not in call.memo:
-            product = rule.param_jac_t_mat_prod(call, name, quantity.mat)
-            summed = quantity.split(product)
-            if key in self._shared:
-                summed = self._shared[key].merge(summed)
-            call.memo[memo] = self._shared[key] = summed
-        total: Columns = call.memo[memo]
-        stated = MaterializedRule(total.mat)
-        return extension.read(stated, call, name, propagator.present(total))
-
-    def _refuse_shared(self, parameter: Parameter, name: str) -> None:
-        if self.survey.uses.get(id(parameter), 1) > 1 or id(parameter) in self.survey.bare:
-            raise UnsupportedError(
-                f"The parameter {name!r} is used more than once, which a module extension cannot "
-                "account for: write a layer rule instead."
-            )
-
-    def _propagate(
-        self,
-        slot: int,
-        resolved: Resolved,
-        call: ModuleCall,
-        quantity: Any,
-        legacy: _Legacy | None,
-        output: tuple[Node, int],
-    ) -> None:
-        """Send the quantity on to the inputs of the call, or into the graph inside it."""
-        propagator = self.groups[slot][0]
-        node, output_nr = output
-        full = call.full
-        if all(edge is None for edge in call.edges) and not resolved.rule.transparent:
+    def _survey(self, call: ModuleCall, index: int, node: Node, output_nr: int) -> None:
+        if (call, index) in self.survey.calls:
             return
-        is_loss = isinstance(resolved.rule, LossRule)
-        if legacy is not None:
-            value = legacy.backpropagate(propagator.present(quantity) if quantity else None)
-            inputs = {0: propagator.adopt(value, quantity)}
-        elif is_loss:
-            inputs = {0: quantity}
-        elif resolved.rule.transparent:
-            self._deliver(slot, Survey.below(full, node, output_nr), quantity)
-            return
-        else:
-            try:
-                inputs = propagator.propagate(resolved.rule, call, quantity)
-            except OverwrittenInputError:
-                # Autograd kept its own copy: go through the node that made the output.
-                self._deliver(slot, Survey.below(full, node, output_nr), quantity)
-                return
-        for position, arriving in inputs.items():
-            edge = call.edges[position]
-            if edge is not None:
-                own = Edge(node, edge.output_nr, edge.depth) if edge.node is None else edge
-                self._deliver(slot, own, arriving)
-
-    def _deliver(self, slot: int, edge: Edge, quantity: Any) -> None:
-        """Leave a quantity at an edge, to wait for autograd."""
-        merge = self.groups[slot][0].merge
-        node = edge.node
-        assert node is not None
-        if edge.depth:
-            call, index = records_at(node, edge.output_nr)[edge.depth - 1]
-            key = (slot, call, index)
-            before = self._at_calls.get(key)
-            self._at_calls[key] = quantity if before is None else merge(before, quantity)
-            return
-        if node not in self._at_nodes:
-            self._at_nodes[node] = {}
-            handle = node.register_prehook(lambda _: self._cross(node, handle))
-        waiting = self._at_nodes[node].setdefault(slot, {})
-        before = waiting.get(edge.output_nr)
-        waiting[edge.output_nr] = quantity if before is None else merge(before, quantity)
-
-    def _cross(self, node: Node, handle: Any) -> None:
-        """Push what waits at a node through it, when autograd is about to execute it."""
-        handle.remove()
-        arrived = self._at_nodes.pop(node, {})
-        for slot, quantities in arrived.items():
-            propagator = self.groups[slot][0]
-            crossed = propagator.cross(node, quantities, self.survey.batch_size)
-            for position, quantity in crossed:
-                child, number = node.next_functions[position]
-                if child is not None:
-                    edge = Edge(child, number, len(records_at(child, number)))
-                    self._deliver(slot, edge, quantity)
-
-    def _warn_bare(self, known: set[int]) -> None:
+        known = set(self.survey.bare)
+        self.survey.add(call, node, output_nr)
         for key in self.survey.bare.keys() - known - self.survey.uses.keys():
             parameter, operation = self.survey.bare[key]
             warn_once(
                 _warned,
-                ("bare", tuple(parameter.shape), operation),
+                (tuple(parameter.shape), operation),
                 f"A parameter of shape {list(parameter.shape)} is used by the operation "
                 f"{operation!r} outside of any module that owns it: it gets no quantity. Make it a "
                 "parameter of the module whose forward() uses it.",
@@ -328,114 +154,12 @@ class BackwardPass:
             )
 
 
-class _Legacy:
-    """Runs a module extension with inputs and output set on the module, and removed after."""
-
-    def __init__(
-        self, module_extension: ModuleExtension, extension: Extension, call: ModuleCall
-    ) -> None:
-        self.module_extension = module_extension
-        self.extension = extension
-        self.call = call
-
-    def read(self, check: Any, quantity: Any) -> None:
-        """Store what the methods named after the parameters return."""
-        first_order = isinstance(self.extension.propagator, OutputGradient)
-        for name in self.module_extension.params:
-            parameter = getattr(self.call.module, name, None)
-            if not isinstance(parameter, Parameter) or not parameter.requires_grad:
-                continue
-            check(parameter, name)
-            value = self._run(name, None if first_order else quantity)
-            setattr(parameter, self.extension.savefield, value)
-
-    def backpropagate(self, quantity: Any) -> Any:
-        """What the module extension sends to the input."""
-        return self._run("backpropagate", quantity)
-
-    def _run(self, method: str, quantity: Any) -> Any:
-        call = self.call
-        g_inp: Grads = (None,) * len(call.inputs)
-        g_out: Grads = (call.grad_output,)
-        with io_on_module(call):
-            function = getattr(self.module_extension, method)
-            return function(self.extension, call.module, g_inp, g_out, quantity)
-
-
-@contextmanager
-def io_on_module(call: ModuleCall) -> Iterator[None]:
-    """Set ``module.input0``, ``module.input1``, …, ``module.output`` for a ``with`` block."""
-    io = {f"input{i}": call.tensor_input(i) for i in range(len(call.inputs))}
-    io["output"] = call.output
-    attributes = call.module.__dict__
-    attributes.update(io)
-    try:
-        yield
-    finally:
-        for name in io:
-            attributes.pop(name, None)
-
-
-def _fallback(call: ModuleCall, extension: Extension) -> ParametricRule | None:
-    """The automatic rule for a parameter no rule covers, as far as the extension allows it."""
-    name = type(call.module).__name__
-    if extension.fail_mode == "error":
-        raise missing(
-            f"No layer rule covers the parameters of {call.path}, and fail_mode is 'error'. Install "
-            f"a plugin that knows {name}, or write a layer rule.",
-            name,
-        )
-    if extension.fail_mode == "silent":
-        return None
-    if extension.fail_mode == "warning":
-        message = f"{call.path} has no layer rule: {type(extension).__name__} leaves it out."
-        warn_once(_warned, (type(call.module), type(extension)), message, BackpackWarning)
-        return None
-    warn_once(
-        _warned,
-        type(call.module),
-        f"{call.path} has no layer rule: its parameters are differentiated automatically, which is "
-        f"exact but slower. Install a plugin that knows {name} (backpack-plugin-layers covers "
-        "torch.nn), or write a layer rule.",
-        AutodiffFallbackWarning,
+def _log(call: ModuleCall) -> None:
+    resolved = registry.resolve(call.module)
+    logger.info(
+        "%s: output %s, rule %s of %s",
+        call.path,
+        list(call.output_shape),
+        type(resolved.rule).__name__,
+        resolved.provenance,
     )
-    return _AUTODIFF
-
-
-def _nothing_arrived(call: ModuleCall, extension: Extension, resolved: Resolved) -> BackpackError:
-    name = type(extension).__name__
-    if call.outputs[call.output_nr].dim() == 0:
-        return missing(
-            f"{name} starts at a loss, and no loss rule is known for {call.path}. Use a loss that an "
-            "installed plugin knows (backpack-plugin-layers covers torch.nn), or write a LossRule "
-            f"for {type(call.module).__name__}.",
-            "loss",
-        )
-    return NotExtendedError(
-        f"{name} needs a quantity that starts at the loss, but nothing arrived at {call.path} "
-        f"(rule of {resolved.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
-        "torch.nn, and compute the loss with it; a functional loss cannot be seen."
-    )
-
-
-@contextmanager
-def _context_of(
-    call: ModuleCall, resolved: Resolved, extension: Extension | None
-) -> Iterator[None]:
-    """Add where it happened to an error: module, extension, and who provided them."""
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "backpack_context", None) is None:
-            who = "sample probe" if extension is None else registry.describe(extension)
-            text = (
-                f"[{who}, at {call.path}, rule {type(resolved.rule).__name__} of "
-                f"{resolved.provenance}]"
-            )
-            error.backpack_context = text  # type: ignore[attr-defined]
-            if isinstance(error, BackpackError):
-                error.args = (f"{error.args[0] if error.args else ''}\n{text}",)
-            elif hasattr(error, "add_note"):
-                error.add_note(text)
-        raise
-

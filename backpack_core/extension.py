@@ -162,16 +162,21 @@ class Extension(ABC):
         savefield: Name of the attribute that parameters get.
         shared_parameters: Whether the quantity is a function of ``M = Σ_calls J_θᵀ mat`` alone, so
             that it has a meaning for a parameter that several calls use.
+        columns_add: Whether values for disjoint sets of columns can be put together by
+            :meth:`combine`, so that columns may go through the net in chunks.
 
     Attributes:
         propagator: What travels backwards for this extension.
         fail_mode: What happens at a module whose type has no rule: ``"autodiff"`` differentiates it
             automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
             its parameters out.
+        chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
     """
 
     savefield: str = ""
     shared_parameters: ClassVar[bool] = True
+    columns_add: ClassVar[bool] = False
+    chunk_size: int | None = None
 
     def __init__(
         self,
@@ -220,6 +225,10 @@ class Extension(ABC):
         Returns:
             The value to store. Only the engine writes to parameters.
         """
+
+    def combine(self, first: Any, second: Any) -> Any:
+        """The value for all columns from those for two disjoint sets; see ``columns_add``."""
+        return first + second
 
     @property
     def subsampling(self) -> tuple[int, ...] | None:

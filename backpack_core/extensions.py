@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backpack_core.plugins import ensure_loaded, missing
+from backpack_core.plugins import ensure_loaded, load_provider, missing, plugins
 from backpack_core.registry import registry
 
 # Where this project's own extensions are to be had, for the message when they are not installed.
@@ -23,15 +23,23 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") or not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
+    if name not in registry.extensions:
+        load_provider(name)  # while plugins load, one may ask for the class of a later one
     claims = registry.extensions.get(name)
     if claims:
         return registry.choose(claims, name, "extension").value
+    for plugin in plugins():
+        if plugin.attribute == name and plugin.state == "blocked":
+            raise missing(
+                f"The extension {name} of {plugin.provenance} is installed but blocked: check "
+                "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER.",
+                name,
+            )
     for distribution, names in _DISTRIBUTIONS.items():
         if name in names.split():
             raise missing(
                 f"The extension {name} is not available: it is provided by {distribution}. Run "
-                f"`pip install {distribution}`, and check BACKPACK_LOAD_PLUGINS and "
-                "BACKPACK_BLOCK_PLUGINS.",
+                f"`pip install {distribution}`.",
                 name,
             )
     known = ", ".join(sorted(registry.extensions)) or "none"

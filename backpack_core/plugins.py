@@ -1,4 +1,4 @@
-"""Discovers, loads and isolates plugins. Imports pluggy and core; importlib-metadata on first use.
+"""Loads and isolates plugins. Imports pluggy and core, and plugins when they are first needed.
 
 Loading is lazy: it happens at the first ``extend()`` or ``backpack()``, or when a name is asked for.
 A plugin that fails is recorded and warned about once; what needs it raises with its own traceback
@@ -8,16 +8,18 @@ chained, and everything else works.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pluggy
 
 from backpack_core import hookspecs
+from backpack_core.discovery import Plugin as Plugin
+from backpack_core.discovery import discover, settle
 from backpack_core.errors import (
     BrokenPluginWarning,
     MissingPluginError,
@@ -28,160 +30,123 @@ from backpack_core.errors import (
 )
 from backpack_core.registry import Provenance, check_contributions, registry
 
-GROUP = "backpack"
 API_VERSION = 1
-
-State = Literal["not loaded", "loaded", "blocked", "failed", "conflict"]
-
-
-@dataclass
-class Plugin:
-    """One entry point of the group ``backpack``.
-
-    Attributes:
-        name: Name of the entry point.
-        value: What it names, as ``"package.module:Class"``.
-        distribution: The installed distribution that declares it.
-        version: Its version.
-        state: How far it got.
-        error: Why it failed.
-    """
-
-    name: str
-    value: str
-    distribution: str
-    version: str
-    state: State = "not loaded"
-    error: BaseException | None = None
-    entry_point: Any = None
-
-    @property
-    def provenance(self) -> Provenance:
-        """Where contributions of this plugin come from."""
-        return Provenance(self.name, self.distribution, self.version)
-
+SUPPORTED_API = frozenset({1})
 
 _manager = pluggy.PluginManager(hookspecs.PROJECT)
 _manager.add_hookspecs(hookspecs)
 _lock = threading.RLock()
 _plugins: list[Plugin] | None = None
+_loading = False
 _loaded = False
 
 
-def discover() -> list[Plugin]:
-    """List installed plugins from metadata, without importing any of them."""
-    import importlib_metadata
-
-    points = importlib_metadata.entry_points(group=GROUP)
-    found = [
-        Plugin(
-            name=point.name,
-            value=point.value,
-            distribution=point.dist.name if point.dist else "",
-            version=point.dist.version if point.dist else "",
-            entry_point=point,
-        )
-        for point in points
-    ]
-    found.sort(key=lambda p: (p.distribution, p.name))
-    by_name: dict[str, list[Plugin]] = {}
-    for plugin in found:
-        by_name.setdefault(plugin.name, []).append(plugin)
-        if not _is_allowed(plugin.name):
-            plugin.state = "blocked"
-    for same in by_name.values():
-        _mark_conflict([p for p in same if p.state != "blocked"])
-    return found
-
-
-def _mark_conflict(same: list[Plugin]) -> None:
-    if len({p.value for p in same}) < 2:
-        return
-    wanted = registry._preference(same[0].name)
-    for plugin in same:
-        if plugin.distribution != wanted:
-            plugin.state = "blocked" if wanted else "conflict"
-    if not wanted:
-        who = " and ".join(str(p.provenance) for p in same)
-        error = PluginConflictError(
-            f"Two plugins have the name {same[0].name!r}: {who}. Uninstall one of them, or set "
-            f"BACKPACK_PREFER={same[0].name}={same[0].distribution}."
-        )
-        for plugin in same:
-            plugin.error = error
-
-
-def _is_allowed(name: str) -> bool:
-    """Whether the allow-list and the block-list of the environment let a plugin load."""
-    allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
-    blocked = os.environ.get("BACKPACK_BLOCK_PLUGINS", "")
-    if allowed is not None and name not in [n.strip() for n in allowed.split(",")]:
-        return False
-    return name not in [n.strip() for n in blocked.split(",")]
-
-
 def plugins() -> list[Plugin]:
-    """All plugins as far as they are known; reads metadata the first time."""
+    """All plugins as far as they are known; reads metadata the first time, and imports none."""
     global _plugins
     with _lock:
         if _plugins is None:
-            _plugins = discover()
+            _plugins = discover(registry.preference)
         return _plugins
 
 
 def ensure_loaded() -> None:
-    """Load every allowed plugin, once per process."""
-    global _loaded
+    """Load every allowed plugin, once per process.
+
+    Raises:
+        PluginLoadError: A plugin failed, and ``BACKPACK_STRICT_PLUGINS=1``.
+    """
+    global _loading, _loaded
     if _loaded:
         return
     with _lock:
-        if _loaded:
+        if _loaded or _loading:  # a plugin that is being imported asks for an extension, say
             return
-        _loaded = True  # before loading: a plugin may itself ask for an extension by name
-        for plugin in plugins():
-            if plugin.state == "not loaded":
-                _load(plugin)
-            elif plugin.state == "conflict":
-                _report(plugin)
+        _loading = True
+        try:
+            for plugin in plugins():
+                load(plugin)
+                if plugin.error is not None and _is_strict():
+                    raise load_error(plugin) from plugin.error
+            _loaded = True
+        finally:
+            _loading = False
+        _warn(failures())
 
 
-def _load(plugin: Plugin) -> None:
+def load(plugin: Plugin) -> None:
+    """Import and register a plugin, unless that was tried already, or it may not load.
+
+    Never raises for the plugin's sake: a failure is recorded in ``plugin.error``.
+    """
+    if plugin.state != "not loaded":
+        return
+    plugin.state = "loaded"  # also while it is being imported: it may import the rest of its package
     try:
-        _register(plugin.entry_point.load(), plugin.name, plugin.provenance)
-    except (Exception, SystemExit) as error:
+        _register(plugin.find(), _key(plugin.provenance), plugin.provenance)
+    except KeyboardInterrupt:
+        plugin.state = "not loaded"
+        raise
+    except BaseException as error:  # SystemExit, and what tools of the plugin raise to stop a run
         plugin.state, plugin.error = "failed", error
-        _report(plugin)
-    else:
-        plugin.state = "loaded"
 
 
-def _report(plugin: Plugin) -> None:
-    if os.environ.get("BACKPACK_STRICT_PLUGINS") == "1":
-        raise _load_error(plugin) from plugin.error
-    warnings.warn(
-        f"The plugin {plugin.name!r} of {plugin.provenance} is out of use: "
-        f"{type(plugin.error).__name__}: {plugin.error}. Everything that does not need it works; "
-        "`backpack doctor` shows more.",
-        BrokenPluginWarning,
-        stacklevel=3,
-    )
+def load_provider(name: str) -> None:
+    """Load the plugin whose entry point names a class of this name, ahead of the others."""
+    with _lock:
+        for plugin in plugins():
+            if plugin.attribute == name:
+                load(plugin)
 
 
-def _load_error(plugin: Plugin) -> PluginLoadError:
+def _is_strict() -> bool:
+    return os.environ.get("BACKPACK_STRICT_PLUGINS") == "1"
+
+
+def _warn(broken: list[Plugin]) -> None:
+    """One warning for each distribution, however many plugins it declares."""
+    by_distribution: dict[str, list[Plugin]] = {}
+    for plugin in broken:
+        by_distribution.setdefault(str(plugin.provenance), []).append(plugin)
+    for who, mine in by_distribution.items():
+        names = ", ".join(repr(p.name) for p in mine)
+        warnings.warn(
+            f"Out of use: {names} of {who}, because of {_reason(mine[0])}\nEverything that does "
+            "not need it works. `backpack doctor` shows more.",
+            BrokenPluginWarning,
+            stacklevel=4,
+        )
+
+
+def _reason(plugin: Plugin) -> str:
+    return f"{type(plugin.error).__name__}: {plugin.error}"
+
+
+def load_error(plugin: Plugin) -> PluginLoadError:
+    """The error that says why a plugin is out of use."""
     return PluginLoadError(
         f"The plugin {plugin.name!r} of {plugin.provenance} ({plugin.value}) could not be loaded: "
-        f"{type(plugin.error).__name__}: {plugin.error}"
+        f"{_reason(plugin)}"
     )
 
 
-def _register(obj: Any, name: str, provenance: Provenance) -> None:
+def _key(provenance: Provenance) -> str:
+    """The name under which pluggy knows a plugin: two distributions may use one name."""
+    return f"{provenance.distribution}:{provenance.plugin}"
+
+
+def _register(obj: Any, key: str, provenance: Provenance) -> None:
     """Register a plugin object: all of it, or nothing."""
-    _check_version(obj, name, provenance)
-    _manager.register(obj, name)
+    _check_version(obj, provenance)
+    other = _manager.get_name(obj)
+    if other is not None:
+        raise PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
     try:
+        _manager.register(obj, key)
         contributions = check_contributions(_collect(obj))
     except BaseException:
-        _manager.unregister(name=name)
+        if _manager.has_plugin(key):
+            _manager.unregister(name=key)
         raise
     registry.add(contributions, provenance)
 
@@ -190,9 +155,13 @@ def _collect(obj: Any) -> dict[str, list[Any]]:
     """Call the hook implementations of one plugin only."""
     found: dict[str, list[Any]] = {}
     for caller in _manager.get_hookcallers(obj) or ():
+        if not caller.has_spec():
+            raise PluginError(
+                f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}."
+            )
         for implementation in caller.get_hookimpls():
             if implementation.plugin is obj:
-                found[caller.name] = list(implementation.function())
+                found[caller.name] = _as_list(caller.name, implementation.function())
     if not found:
         raise PluginError(
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
@@ -201,14 +170,46 @@ def _collect(obj: Any) -> dict[str, list[Any]]:
     return found
 
 
-def _check_version(obj: Any, name: str, provenance: Provenance) -> None:
-    declared = getattr(obj, "backpack_api", API_VERSION)
-    if declared != API_VERSION:
-        raise PluginVersionError(
-            f"The plugin {name!r} of {provenance} was written for version {declared} of the plugin "
-            f"interface; this backpack-core speaks version {API_VERSION}. Install a release of "
-            f"{provenance.distribution or name} made for it, or another backpack-core."
-        )
+def _as_list(hook: str, returned: Any) -> list[Any]:
+    try:
+        iterator = iter(returned)
+    except TypeError:
+        raise PluginError(f"{hook} must return an iterable. Got {returned!r}.") from None
+    return list(iterator)
+
+
+def hook_names() -> list[str]:
+    """Names of all hooks, sorted."""
+    return sorted(
+        name for name in vars(hookspecs) if _manager.parse_hookspec_opts(hookspecs, name) is not None
+    )
+
+
+def declared_api(obj: Any) -> set[int]:
+    """Versions of the plugin interface that a plugin says it was written for.
+
+    ``backpack_api``, an integer or several, on the object, on its module, or on its package. Without
+    it, the first version.
+    """
+    module = getattr(obj, "__module__", None) or getattr(obj, "__name__", "")
+    places = (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0]))
+    for place in places:
+        declared = getattr(place, "backpack_api", None)
+        if declared is not None:
+            return {declared} if isinstance(declared, int) else set(declared)
+    return {1}
+
+
+def _check_version(obj: Any, provenance: Provenance) -> None:
+    declared = declared_api(obj)
+    if declared & SUPPORTED_API:
+        return
+    ours = ", ".join(map(str, sorted(SUPPORTED_API)))
+    raise PluginVersionError(
+        f"It was written for version {', '.join(map(str, declared))} of the plugin interface; this "
+        f"backpack-core speaks version {ours}. Install a release of "
+        f"{provenance.distribution or provenance.plugin} made for it, or another backpack-core."
+    )
 
 
 def register(obj: Any, name: str | None = None) -> Any:
@@ -227,16 +228,17 @@ def register(obj: Any, name: str | None = None) -> Any:
 
     Raises:
         PluginError: It provides nothing, or something other than its hooks promise.
-        PluginConflictError: A plugin of that name is registered already.
+        PluginConflictError: It is registered already, or a plugin of that name is.
     """
     name = name or getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj))
+    provenance = Provenance(name)
     with _lock:
-        if _manager.has_plugin(name):
+        if _manager.has_plugin(_key(provenance)):
             raise PluginConflictError(
                 f"A plugin named {name!r} is registered already: pass another name, or call "
                 f"backpack_core.unregister({name!r}) first."
             )
-        _register(obj, name, Provenance(name))
+        _register(obj, _key(provenance), provenance)
     return obj
 
 
@@ -250,10 +252,14 @@ def unregister(name: str) -> None:
         PluginError: There is no such plugin.
     """
     with _lock:
-        if not _manager.has_plugin(name):
-            raise PluginError(f"No plugin named {name!r} is registered.")
-        _manager.unregister(name=name)
-        registry.remove(name)
+        if not _manager.has_plugin(_key(Provenance(name))):
+            raise PluginError(f"No plugin named {name!r} was registered in this process.")
+        _unregister(Provenance(name))
+
+
+def _unregister(provenance: Provenance) -> None:
+    _manager.unregister(name=_key(provenance))
+    registry.remove(provenance)
 
 
 @contextmanager
@@ -275,24 +281,59 @@ def temporary_plugin(*objects: Any) -> Iterator[None]:
             unregister(name)
 
 
-def failures() -> Iterable[Plugin]:
+def prefer(distribution: str, *keys: Any) -> None:
+    """Choose between plugins that claim the same key.
+
+    The environment variable ``BACKPACK_PREFER="key=distribution,..."`` does the same from outside.
+
+    Args:
+        distribution: The distribution whose plugin is to be used, or the name under which a plugin
+            was registered by hand.
+        keys: What it is preferred for: a module class or its qualified name, the name of an
+            extension, or the name of an entry point. Default: everything.
+    """
+    with _lock:
+        registry.prefer(distribution, *keys)
+        if _plugins is None:
+            return
+        before = [p for p in _plugins if p.state == "loaded"]
+        settle(_plugins, registry.preference)
+        for plugin in before:
+            if plugin.state != "loaded":
+                _unregister(plugin.provenance)
+        if _loaded:
+            for plugin in _plugins:
+                load(plugin)
+
+
+def failures() -> list[Plugin]:
     """Plugins that are installed but out of use because of an error."""
-    return [p for p in plugins() if p.state in ("failed", "conflict")]
+    return [p for p in plugins() if p.error is not None]
 
 
 def missing(message: str, hint: str) -> MissingPluginError:
-    """The error for a capability nobody provides, chained to a failed plugin that might have.
+    """The error for a capability nobody provides, chained to the failed plugin that might have.
 
     Args:
         message: What was asked for.
-        hint: A word that the name or value of a failed plugin would contain.
+        hint: The class that was asked for, or the module class that has no rule.
     """
-    for plugin in failures():
-        if hint.lower() in f"{plugin.name} {plugin.value}".lower().replace("_", ""):
-            error = MissingPluginError(f"{message} {_load_error(plugin)}")
-            error.__cause__ = plugin.error
-            return error
-    return MissingPluginError(message)
+    broken = failures()
+    suspects = [p for p in broken if _may_provide(p, hint)] or broken
+    if not suspects:
+        return MissingPluginError(message)
+    error = MissingPluginError(
+        f"{message} A plugin that may provide it is broken. {load_error(suspects[0])}"
+    )
+    error.__cause__ = suspects[0].error
+    return error
+
+
+def _may_provide(plugin: Plugin, hint: str) -> bool:
+    """Whether a plugin's name or class resembles the class that was asked for."""
+    wanted = hint.lower()
+    names = (plugin.name.replace("_", ""), plugin.attribute.removesuffix("Rule"))
+    return any(name and (name.lower() in wanted or wanted in name.lower()) for name in names)
 
 
 def reset() -> None:
@@ -302,5 +343,5 @@ def reset() -> None:
         for name, plugin in list(_manager.list_name_plugin()):
             if plugin is not None:
                 _manager.unregister(name=name)
-                registry.remove(name)
+        registry.clear()
         _plugins, _loaded = None, False

@@ -7,6 +7,7 @@ claims on one key are a conflict, reported when the key is used; :func:`prefer` 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Provenance:
         """As ``"backpack-plugin-scale 0.1"``."""
         if not self.distribution:
             return f"registered by hand as {self.plugin!r}"
-        return f"{self.distribution} {self.version}"
+        return f"{self.distribution} {self.version}".rstrip()
 
 
 CORE = Provenance("core", "backpack-core", "")
@@ -68,7 +69,7 @@ class Resolved:
 class Contributions:
     """What one plugin handed over, checked."""
 
-    rules: tuple[type[LayerRule], ...] = ()
+    rules: tuple[LayerRule, ...] = ()
     extensions: tuple[type[Extension], ...] = ()
     propagators: tuple[type[Propagator], ...] = ()
     overrides: tuple[tuple[type[Extension], ModuleType, ModuleExtension], ...] = ()
@@ -93,7 +94,7 @@ class Registry:
     def add(self, contributions: Contributions, provenance: Provenance) -> None:
         """Enter everything a plugin provides. Cannot fail half-way: nothing here raises."""
         for rule in contributions.rules:
-            claim = Claim(rule(), provenance)
+            claim = Claim(rule, provenance)
             for key in rule.module_types:
                 _enter(self.rules, key, claim)
         for extension in contributions.extensions:
@@ -104,20 +105,24 @@ class Registry:
             _enter(self.overrides, (extension, module_type), Claim(value, provenance))
         self._rule_cache.clear()
 
-    def remove(self, plugin: str) -> None:
-        """Take back everything that came from the plugin of this name."""
-        tables: tuple[dict[Any, list[Any]], ...] = (
-            self.rules,
-            self.extensions,
-            self.propagators,
-            self.overrides,
-        )
-        for table in tables:
+    def remove(self, provenance: Provenance) -> None:
+        """Take back everything that came from one plugin."""
+        for table in self._tables:
             for key in list(table):
-                table[key] = [c for c in table[key] if c.provenance.plugin != plugin]
+                table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
         self._rule_cache.clear()
+
+    def clear(self) -> None:
+        """Take back everything that came from plugins; preferences stay."""
+        for table in self._tables:
+            table.clear()
+        self._rule_cache.clear()
+
+    @property
+    def _tables(self) -> tuple[dict[Any, list[Any]], ...]:
+        return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
         """The rule for a module: that of its type, of a parent type, or the automatic one.
@@ -191,28 +196,34 @@ class Registry:
         """
         if len(claims) == 1:
             return claims[0]
-        wanted = self._preference(key)
-        chosen = [c for c in claims if wanted in (c.provenance.distribution, c.provenance.plugin)]
+        wanted = canonical(self.preference(key))
+        chosen = [
+            c
+            for c in claims
+            if wanted in (canonical(c.provenance.distribution), canonical(c.provenance.plugin))
+        ]
         if wanted and len(chosen) == 1:
             return chosen[0]
         who = " and ".join(str(c.provenance) for c in claims)
         name = claims[0].provenance.distribution or claims[0].provenance.plugin
         raise PluginConflictError(
-            f"Two plugins provide the {what} for {key!r}: {who}. Uninstall one of them, call "
+            f"Several plugins provide the {what} for {key!r}: {who}. Uninstall all but one, call "
             f"backpack_core.prefer({name!r}, {key!r}), or set BACKPACK_PREFER={key}={name}."
         )
 
-    def _preference(self, key: str) -> str:
+    def preference(self, key: str) -> str:
+        """The preferred distribution for a key, or an empty string."""
         if key in self.preferred:
             return self.preferred[key]
         pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
         from_environment = dict(p.strip().rsplit("=", 1) for p in pairs if "=" in p)
         return from_environment.get(key) or self.preferred.get("*") or from_environment.get("*", "")
 
-    def prefer(self, distribution: str, *keys: str) -> None:
+    def prefer(self, distribution: str, *keys: str | type) -> None:
         """See :func:`backpack_core.prefer`."""
         for key in keys or ("*",):
-            self.preferred[key] = distribution
+            name = _qualified_name(key) if isinstance(key, type) else key
+            self.preferred[name] = distribution
         self._rule_cache.clear()
 
 
@@ -234,12 +245,10 @@ def check_contributions(found: dict[str, list[Any]]) -> Contributions:
         PluginError: An object is not of the kind its hook promises.
     """
     return Contributions(
-        rules=tuple(_each(found, "backpack_layer_rules", _is_rule)),
-        extensions=tuple(
-            _each(found, "backpack_extensions", lambda o: _is_subclass(o, Extension))
-        ),
+        rules=tuple(rule() for rule in _each(found, "backpack_layer_rules", _is_rule)),
+        extensions=tuple(_each(found, "backpack_extensions", _is_extension)),
         propagators=tuple(
-            _each(found, "backpack_propagators", lambda o: _is_subclass(o, Propagator))
+            _each(found, "backpack_propagators", lambda o: _is_concrete(o, Propagator))
         ),
         overrides=tuple(_each(found, "backpack_pair_overrides", _is_override)),
     )
@@ -257,12 +266,26 @@ def _is_subclass(item: Any, base: type) -> bool:
     return isinstance(item, type) and issubclass(item, base)
 
 
-def _is_rule(item: Any) -> bool:
-    if not _is_subclass(item, LayerRule):
-        return False
+def _is_concrete(item: Any, base: type) -> bool:
     missing = getattr(item, "__abstractmethods__", ())
-    if missing:
+    if _is_subclass(item, base) and missing:
         raise PluginError(f"{item.__name__} does not implement {', '.join(sorted(missing))}.")
+    return _is_subclass(item, base)
+
+
+def _is_extension(item: Any) -> bool:
+    if not _is_concrete(item, Extension):
+        return False
+    if item.savefield and not item.savefield.isidentifier():
+        raise PluginError(
+            f"{item.__name__}.savefield must be a Python identifier. Got {item.savefield!r}."
+        )
+    return True
+
+
+def _is_rule(item: Any) -> bool:
+    if not _is_concrete(item, LayerRule):
+        return False
     types = item.module_types
     if not types or not all(isinstance(t, str) or _is_subclass(t, Module) for t in types):
         raise PluginError(
@@ -280,6 +303,11 @@ def _is_override(item: Any) -> bool:
         and (isinstance(item[1], str) or _is_subclass(item[1], Module))
         and isinstance(item[2], ModuleExtension)
     )
+
+
+def canonical(name: str) -> str:
+    """A name of a distribution or plugin, spelled as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _qualified_name(kind: type) -> str:

@@ -28,6 +28,7 @@ class Survey:
 
     Attributes:
         batch_size: Number of samples, the same in every call.
+        widest: Bytes that one column takes at the widest call.
         calls: Every recorded output of a call, as (call, output number).
         uses: How often calls use a parameter, by ``id``.
         bare: Parameters that operations outside of any owning module use, by ``id``, with the
@@ -35,6 +36,7 @@ class Survey:
     """
 
     batch_size: int = 0
+    widest: int = 0
     first: str = ""
     calls: set[tuple[ModuleCall, int]] = field(default_factory=set)
     uses: dict[int, int] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class Survey:
         if (call, index) in self.calls or call.is_released:
             return
         self.calls.add((call, index))
+        self.widest = max(self.widest, *(t.nbytes for t in (call.outputs[index], *call.inputs)))
         resolved = registry.resolve(call.module)
         self._check(call, index, resolved)
         for _, parameter, _ in parameters_of(call.module, resolved):
@@ -76,8 +79,7 @@ class Survey:
             parent = None if call.frame is None else call.frame.parent
             for edge in call.edges:
                 if edge is not None:
-                    own = Edge(node, edge.output_nr, edge.depth) if edge.node is None else edge
-                    yield own, parent
+                    yield own_edge(edge, node), parent
 
     @staticmethod
     def below(call: ModuleCall, node: Node, output_nr: int) -> Edge:
@@ -86,9 +88,7 @@ class Survey:
         depth = next(i for i, (other, _) in enumerate(records) if other is call)
         return Edge(node, output_nr, depth)
 
-    def _visit_edge(
-        self, edge: Edge, frame: Frame | None
-    ) -> Iterator[tuple[Edge, Frame | None]]:
+    def _visit_edge(self, edge: Edge, frame: Frame | None) -> Iterator[tuple[Edge, Frame | None]]:
         node, output_nr = edge.node, edge.output_nr
         assert node is not None
         frame = _leave(node, frame)
@@ -158,6 +158,11 @@ class Survey:
             )
 
 
+def own_edge(edge: Edge, node: Node) -> Edge:
+    """An edge of a call whose output ``node`` made, with that node put in where it was left out."""
+    return Edge(node, edge.output_nr, edge.depth) if edge.node is None else edge
+
+
 def _leave(node: Node, frame: Frame | None) -> Frame | None:
     """The enclosing execution at a node: the parent, where the execution's inputs begin."""
     while frame is not None and any(e is not None and e.node is node for e in frame.edges):
@@ -165,9 +170,7 @@ def _leave(node: Node, frame: Frame | None) -> Frame | None:
     return frame
 
 
-def parameters_of(
-    module: Module, resolved: Resolved
-) -> Iterator[tuple[str, Parameter, bool]]:
+def parameters_of(module: Module, resolved: Resolved) -> Iterator[tuple[str, Parameter, bool]]:
     """The parameters a call reads off: name, parameter, and whether the rule covers it."""
     covered = resolved.rule.params if isinstance(resolved.rule, ParametricRule) else ()
     for name in covered:

@@ -98,12 +98,22 @@ def check_rule(
     with torch.no_grad():
         image = rule.jac_mat_prod(call, mat_in)
     close(per_sample(image * mat), per_sample(first * mat_in), "adjointness", tolerance)
+    _check_subsampled(rule, run, mat, first)
     if isinstance(rule, ParametricRule):
         for name in rule.params:
             if getattr(call.module, name) is not None:
                 _check_parameter(rule, run, name, mat)
     if isinstance(rule, AffineRule):
         _check_affine(rule, run)
+
+
+def _check_subsampled(rule: LayerRule, run: Execution, mat: Tensor, whole: Tensor) -> None:
+    last = [run.call.batch_size - 1]
+    view = run.call.subsample(last)
+    with torch.no_grad():
+        alone = rule.jac_t_mat_prod(view, mat[:, last])[0]
+    assert alone is not None
+    close(alone, whole[:, last], "one sample alone")
 
 
 def _check_jac(rule: LayerRule, run: Execution, mat: Tensor, tolerance: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import (
+from handmade import (
     assert_equal,
     check_input,
     check_parameters,

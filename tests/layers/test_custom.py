@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from oracle import assert_equal, check_adjoint, check_input, check_parameters, draw, make_call
+from handmade import assert_equal, check_adjoint, check_input, check_parameters, draw, make_call
 from torch import nn
 
 from backpack_core.errors import UnsupportedError

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, check_input, check_parameters, columns, draw, make_call
+from handmade import assert_equal, check_input, check_parameters, columns, draw, make_call
 from torch import Tensor, nn
 
 from backpack_core.calls import ModuleCall

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
+from backpack_core import contractions
 from backpack_core.calls import ModuleCall
 from backpack_core.rules import ParametricRule
 
@@ -35,5 +35,5 @@ class AffinePairsRule(ParametricRule):
 
     def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         out, inp = self.affine_pair(call, name, mat)
-        product = out.sum(2) if inp is None else torch.einsum("vnsgo,nsgi->vngoi", out, inp)
+        product = out.sum(2) if inp is None else contractions.products(out, inp)
         return product.reshape(*product.shape[:2], *call.parameter(name).shape)

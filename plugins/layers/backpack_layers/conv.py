@@ -21,7 +21,8 @@ from torch.nn.modules.conv import _ConvNd
 from backpack_core.calls import ModuleCall
 from backpack_core.rules import AffineRule
 from backpack_layers.arguments import once
-from backpack_layers.linear_map import over_columns, require_axes, transposed
+from backpack_layers.layout import require_channels
+from backpack_layers.linear_map import over_columns, transposed
 
 
 class ConvRule(AffineRule):
@@ -31,7 +32,7 @@ class ConvRule(AffineRule):
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""
-        _check_batch(call)
+        require_channels(call)
 
     def groups(self, call: ModuleCall) -> int:
         """The module's ``groups``."""
@@ -92,7 +93,7 @@ class ConvTransposeRule(AffineRule):
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""
-        _check_batch(call)
+        require_channels(call)
 
     def groups(self, call: ModuleCall) -> int:
         """The module's ``groups``."""
@@ -171,11 +172,6 @@ class ConvTransposeRule(AffineRule):
 
 def _conv(call: ModuleCall) -> _ConvNd:
     return cast(_ConvNd, call.module)
-
-
-def _check_batch(call: ModuleCall) -> None:
-    spatial = len(_conv(call).kernel_size)
-    require_axes(call, spatial + 2, f"[N, C, {'D, H, W'[-3 * spatial + 2 :]}]")
 
 
 def _padding(conv: _ConvNd) -> list[tuple[int, int]]:

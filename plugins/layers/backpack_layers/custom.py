@@ -15,6 +15,7 @@ from backpack_core.calls import ModuleCall, iter_tensors
 from backpack_core.errors import UnsupportedError
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.rules import LayerRule, ParametricRule
+from backpack_layers.linear_map import LinearMapRule
 
 
 class SumModuleRule(LayerRule):
@@ -91,28 +92,10 @@ class ReduceTupleRule(LayerRule):
         return tuple(mat if slot == chosen else None for slot in range(len(call.inputs)))
 
 
-def scatter_features(positions: Tensor, mat: Tensor, shape: torch.Size) -> Tensor:
-    """Transpose of a map whose outputs are copies of inputs.
-
-    Args:
-        positions: Flat position in a sample of the input, for each feature of a sample of the
-            output. Shape ``[*out]``.
-        mat: Columns at the output. Shape ``[V, N, *out]``.
-        shape: Shape of a sample of the input.
-
-    Returns:
-        Columns at the input: the sum over the copies of each feature. Shape ``[V, N, *in]``.
-    """
-    columns = mat.reshape(*mat.shape[:2], -1)
-    zeros = columns.new_zeros(*mat.shape[:2], shape.numel())
-    return zeros.index_add(2, positions.flatten(), columns).reshape(*mat.shape[:2], *shape)
-
-
-class SlicingRule(LayerRule):
+class SlicingRule(LinearMapRule):
     """``y = x[index]``, where the index leaves the batch axis alone."""
 
     module_types = (Slicing,)
-    hessian_is_zero = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse indices that select or move samples."""
@@ -123,17 +106,20 @@ class SlicingRule(LayerRule):
                 "with a full slice, as in (slice(None), ...)."
             )
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        shape = call.input_shape[1:]
-        features = torch.arange(shape.numel(), device=mat.device).reshape(shape)
+    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """Index all samples, however many there are."""
         index = _index(call)
-        # An ellipsis stands for the batch axis and maybe more; a first full slice for it alone.
-        rest = index if index and index[0] is Ellipsis else index[1:]
-        return scatter_features(features[rest], mat, shape)
+        if index and index[0] is not Ellipsis:
+            index = (slice(None), *index[1:])
+        return x[index]
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        result: Tensor = mat[(slice(None), *_index(call))]
-        return result
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        index = _index(call)
+        if any(map(_is_array, index)):  # an index array may name an entry twice
+            return super()._jac_t_mat_prod(call, mat)
+        product = mat.new_zeros(len(mat), *call.input_shape)
+        product[(slice(None), *index)] = mat
+        return product
 
 
 def _index(call: ModuleCall) -> tuple[Any, ...]:
@@ -171,11 +157,10 @@ def _keeps_batch(index: tuple[Any, ...], shape: torch.Size) -> bool:
     return isinstance(first, slice) and first.indices(shape[0]) == (0, shape[0], 1)
 
 
-class PadRule(LayerRule):
+class PadRule(LinearMapRule):
     """``y`` is ``x`` with a border; constant borders receive nothing back, copies are summed."""
 
     module_types = (Pad,)
-    hessian_is_zero = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse padding of the batch axis."""
@@ -185,19 +170,7 @@ class PadRule(LayerRule):
                 f"{call.path} pads the batch axis by {tuple(batch)}: pad the other axes only."
             )
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """Pad, a constant border with zeros."""
         module = cast(Pad, call.module)
-        if module.mode == "constant":
-            return F.pad(mat, tuple(-size for size in module.pad))
-        shape = call.input_shape[1:]
-        # Copies of numbers: a double holds every position exactly.
-        features = torch.arange(shape.numel(), dtype=torch.float64, device=mat.device)
-        positions = module(features.reshape(1, *shape)).long()
-        return scatter_features(positions, mat, shape)
-
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        module = cast(Pad, call.module)
-        if module.mode == "constant":
-            return F.pad(mat, module.pad)
-        result: Tensor = module(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
-        return result
+        return F.pad(x, module.pad, mode=module.mode)

@@ -7,7 +7,7 @@ from torch.nn import Linear
 
 from backpack_core.calls import ModuleCall
 from backpack_core.rules import AffineRule
-from backpack_layers.linear_map import require_axes
+from backpack_layers.layout import require_axes
 
 
 class LinearRule(AffineRule):

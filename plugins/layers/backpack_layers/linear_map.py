@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from backpack_core.calls import ModuleCall
-from backpack_core.errors import UnsupportedError
 from backpack_core.rules import LayerRule
 
 
@@ -37,24 +36,6 @@ def transposed(function: Callable[[Tensor], Tensor], shape: Sequence[int], mat: 
     (folded,) = torch.autograd.grad(image, origin, mat.flatten(0, 1), create_graph=differentiable)
     product: Tensor = folded.unflatten(0, mat.shape[:2])
     return product
-
-
-def require_axes(call: ModuleCall, dims: int, layout: str) -> None:
-    """Raise unless the input has a batch axis.
-
-    Args:
-        call: The forward execution.
-        dims: How many axes an input with a batch axis has at least.
-        layout: How to write such an input, for the message.
-
-    Raises:
-        UnsupportedError: The input has fewer axes.
-    """
-    if len(call.input_shape) < dims:
-        raise UnsupportedError(
-            f"{call.path} saw an input of shape {list(call.input_shape)}, which has no batch axis, "
-            f"so there are no samples to speak of: use an input {layout}."
-        )
 
 
 class LinearMapRule(LayerRule):

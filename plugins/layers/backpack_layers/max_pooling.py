@@ -25,7 +25,7 @@ from backpack_core.calls import ModuleCall
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.rules import LayerRule
 from backpack_layers.arguments import once
-from backpack_layers.pooling import require_channels
+from backpack_layers.layout import require_channels
 
 
 class MaxPoolRule(LayerRule):

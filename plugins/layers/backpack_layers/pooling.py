@@ -23,7 +23,8 @@ from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
 from backpack_core.rules import LayerRule
 from backpack_layers.arguments import once
-from backpack_layers.linear_map import LinearMapRule, over_columns, require_axes, transposed
+from backpack_layers.layout import require_channels
+from backpack_layers.linear_map import LinearMapRule, over_columns, transposed
 
 
 class AvgPoolRule(LinearMapRule):
@@ -146,14 +147,6 @@ class LPPoolRule(LayerRule):
 
     def _spread(self, call: ModuleCall, mat: Tensor) -> Tensor:
         return transposed(lambda x: self._sum(call, x), call.input_shape[1:], mat)
-
-
-def require_channels(call: ModuleCall) -> None:
-    """Raise unless the input of a layer named ``...1d`` to ``...3d`` has a batch axis."""
-    # Subclasses may be named otherwise, so the parents are asked, too.
-    names = (t.__name__ for t in type(call.module).__mro__)
-    dims = next(int(name[-2]) for name in names if name[-2:] in {"1d", "2d", "3d"})
-    require_axes(call, dims + 2, f"[N, C, {'D, H, W'[-3 * dims + 2 :]}]")
 
 
 def _power(call: ModuleCall) -> float:

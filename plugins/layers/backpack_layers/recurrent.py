@@ -65,7 +65,7 @@ class Carried:
 class RecurrentRule(AffinePairsRule):
     """``h_t = cell(W_ih x_t + b_ih, W_hh h_{t-1} + b_hh)``, stacked in layers and directions.
 
-    With ``δ_t`` the columns at the gates, ``M(W_ih) = Σ_t δ_t ⊗ x_t``, and ``h_{t-1}`` for ``W_hh``.
+    With ``δ_t`` the columns at the gates: ``M(W_ih) = Σ_t δ_t ⊗ x_t``; ``h_{t-1}`` for ``W_hh``.
     The final states ``[layers·directions, N, H]`` carry their samples on axis 1.
     """
 

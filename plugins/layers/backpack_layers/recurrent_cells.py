@@ -148,7 +148,10 @@ class LSTMCell(Cell):
 
 
 class GRUCell(Cell):
-    """``h_t = (1 - z) n + z h_{t-1}``, ``n = tanh(… + r (W_hn h_{t-1} + b_hn))``, order ``r, z, n``."""
+    """``h_t = (1 - z) n + z h_{t-1}`` with ``n = tanh(… + r (W_hn h_{t-1} + b_hn))``.
+
+    The gates in the order ``r, z, n``.
+    """
 
     def run(self, x: Tensor, state: tuple[Tensor, ...], weights: Weights) -> Tensor:
         """By :func:`torch.gru`."""

@@ -23,7 +23,8 @@ from torch.nn import (
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
 from backpack_core.rules import LayerRule
-from backpack_layers.linear_map import LinearMapRule, over_columns, require_axes
+from backpack_layers.layout import require_axes
+from backpack_layers.linear_map import LinearMapRule, over_columns
 
 
 class ReshapeRule(LayerRule):

@@ -1,0 +1,84 @@
+"""Rules of padding layers: zeros, a constant, reflection, replication, wrapping around."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import (
+    CircularPad1d,
+    CircularPad2d,
+    CircularPad3d,
+    ConstantPad1d,
+    ConstantPad2d,
+    ConstantPad3d,
+    ReflectionPad1d,
+    ReflectionPad2d,
+    ReflectionPad3d,
+    ReplicationPad1d,
+    ReplicationPad2d,
+    ReplicationPad3d,
+    ZeroPad1d,
+    ZeroPad2d,
+    ZeroPad3d,
+)
+
+from backpack_core.calls import ModuleCall
+from backpack_core.rules import LayerRule
+from backpack_layers.layout import require_axes
+from backpack_layers.linear_map import LinearMapRule
+
+REFLECTIONS = (ReflectionPad1d, ReflectionPad2d, ReflectionPad3d)
+REPLICATIONS = (ReplicationPad1d, ReplicationPad2d, ReplicationPad3d)
+
+
+class ConstantPadRule(LayerRule):
+    """Adds entries that do not depend on the input; negative padding cuts entries off."""
+
+    module_types = (ConstantPad1d, ConstantPad2d, ConstantPad3d, ZeroPad1d, ZeroPad2d, ZeroPad3d)
+    hessian_is_zero = True
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse to pad the batch axis."""
+        _check_batch(call)
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        # What was added is cut off, what was cut off becomes zero.
+        return F.pad(mat, [-p for p in _padding(call)])
+
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return F.pad(mat, _padding(call))
+
+
+class CopyPadRule(LinearMapRule):
+    """Adds copies of entries of the input."""
+
+    module_types = (
+        *REFLECTIONS,
+        *REPLICATIONS,
+        CircularPad1d,
+        CircularPad2d,
+        CircularPad3d,
+    )
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse to pad the batch axis."""
+        _check_batch(call)
+
+    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """What the module does."""
+        if isinstance(call.module, REFLECTIONS):
+            return F.pad(x, _padding(call), mode="reflect")
+        if isinstance(call.module, REPLICATIONS):
+            return F.pad(x, _padding(call), mode="replicate")
+        return F.pad(x, _padding(call), mode="circular")
+
+
+def _padding(call: ModuleCall) -> list[int]:
+    return list(cast(ConstantPad3d, call.module).padding)
+
+
+def _check_batch(call: ModuleCall) -> None:
+    axes = len(_padding(call)) // 2
+    require_axes(call, axes + 1, f"with a batch axis in front of the {axes} that are padded")
