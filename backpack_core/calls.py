@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -49,10 +49,11 @@ Record = tuple["ModuleCall", int]  # a call, and which of its outputs
 class Frame:
     """A module execution that has begun: what only the moment before the forward can tell."""
 
-    __slots__ = ("edges", "module", "parent", "tensors", "versions")
+    __slots__ = ("edges", "module", "parent", "tensors", "training", "versions")
 
     def __init__(self, module: Module, tensors: list[Tensor], parent: Frame | None) -> None:
         self.module = module
+        self.training = module.training
         self.parent = parent
         self.tensors = tensors
         self.versions = [t._version for t in tensors]
@@ -132,6 +133,9 @@ class ModuleCall:
         frame: This execution as it was seen before it ran; ``frame.parent`` is the hooked module
             execution that encloses it.
         thread: The thread that ran the forward pass.
+        training: Whether the module was in train mode then.
+        is_rewired: The module changed a *view* in place, so that autograd rewrote the graph behind
+            its input: the edges lead nowhere, and only the output's own node knows the way.
     """
 
     module: Module
@@ -142,6 +146,8 @@ class ModuleCall:
     outputs: tuple[Tensor, ...]
     frame: Frame | None
     thread: int
+    training: bool = False
+    is_rewired: bool = False
     output_nr: int = 0
     grad_output: Tensor | None = None
     indices: tuple[int, ...] | None = None
@@ -242,6 +248,7 @@ class ModuleCall:
                 f"subsampling asks for sample {bad[0]}, but {self.path} saw a batch of {size} "
                 f"samples: use indices from 0 to {size - 1}."
             )
+        known = range(size) if self.indices is None else self.indices
         pick = torch.as_tensor(list(indices), device=self.outputs[0].device, dtype=torch.long)
 
         def take(tensor: Tensor) -> Tensor:
@@ -256,15 +263,35 @@ class ModuleCall:
             outputs=tuple(take(t) for t in self.outputs),
             frame=self.frame,
             thread=self.thread,
+            training=self.training,
+            is_rewired=self.is_rewired,
             output_nr=self.output_nr,
             grad_output=None if self.grad_output is None else take(self.grad_output),
-            indices=tuple(indices),
+            indices=tuple(known[i] for i in indices),
             _whole=self.full,
         )
         stored = zip((*self.inputs, *self.outputs), self._versions, strict=True)
         fresh = [tensor._version == version for tensor, version in stored]
         seen = (*view.inputs, *view.outputs)
         view._versions = tuple(t._version if ok else -1 for t, ok in zip(seen, fresh, strict=True))
+        return view
+
+    def move_batch_axis(self, axis: int) -> ModuleCall:
+        """A view of this call whose present output has the samples on axis 0.
+
+        Args:
+            axis: Which axis of the output holds them in truth.
+        """
+        outputs = list(self.outputs)
+        outputs[self.output_nr] = outputs[self.output_nr].movedim(axis, 0)
+        grad = self.grad_output
+        view = replace(
+            self,
+            outputs=tuple(outputs),
+            grad_output=None if grad is None else grad.movedim(axis, 0),
+            memo={},
+            _whole=self.full,
+        )
         return view
 
     @property

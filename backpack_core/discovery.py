@@ -209,5 +209,5 @@ def _headers(dist: Distribution) -> tuple[str, str]:
         line.split(": ", 1) for line in text.split("\n\n", 1)[0].splitlines() if ": " in line
     )
     # Without metadata there is still the name of the folder.
-    name = fields.get("Name") or str(getattr(dist, "_normalized_name", "") or dist)
+    name = fields.get("Name") or canonical(str(getattr(dist, "_normalized_name", dist)))
     return name.strip(), fields.get("Version", "").strip()

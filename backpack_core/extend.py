@@ -187,6 +187,7 @@ def _record(
     edges: list[Edge | None] = []
     versions: list[int] = []
     replaced: dict[int, Tensor] = {}
+    is_rewired = False
     if kwargs:
         kwargs = _ordered(module, kwargs)
     for tensor in (*iter_tensors(args), *iter_tensors(kwargs)):
@@ -198,6 +199,7 @@ def _record(
         if tensor.grad_fn is not None and any(tensor.grad_fn is n for n in nodes):
             # The module returned or rewrote its input: holding it would hold our own node.
             stored = replaced[id(tensor)] = tensor.detach()
+            is_rewired |= tensor._is_view() and tensor._version != version
         if edge is not None and any(edge.node is n for n in nodes):
             edge = Edge(None, edge.output_nr, edge.depth)
         inputs.append(stored)
@@ -215,6 +217,8 @@ def _record(
         detached,
         frame,
         threading.get_ident(),
+        frame.training,
+        is_rewired,
     )
     frame.close(edges)
     call._versions = (*versions, *(o._version for o in detached))

@@ -94,6 +94,14 @@ class Propagator(ABC):
         """
         raise bridge.refuse(node, f"{self!r} only passes through modules with a layer rule")
 
+    def move_batch_axis(self, quantity: Any, axis: int) -> Any:
+        """The quantity at an output whose samples lie on another axis, with that axis in front.
+
+        Raises:
+            UnsupportedError: Always, here.
+        """
+        raise UnsupportedError(f"{self!r} needs the samples on axis 0 of every output.")
+
     def present(self, quantity: Any) -> Any:
         """What :meth:`Extension.read` sees of a quantity."""
         return quantity
@@ -123,6 +131,10 @@ class ColumnPropagator(Propagator):
     ) -> list[tuple[int, Columns]]:
         """Call the node under vmap over the columns."""
         return bridge.cross_columns(node, quantities, batch_size, self.subsampling)
+
+    def move_batch_axis(self, quantity: Columns, axis: int) -> Columns:
+        """``[V, *, N, *] → [V, N, *, *]``."""
+        return quantity.map(lambda mat: mat.movedim(axis + 1, 1))
 
     def present(self, quantity: Columns) -> Any:
         """All columns as one tensor ``[V, N, *out]``."""

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,22 +56,39 @@ def ensure_loaded() -> None:
     Raises:
         PluginLoadError: A plugin failed, and ``BACKPACK_STRICT_PLUGINS=1``.
     """
-    global _loading, _loaded
     if _loaded:
         return
     with _lock:
-        if _loaded or _loading:  # a plugin that is being imported asks for an extension, say
+        if _loading or _loaded:  # a plugin that is being imported asks for an extension, say
             return
+        load_all(_raise_if_strict)
+        _warn(failures())
+
+
+def load_all(after: Callable[[Plugin], None], before: Callable[[Plugin], None] | None = None) -> None:
+    """Load every allowed plugin.
+
+    Args:
+        after: Called after each plugin. What it raises ends the loading, which may be tried again.
+        before: Called before each plugin.
+    """
+    global _loading, _loaded
+    with _lock:
         _loading = True
         try:
             for plugin in plugins():
+                if before is not None:
+                    before(plugin)
                 load(plugin)
-                if plugin.error is not None and _is_strict():
-                    raise load_error(plugin) from plugin.error
+                after(plugin)
             _loaded = True
         finally:
             _loading = False
-        _warn(failures())
+
+
+def _raise_if_strict(plugin: Plugin) -> None:
+    if plugin.error is not None and os.environ.get("BACKPACK_STRICT_PLUGINS") == "1":
+        raise load_error(plugin) from plugin.error
 
 
 def load(plugin: Plugin) -> None:
@@ -97,10 +114,6 @@ def load_provider(name: str) -> None:
         for plugin in plugins():
             if plugin.attribute == name:
                 load(plugin)
-
-
-def _is_strict() -> bool:
-    return os.environ.get("BACKPACK_STRICT_PLUGINS") == "1"
 
 
 def _warn(broken: list[Plugin]) -> None:

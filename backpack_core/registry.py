@@ -204,6 +204,7 @@ class Registry:
         ]
         if wanted and len(chosen) == 1:
             return chosen[0]
+        claims = sorted(claims, key=lambda c: str(c.provenance))  # whatever order they came in
         who = " and ".join(str(c.provenance) for c in claims)
         name = claims[0].provenance.distribution or claims[0].provenance.plugin
         raise PluginConflictError(
@@ -307,7 +308,7 @@ def _is_override(item: Any) -> bool:
 
 def canonical(name: str) -> str:
     """A name of a distribution or plugin, spelled as package indexes compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def _qualified_name(kind: type) -> str:

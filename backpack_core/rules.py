@@ -80,7 +80,11 @@ class LayerRule(ABC):
         return False
 
     def batch_axis(self, call: ModuleCall, output_nr: int) -> int:
-        """Which axis of an output holds the samples; 0 for all but some state outputs."""
+        """Which axis of an output holds the samples; 0 for all but some state outputs.
+
+        The engine moves that axis to the front of ``mat``, ``call.output`` and ``call.grad_output``
+        before it calls the rule.
+        """
         return 0
 
     def jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
@@ -188,6 +192,10 @@ class ParametricRule(LayerRule):
 
     params: ClassVar[tuple[str, ...]] = ()
     linear_in_params: ClassVar[tuple[str, ...]] = ()
+
+    def parameter_names(self, module: Module) -> tuple[str, ...]:
+        """The parameters of a module that the rule covers; where they depend on it, override."""
+        return self.params
 
     def param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """Transposed parameter Jacobian of each sample, applied to its columns.

@@ -73,7 +73,7 @@ class Survey:
         self._check(call, index, resolved)
         for _, parameter, _ in parameters_of(call.module, resolved):
             self.uses[id(parameter)] = self.uses.get(id(parameter), 0) + 1
-        if resolved.rule.transparent:
+        if resolved.rule.transparent or call.is_rewired:
             yield self.below(call, node, output_nr), call.frame
         else:
             parent = None if call.frame is None else call.frame.parent
@@ -172,7 +172,8 @@ def _leave(node: Node, frame: Frame | None) -> Frame | None:
 
 def parameters_of(module: Module, resolved: Resolved) -> Iterator[tuple[str, Parameter, bool]]:
     """The parameters a call reads off: name, parameter, and whether the rule covers it."""
-    covered = resolved.rule.params if isinstance(resolved.rule, ParametricRule) else ()
+    rule = resolved.rule
+    covered = rule.parameter_names(module) if isinstance(rule, ParametricRule) else ()
     for name in covered:
         value = _attribute(module, name)
         if isinstance(value, Parameter) and value.requires_grad:

@@ -77,7 +77,7 @@ def _behind(stop: Stop) -> list[Edge]:
             for node, number in stop.node.next_functions
             if node is not None
         ]
-    if registry.resolve(stop.call.module).rule.transparent:
+    if stop.call.is_rewired or registry.resolve(stop.call.module).rule.transparent:
         return [Survey.below(stop.call, stop.node, stop.output_nr)]
     return [own_edge(edge, stop.node) for edge in stop.call.edges if edge is not None]
 

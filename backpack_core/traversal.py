@@ -96,7 +96,9 @@ class Traversal(ABC):
     ) -> None:
         """The same for one group."""
         propagator, extensions = self.groups[slot]
-        view = call.subsample(propagator.subsampling)
+        axis = resolved.rule.batch_axis(call, index)
+        seen = call.move_batch_axis(axis) if axis else call
+        view = seen.subsample(propagator.subsampling)
         override = self._override(extensions, call)
         legacy = None if override is None else ModuleExtensionRun(override, extensions[0], view)
         quantity = self._quantity(slot, resolved, view, index, legacy, output)
@@ -139,7 +141,8 @@ class Traversal(ABC):
         if isinstance(propagator, SampleProbe):
             return propagator.arrive(call, waiting)
         if waiting is not None:
-            return waiting
+            axis = resolved.rule.batch_axis(call.full, index)
+            return propagator.move_batch_axis(waiting, axis) if axis else waiting
         if legacy is not None and call.outputs[index].dim() == 0:
             return None
         if isinstance(resolved.rule, LossRule):
@@ -195,7 +198,7 @@ class Traversal(ABC):
             )
         # The sum over calls comes before any nonlinear reduction: restate the result each time.
         key = (slot, id(parameter))
-        memo = ("shared", slot, name)
+        memo = ("shared", slot, name, call.output_nr)
         if memo not in call.memo:
             product = rule.param_jac_t_mat_prod(call, name, quantity.mat)
             summed = quantity.split(product)
@@ -227,14 +230,14 @@ class Traversal(ABC):
         node, output_nr = output
         full = call.full
         if all(edge is None for edge in call.edges) and not resolved.rule.transparent:
-            return
+            return  # nothing before this call wants the quantity
         is_loss = isinstance(resolved.rule, LossRule)
         if legacy is not None:
             value = legacy.backpropagate(propagator.present(quantity) if quantity else None)
             inputs = {0: propagator.adopt(value, quantity)}
         elif is_loss:
             inputs = {0: quantity}
-        elif resolved.rule.transparent:
+        elif resolved.rule.transparent or call.is_rewired:
             self.deliver(slot, Survey.below(full, node, output_nr), quantity)
             return
         else:

@@ -44,6 +44,7 @@ def record(module: Module, x: Tensor, *args: Any, **kwargs: Any) -> Execution:
         outputs=outputs,
         frame=None,
         thread=threading.get_ident(),
+        training=module.training,
         _versions=(*versions, *(t._version for t in outputs)),
     )
     return Execution(call, leaf, next(iter_tensors(result)))

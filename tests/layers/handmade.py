@@ -30,6 +30,7 @@ def make_call(module: Module, *args: Any, output_nr: int = 0, **kwargs: Any) -> 
         outputs=outputs,
         frame=None,
         thread=threading.get_ident(),
+        training=module.training,
         output_nr=output_nr,
         _versions=tuple(t._version for t in (*inputs, *outputs)),
     )
@@ -145,7 +146,7 @@ def check_parameters(rule: ParametricRule, call: ModuleCall) -> None:
     trained = [name for name, theta in call.module.named_parameters() if theta.requires_grad]
     assert trained
     for name in trained:
-        assert name in rule.params
+        assert name in rule.parameter_names(call.module)
         found = rule.param_jac_t_mat_prod(call, name, mat)
         assert_equal(found, parameter_oracle(call, name, mat))
 

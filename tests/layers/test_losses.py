@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from handmade import assert_equal, draw, make_call
 from torch import Tensor, nn
 
 from backpack_core.calls import ModuleCall
@@ -14,7 +15,6 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.rules import LossRule
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
-from tests.layers.oracle import assert_equal, draw, make_call
 
 # KLDivLoss says at every mean that "batchmean" is the one to use.
 pytestmark = pytest.mark.filterwarnings("ignore:reduction.*batchmean:UserWarning")

@@ -76,10 +76,15 @@ def test_final_states(batch: int, kind: str, shape: dict[str, Any], output: int)
     rule, module = build(kind, **shape)
     call = make_call(module, draw(batch, STEPS, INPUT), hx=initial(module, batch), output_nr=output)
     assert rule.batch_axis(call, output) == 1
-    check_input(rule, call)
-    mat = columns(call)
+    seen, mat = call.move_batch_axis(1), columns(call)
+    moved = mat.movedim(2, 1)
+    products = rule.jac_t_mat_prod(seen, moved)
+    for product, reference in zip(products, input_oracle(call, mat), strict=True):
+        assert product is not None
+        assert reference is not None
+        assert_equal(product, reference)
     for name, _ in module.named_parameters():
-        found = rule._param_jac_t_mat_prod(call, name, mat)
+        found = rule.param_jac_t_mat_prod(seen, name, moved)
         assert_equal(found, parameter_oracle(call, name, mat, axis=1))
 
 
@@ -194,9 +199,8 @@ def test_refuses_dropout_in_training_and_packed_sequences() -> None:
     rule, module = build("gru", num_layers=2, dropout=0.5)
     call = make_call(module, draw(2, 3, INPUT))
     rule.check(call)
-    module.train()
     with pytest.raises(UnsupportedError, match="drops activations"):
-        rule.check(call)
+        rule.check(make_call(module.train(), draw(2, 3, INPUT)))
     packed = pack_padded_sequence(draw(2, 3, INPUT), [3, 2], batch_first=True)
     with pytest.raises(UnsupportedError, match="PackedSequence"):
         rule.check(make_call(module.eval(), packed))

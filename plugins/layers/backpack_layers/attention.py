@@ -72,7 +72,7 @@ class MultiheadAttentionRule(AffinePairsRule):
                 f"{call.path} received a query without a batch axis: pass [N, L, E], with N = 1 "
                 "for one sample."
             )
-        if module.training and module.dropout > 0:
+        if call.training and module.dropout > 0:
             raise UnsupportedError(
                 f"{call.path} drops attention weights at random (dropout={module.dropout}), and "
                 "what it dropped is not known afterwards: call eval() on it, or set dropout to 0."

@@ -87,7 +87,7 @@ class AlphaDropoutRule(ElementwiseRule):
 
 def _probability(call: ModuleCall) -> float:
     module = cast(_DropoutNd, call.module)
-    return module.p if module.training else 0.0
+    return module.p if call.training else 0.0
 
 
 def _unit_axes(call: ModuleCall) -> tuple[int, ...]:

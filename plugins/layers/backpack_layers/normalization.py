@@ -225,7 +225,7 @@ class InstanceNormRule(NormalizationRule):
     def fixed_statistics(self, call: ModuleCall) -> bool:
         """In eval mode, where they are tracked."""
         module = cast(InstanceNorm2d, call.module)
-        return module.track_running_stats and not module.training
+        return module.track_running_stats and not call.training
 
 
 class BatchNormRule(NormalizationRule):
@@ -237,7 +237,7 @@ class BatchNormRule(NormalizationRule):
     def mixes_samples(self, call: ModuleCall) -> bool:
         """In train mode, and in eval mode where no running statistics are kept."""
         module = cast(BatchNorm2d, call.module)
-        return module.training or module.running_mean is None
+        return call.training or module.running_mean is None
 
     def rows(self, call: ModuleCall) -> int:
         """The number of channels."""

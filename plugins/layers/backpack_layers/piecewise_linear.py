@@ -72,7 +72,7 @@ class RReLURule(ElementwiseRule):
     def derivative(self, call: ModuleCall) -> Tensor:
         """In train mode, the drawn slopes are output over input."""
         module = cast(RReLU, call.module)
-        if not module.training:
+        if not call.training:
             return _slopes(_either(call), (module.lower + module.upper) / 2)
         x = call.input
         if bool((x == 0).any()):

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn import GRU, LSTM, RNN, RNNBase
+from torch.nn import GRU, LSTM, RNN, Module, RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
 from backpack_core.calls import ModuleCall
@@ -24,8 +24,6 @@ from backpack_layers.arguments import (
     tensor,
 )
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
-
-MOST_LAYERS = 16
 
 
 @dataclass(frozen=True)
@@ -69,12 +67,9 @@ class RecurrentRule(AffinePairsRule):
     The final states ``[layers·directions, N, H]`` carry their samples on axis 1.
     """
 
-    params = tuple(
-        f"{kind}_l{layer}{direction}"
-        for layer in range(MOST_LAYERS)
-        for direction in ("", "_reverse")
-        for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    )
+    def parameter_names(self, module: Module) -> tuple[str, ...]:
+        """Those of every layer and direction."""
+        return tuple(name for name, _ in module.named_parameters(recurse=False))
 
     def check(self, call: ModuleCall) -> None:
         """Refuse layouts without a leading batch axis, packed sequences, dropout, projections."""
@@ -95,7 +90,7 @@ class RecurrentRule(AffinePairsRule):
                 f"{call.path} received a sequence without a batch axis: pass [N, T, I], with N = 1 "
                 "for one sample."
             )
-        if module.training and module.dropout > 0 and module.num_layers > 1:
+        if call.training and module.dropout > 0 and module.num_layers > 1:
             raise UnsupportedError(
                 f"{call.path} drops activations between its layers at random "
                 f"(dropout={module.dropout}), and what it dropped is not known afterwards: call "
@@ -185,7 +180,7 @@ class RecurrentRule(AffinePairsRule):
                 # The states of a layer come behind its outputs: (output, h_n, c_n).
                 ends: list[Tensor | None] = [None, None]
                 if call.output_nr > 0:
-                    ends[call.output_nr - 1] = mat[:, position]
+                    ends[call.output_nr - 1] = mat[:, :, position]
                 steps = None
                 if at_output is not None:
                     part = at_output.chunk(_directions(module), -1)[direction]

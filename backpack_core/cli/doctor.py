@@ -1,0 +1,170 @@
+"""Judges what is installed: faults and warnings, each with a remedy. Imports core; prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from backpack_core import plugins
+from backpack_core.cli.inspection import Provided, Report
+from backpack_core.cli.isolation import load_isolated
+from backpack_core.discovery import Plugin, without_plugins
+from backpack_core.registry import canonical, registry
+
+SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        severity: A fault makes something unusable; a warning does not.
+        who: The distribution or distributions.
+        plugin: Names of entry points.
+        problem: What was found.
+        remedy: What to do.
+    """
+
+    severity: Literal["fault", "warning"]
+    who: str
+    plugin: str
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of an examination.
+
+    Attributes:
+        reports: One for each plugin.
+        findings: What is wrong, faults first.
+    """
+
+    reports: list[Report]
+    findings: list[Finding]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there are no faults."""
+        return all(finding.severity != "fault" for finding in self.findings)
+
+
+def examine(limit: float = 10.0) -> Diagnosis:
+    """Load everything that is installed and not blocked, in other processes.
+
+    Args:
+        limit: Seconds that one plugin may take.
+    """
+    installed = plugins.plugins()
+    reports = load_isolated(installed, limit)
+    findings = [finding for report in reports for finding in _judge(report, limit)]
+    findings += _name_conflicts(installed)
+    findings += _key_conflicts(reports)
+    findings += [_empty(name) for name in without_plugins()]
+    return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
+
+
+def _judge(report: Report, limit: float) -> Iterator[Finding]:
+    """Everything that is wrong with one plugin by itself."""
+
+    def fault(problem: str, remedy: str) -> Finding:
+        return Finding("fault", report.who, report.name, problem, remedy)
+
+    def warning(problem: str, remedy: str) -> Finding:
+        return Finding("warning", report.who, report.name, problem, remedy)
+
+    update = f"Update or uninstall {report.distribution}, or set BACKPACK_BLOCK_PLUGINS={report.name}."
+    if report.state == "hangs":
+        yield fault(f"its import did not end in {limit:g} s", update)
+    elif report.state == "died":
+        yield fault(f"its import ended the process with {report.message}", update)
+    elif report.state == "failed":
+        yield fault(*_failure(report, update))
+    if not report.version:
+        yield fault(
+            "its distribution has no metadata",
+            f"The installation is damaged: pip install --force-reinstall {report.distribution}.",
+        )
+    for promise in report.broken_promises:
+        yield fault(
+            f"{promise}",
+            f"Tell the authors of {report.distribution}; what needs it will raise.",
+        )
+    if report.output.strip():
+        line = report.output.strip().splitlines()[0]
+        yield warning(
+            f"it prints at import: {line!r}", f"Tell the authors of {report.distribution}."
+        )
+    if report.state == "loaded" and report.seconds > SLOW:
+        yield warning(
+            f"its import takes {report.seconds:.1f} s",
+            f"Ask the authors of {report.distribution} to import what is heavy on first use.",
+        )
+
+
+def _failure(report: Report, update: str) -> tuple[str, str]:
+    """Problem and remedy of a plugin that raised."""
+    last = f"{report.error}: {report.message}".rstrip(": ")
+    place = f"\n{report.where}" if report.where else ""
+    if report.error == "PluginVersionError":
+        return report.message, f"Update or uninstall {report.distribution}."
+    if not report.module_found or "The entry point" in report.message:
+        problem = f"its entry point {report.value!r} points nowhere ({last})"
+        return problem, (
+            f"pip install --force-reinstall {report.distribution}; authors: check "
+            "[project.entry-points.backpack] in pyproject.toml."
+        )
+    if report.error == "ModuleNotFoundError":
+        return f"{last}{place}", f"Install what it needs (pip check), or: {update[0].lower()}{update[1:]}"
+    return f"{last}{place}", update
+
+
+def _name_conflicts(installed: list[Plugin]) -> Iterator[Finding]:
+    by_name: dict[str, list[Plugin]] = {}
+    for plugin in installed:
+        if plugin.state == "conflict":
+            by_name.setdefault(plugin.name, []).append(plugin)
+    for name, rivals in by_name.items():
+        yield _conflict(f"the plugin name {name!r}", name, [(name, str(p.provenance)) for p in rivals])
+
+
+def _key_conflicts(reports: list[Report]) -> Iterator[Finding]:
+    claims: dict[tuple[str, str], list[tuple[Report, Provided]]] = {}
+    for report in reports:
+        for provided in report.provides:
+            rivals = claims.setdefault((provided.kind, provided.key), [])
+            if all(other.implementation != provided.implementation for _, other in rivals):
+                rivals.append((report, provided))
+    for (kind, key), rivals in claims.items():
+        wanted = canonical(registry.preference(key))
+        settled = [r for r, _ in rivals if wanted in (canonical(r.distribution), canonical(r.name))]
+        if len(rivals) > 1 and len(settled) != 1:
+            yield _conflict(f"the {kind} for {key}", key, [(r.name, r.who) for r, _ in rivals])
+
+
+def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
+    who = " and ".join(distribution for _, distribution in rivals)
+    names = ", ".join(dict.fromkeys(name for name, _ in rivals))
+    first = rivals[0][1].split(" ")[0]
+    return Finding(
+        "fault",
+        who,
+        names,
+        f"in conflict: {what} is claimed by {who}",
+        f"Uninstall all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
+        f"BACKPACK_PREFER={key}={first}.",
+    )
+
+
+def _empty(name: str) -> Finding:
+    return Finding(
+        "fault",
+        name,
+        "",
+        "is installed, but declares no plugin: its entry points are missing or cannot be read",
+        f"pip install --force-reinstall {name}; authors: add [project.entry-points.backpack] to "
+        "pyproject.toml.",
+    )

@@ -1,0 +1,179 @@
+"""What a loaded plugin provides, and what is wrong with it. Imports core and the plugin registry.
+
+Everything here is plain data, so that it can be sent from one process to another.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+
+from backpack_core.discovery import Plugin
+from backpack_core.errors import PluginVersionError
+from backpack_core.extension import Extension
+from backpack_core.registry import Claim, registry
+from backpack_core.rules import ElementwiseRule, LayerRule, LossRule, ParametricRule
+
+
+@dataclass(frozen=True)
+class Provided:
+    """One thing that a plugin contributes.
+
+    Attributes:
+        kind: ``"layer rule"``, ``"extension"``, ``"propagator"`` or ``"pair override"``.
+        key: What may be claimed by one plugin only.
+        implementation: The class.
+        detail: Where an extension saves.
+    """
+
+    kind: str
+    key: str
+    implementation: str
+    detail: str = ""
+
+
+@dataclass
+class Report:
+    """What became of one plugin in a process of its own.
+
+    Attributes:
+        name: Name of the entry point.
+        value: What it names.
+        distribution: The distribution that declares it.
+        version: Its version.
+        state: As :attr:`backpack_core.discovery.Plugin.state`, or ``"hangs"`` or ``"died"``.
+        error: Name of the exception's class.
+        message: The exception's message.
+        where: File and line of the last frame of its traceback.
+        traceback: The whole of it.
+        seconds: How long loading took.
+        output: What it printed.
+        provides: What it contributes.
+        broken_promises: What it declares and does not implement.
+        module_found: Whether the module of the entry point exists.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    state: str = "not loaded"
+    error: str = ""
+    message: str = ""
+    where: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    output: str = ""
+    provides: list[Provided] = field(default_factory=list)
+    broken_promises: list[str] = field(default_factory=list)
+    module_found: bool = True
+
+    @property
+    def who(self) -> str:
+        """The distribution and its version."""
+        return f"{self.distribution} {self.version}".rstrip()
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What tells plugins apart."""
+        return self.distribution, self.name
+
+
+def report(plugin: Plugin) -> Report:
+    """Describe a plugin as far as it got."""
+    result = Report(plugin.name, plugin.value, plugin.distribution, plugin.version, plugin.state)
+    if plugin.error is not None:
+        _describe_error(result, plugin.error)
+    if plugin.state == "loaded":
+        claims = _claims(plugin)
+        result.provides = [provided for provided, _ in claims]
+        result.broken_promises = [
+            text for value in {id(v): v for _, v in claims}.values() for text in _broken(value)
+        ]
+    return result
+
+
+def _describe_error(result: Report, error: BaseException) -> None:
+    result.error, result.message = type(error).__name__, str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames:
+        result.where = f"{frames[-1].filename}:{frames[-1].lineno}"
+    result.traceback = "".join(traceback.format_exception(error))
+    wanted = result.value.partition(":")[0]
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        result.module_found = not f"{wanted}.".startswith(f"{error.name}.")
+    if isinstance(error, PluginVersionError):
+        result.where = ""
+
+
+def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
+    """What the registry holds from this plugin, described, and as it is."""
+    found: list[tuple[Provided, Any]] = []
+
+    def add(kind: str, key: str, claims: list[Claim[Any]]) -> None:
+        for claim in claims:
+            if claim.provenance == plugin.provenance:
+                value = claim.value
+                cls = value if isinstance(value, type) else type(value)
+                name = f"{cls.__module__}.{cls.__qualname__}"
+                detail = getattr(cls, "savefield", "") if kind == "extension" else ""
+                found.append((Provided(kind, key, name, detail), value))
+
+    for module_type, rules in registry.rules.items():
+        add("layer rule", _type_name(module_type), rules)
+    for name, extensions in registry.extensions.items():
+        add("extension", name, extensions)
+    for name, propagators in registry.propagators.items():
+        add("propagator", name, propagators)
+    for (extension, module_type), overrides in registry.overrides.items():
+        add("pair override", f"{extension.__name__}/{_type_name(module_type)}", overrides)
+    return found
+
+
+def _type_name(module_type: type[Module] | str) -> str:
+    """One name for a class, however a rule spells it."""
+    if isinstance(module_type, str):
+        package, _, attribute = module_type.rpartition(".")
+        found = getattr(sys.modules.get(package), attribute, None)
+        if not isinstance(found, type):
+            return module_type
+        module_type = found
+    return f"{module_type.__module__}.{module_type.__qualname__}"
+
+
+def _broken(value: Any) -> list[str]:
+    """What a rule or extension declares and does not implement."""
+    if isinstance(value, LayerRule):
+        name = type(value).__name__
+        return [f"{name} {text}" for text in _broken_rule(value)]
+    if isinstance(value, type) and issubclass(value, Extension) and not value.savefield:
+        return [f"{value.__name__} has no savefield: its quantity cannot be stored by default"]
+    return []
+
+
+def _broken_rule(rule: LayerRule) -> list[str]:
+    found = []
+    if isinstance(rule, ParametricRule):
+        unknown = sorted(set(rule.linear_in_params) - set(rule.params))
+        if unknown:
+            found.append(f"declares linear_in_params {', '.join(unknown)}, which is not in params")
+    if isinstance(rule, ElementwiseRule):
+        own = _overrides(rule, ElementwiseRule, "second_derivative")
+        own = own or _overrides(rule, ElementwiseRule, "_second_derivative_mat_prod")
+        if not own and not rule.hessian_is_zero:
+            found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
+    elif rule.hessian_is_diagonal and not rule.hessian_is_zero:
+        if not _overrides(rule, LayerRule, "_second_derivative_mat_prod"):
+            found.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
+    if isinstance(rule, LossRule) and rule.likelihood:
+        if not _overrides(rule, LossRule, "_sqrt_hessian_sampled"):
+            found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
+    return found
+
+
+def _overrides(rule: LayerRule, base: type, method: str) -> bool:
+    return getattr(type(rule), method) is not getattr(base, method)

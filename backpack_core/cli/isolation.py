@@ -1,0 +1,148 @@
+"""Loads plugins in other processes: no fault of a plugin reaches this one. Imports core."""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from backpack_core.cli.inspection import Provided, Report
+from backpack_core.discovery import Plugin
+from backpack_core.errors import PluginError
+
+WORKER = Path(__file__).with_name("worker.py")
+START_LIMIT = 120.0  # seconds to start Python and import torch
+
+
+def load_isolated(plugins: list[Plugin], limit: float) -> list[Report]:
+    """Load plugins in other processes.
+
+    Args:
+        plugins: All installed plugins.
+        limit: Seconds that one plugin may take.
+
+    Returns:
+        One report for each plugin, in order.
+
+    Raises:
+        PluginError: The other process could not be started.
+    """
+    reports: dict[tuple[str, str], Report] = {}
+    waiting = [(p.distribution, p.name) for p in plugins]
+    culprits: list[tuple[str, str]] = []
+    by_identity = {(p.distribution, p.name): p for p in plugins}
+    while any(identity not in reports for identity in waiting):
+        worker = _Worker(culprits, reports, limit)
+        culprit = worker.run()
+        if culprit is None:
+            break
+        culprits.append(culprit)
+        plugin = by_identity[culprit]
+        reports[culprit] = Report(
+            plugin.name,
+            plugin.value,
+            plugin.distribution,
+            plugin.version,
+            state="hangs" if worker.timed_out else "died",
+            message=f"exit code {worker.exit_code}",
+            seconds=worker.waited,
+        )
+    return [reports[identity] for identity in waiting if identity in reports]
+
+
+class _Worker:
+    """One run of the worker, until it is done or a plugin ends it."""
+
+    def __init__(
+        self,
+        skip: list[tuple[str, str]],
+        reports: dict[tuple[str, str], Report],
+        limit: float,
+    ) -> None:
+        self.skip = skip
+        self.reports = reports
+        self.limit = limit
+        self.timed_out = False
+        self.exit_code: int | None = None
+        self.waited = 0.0
+
+    def run(self) -> tuple[str, str] | None:
+        """Collect reports. Returns the plugin that ended it, or ``None``."""
+        process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stderr is not None
+        try:
+            json.dump({"path": sys.path, "skip": self.skip}, process.stdin)
+            process.stdin.close()
+            return self._listen(_lines(process.stdout), process)
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
+
+    def _listen(
+        self, lines: queue.Queue[str | None], process: subprocess.Popen[str]
+    ) -> tuple[str, str] | None:
+        current: tuple[str, str] | None = None
+        limit = START_LIMIT
+        while True:
+            since = time.perf_counter()
+            try:
+                line = lines.get(timeout=limit)
+            except queue.Empty:
+                self.timed_out, line = True, None
+            self.waited = time.perf_counter() - since
+            if line is None:
+                if not self.timed_out:
+                    self.exit_code = process.wait()
+                if current is None:
+                    raise PluginError(f"Plugins cannot be loaded: {self._complaint(process)}")
+                return current
+            message = json.loads(line)
+            limit = self.limit
+            if "begin" in message:
+                current = tuple(message["begin"])
+            elif "end" in message:
+                found = _report(message["end"])
+                if found.identity not in self.skip:
+                    self.reports[found.identity] = found
+                current = None
+            elif "done" in message:
+                return None
+
+    def _complaint(self, process: subprocess.Popen[str]) -> str:
+        if self.timed_out:
+            return f"the process did not start in {START_LIMIT:.0f} s."
+        assert process.stderr is not None
+        return process.stderr.read().strip() or f"the process ended with code {self.exit_code}."
+
+
+def _lines(stream: IO[str]) -> queue.Queue[str | None]:
+    """Lines of a stream as they come, ``None`` at its end; a pipe cannot be read with a time limit."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def pump() -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=pump, daemon=True).start()
+    return lines
+
+
+def _report(fields: dict[str, Any]) -> Report:
+    fields["provides"] = [Provided(**item) for item in fields["provides"]]
+    return Report(**fields)

@@ -1,0 +1,215 @@
+"""What an author hands to the conformance kit: one instance per configuration. Imports torch, core.
+
+A case says how to build a thing and its inputs, and nothing about what to check: the kit knows that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.calls import map_tensors
+from backpack_core.errors import MissingPluginError
+from backpack_core.extension import Extension
+from backpack_core.plugins import ensure_loaded, temporary_plugin
+from backpack_core.registry import registry
+from backpack_core.rules import LayerRule
+from backpack_core.testing.quantities import Quantity
+
+T = TypeVar("T")
+
+SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Relative errors (of the largest entry) that a check allows.
+
+    Attributes:
+        float64: Exact quantities in double precision.
+        float32: Single precision against the double-precision oracle.
+        bfloat16: Half precision (8 bits of mantissa), and autocast to it.
+        standard_errors: Distance of a sampled mean from its expectation.
+    """
+
+    float64: float = 1e-10
+    float32: float = 1e-3
+    bfloat16: float = 0.2
+    standard_errors: float = 6.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of a forward call, where a tensor or a tuple of positional ones does not do."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def to(self, dtype: torch.dtype) -> Arguments:
+        """The same, with floating-point tensors in another dtype."""
+        args, kwargs = map_tensors((self.args, dict(self.kwargs)), lambda t: _cast(t, dtype))
+        return Arguments(args, kwargs)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def seeded(function: Callable[[], T], seed: int) -> T:
+    """Call ``function`` with a seeded default generator, and leave the generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return function()
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Case:
+    """What all cases have.
+
+    Attributes:
+        name: Shown in the names of the tests; default: derived from the instance.
+        expected_failures: Checks that are known to fail, with the reason. Strict: one that passes
+            is a failure.
+        tolerances: Errors that are allowed.
+    """
+
+    kind: ClassVar[str]
+    name: str = ""
+    expected_failures: Mapping[str, str] = field(default_factory=dict)
+    tolerances: Tolerances = field(default_factory=Tolerances)
+
+    def label(self) -> str:
+        """The name of this case."""
+        return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class RuleCase(Case):
+    """A layer in one configuration.
+
+    Example:
+        >>> RuleCase(lambda: nn.Linear(4, 2), lambda n: torch.randn(n, 4))
+
+    Attributes:
+        module_factory: Makes the layer.
+        input_factory: Makes the input for a number of samples: a tensor, a tuple of positional
+            arguments, or :class:`Arguments`. Samples are on axis 0. Keep it tiny, and other axes
+            different from three, the number of samples.
+        rule: The rule under test, where no installed plugin provides it.
+        constants: Positions, among the tensors passed, of floating-point ones that are not to be
+            differentiated (a mask, say).
+        output_nr: Which of several output tensors to differentiate.
+    """
+
+    kind: ClassVar[str] = "rule"
+    module_factory: Callable[[], Module]
+    input_factory: Callable[[int], Any]
+    rule: type[LayerRule] | None = None
+    constants: tuple[int, ...] = ()
+    output_nr: int = 0
+
+    def label(self) -> str:
+        """The given name, or the module's representation on one line."""
+        return self.name or label_of(self.module_factory())
+
+    def module(self, dtype: torch.dtype = torch.float64) -> Module:
+        """A fresh layer, the same each time."""
+        return seeded(self.module_factory, 0).to(dtype)
+
+    def arguments(self, samples: int = SAMPLES, dtype: torch.dtype = torch.float64) -> Arguments:
+        """Fresh inputs, the same each time."""
+        return as_arguments(seeded(lambda: self.input_factory(samples), 1)).to(dtype)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The rule under test is registered within the block."""
+        ensure_loaded()
+        with temporary_plugin(*([self.rule] if self.rule else [])):
+            yield
+
+    def resolve(self, module: Module) -> LayerRule:
+        """The rule for the case's module.
+
+        Raises:
+            MissingPluginError: There is none.
+        """
+        resolved = registry.resolve(module)
+        if resolved.is_fallback:
+            raise MissingPluginError(
+                f"No rule speaks for {type(module).__name__}: pass rule=... to RuleCase, or "
+                "install the plugin that has it."
+            )
+        return resolved.rule
+
+
+@dataclass(frozen=True, eq=False)
+class LossCase(Case):
+    """A loss in one configuration, in every reduction.
+
+    Example:
+        >>> LossCase(nn.MSELoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)))
+
+    Attributes:
+        loss_factory: Makes the loss; called with ``reduction=...``.
+        input_factory: Makes prediction, target and further arguments for a number of samples.
+        rule: The rule under test, where no installed plugin provides it.
+        samples: Number of columns drawn to check a sampled root in expectation.
+        sampled: Whether the loss has a sampled root; if not, asking for it must raise.
+    """
+
+    kind: ClassVar[str] = "loss"
+    loss_factory: Callable[..., Module]
+    input_factory: Callable[[int], Any]
+    rule: type[LayerRule] | None = None
+    samples: int = 20_000
+    sampled: bool = True
+
+    def label(self) -> str:
+        """The given name, or the loss's representation on one line."""
+        return self.name or label_of(self.loss_factory(reduction="mean"))
+
+    def as_rule_case(self, reduction: str) -> RuleCase:
+        """The loss as a layer, for what both have in common."""
+        return RuleCase(
+            lambda: self.loss_factory(reduction=reduction), self.input_factory, rule=self.rule
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ExtensionCase(Case):
+    """An extension with the formula of its quantity.
+
+    Example:
+        >>> ExtensionCase(BatchGrad, Quantity(lambda reference, name: reference.gradients(name)))
+
+    Attributes:
+        extension_factory: Makes the extension; called with ``subsampling=...`` if it takes that.
+        quantity: What it computes; default: the row of the kit's table for its save field.
+    """
+
+    kind: ClassVar[str] = "extension"
+    extension_factory: Callable[..., Extension]
+    quantity: Quantity | None = None
+
+    def label(self) -> str:
+        """The given name, or the extension's."""
+        return self.name or type(self.extension_factory()).__name__
+
+
+def as_arguments(value: Any) -> Arguments:
+    """What an input factory returned, as arguments."""
+    if isinstance(value, Arguments):
+        return value
+    return Arguments(value if isinstance(value, tuple) else (value,))
+
+
+def label_of(module: Module) -> str:
+    """A module's representation on one line, short enough for the name of a test."""
+    text = "".join(repr(module).split())
+    return text if len(text) <= 72 else f"{text[:69]}..."

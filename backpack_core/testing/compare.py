@@ -1,0 +1,68 @@
+"""The one comparer of the kit, and how a check says no. Imports torch only."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Errors are relative to the largest expected entry, but not to less than this.
+SMALLEST_SCALE = 1e-4
+
+
+class CheckFailure(AssertionError):
+    """A check found a fault; the message says what was expected and what was found."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Fail the check unless the condition holds.
+
+    Raises:
+        CheckFailure: It does not.
+    """
+    if not condition:
+        raise CheckFailure(message)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest deviation in units of the largest expected entry."""
+    if expected.numel() == 0:
+        return 0.0
+    scale = float(expected.abs().max().clamp_min(SMALLEST_SCALE))
+    return float((found - expected).abs().max()) / scale
+
+
+def close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
+    """Require equal shapes, finite values, and a small relative error.
+
+    Args:
+        found: What the rule or extension computed; cast to the dtype of ``expected``.
+        expected: What the oracle says.
+        what: Name of the quantity, for the message.
+        tolerance: Relative error that is allowed.
+
+    Raises:
+        CheckFailure: They differ.
+    """
+    require(
+        found.shape == expected.shape,
+        f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}.",
+    )
+    found, expected = found.detach().to(expected.dtype), expected.detach()
+    require(bool(torch.isfinite(found).all()), f"{what}: not all values are finite.")
+    error = relative_error(found, expected)
+    require(
+        error <= tolerance,
+        f"{what}: relative error {error:.1e}, allowed {tolerance:.0e}.{_hint(found, expected)}",
+    )
+
+
+def _hint(found: Tensor, expected: Tensor) -> str:
+    """What the two have to do with each other, where it is simple."""
+    if relative_error(-found, expected) < 1e-6:
+        return " It is minus the right value: a wrong sign."
+    norm = float(expected.square().sum())
+    if norm:
+        factor = float((found * expected).sum()) / norm
+        if factor and relative_error(found / factor, expected) < 1e-6:
+            return f" It is {factor:.6g} times the right value: a wrong factor."
+    return ""

@@ -1,0 +1,125 @@
+"""One execution of a layer: the call that a rule sees, and the graph that the oracle differentiates.
+
+The call is the product's own: the layer is extended and run, and the call is taken from the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.calls import ModuleCall, iter_tensors, map_tensors, records_at
+from backpack_core.extend import extend
+from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.testing import oracle
+from backpack_core.testing.cases import SAMPLES, Arguments, RuleCase, seeded
+from backpack_core.testing.compare import require
+
+COLUMNS = 2
+
+
+@dataclass(eq=False)
+class Execution:
+    """What one forward pass of a case left behind.
+
+    Attributes:
+        case: The case.
+        rule: The rule under test.
+        call: What the rule sees.
+        leaves: The inputs to differentiate with respect to, by position; ``None`` for constants.
+        output: The output that is differentiated, with its graph.
+    """
+
+    case: RuleCase
+    rule: LayerRule
+    call: ModuleCall
+    leaves: tuple[Tensor | None, ...]
+    output: Tensor
+
+    @property
+    def module(self) -> Module:
+        """The layer."""
+        return self.call.module
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """Parameters that the rule covers, and that exist in this configuration."""
+        names = self.rule.parameter_names(self.call.module) if isinstance(self.rule, ParametricRule) else ()
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        return {name: own[name] for name in names if name in own}
+
+    @cached_property
+    def jacobians(self) -> dict[int | str, Tensor]:
+        """Dense Jacobians ``[*out, *target]`` by input position and by parameter name."""
+        targets: dict[int | str, Tensor] = dict(self.parameters)
+        targets |= {i: leaf for i, leaf in enumerate(self.leaves) if leaf is not None}
+        return oracle.jacobians(self.output, targets)
+
+    @property
+    def batch_axis(self) -> int:
+        """Which axis of the output holds the samples."""
+        return self.rule.batch_axis(self.call, self.case.output_nr)
+
+    def columns(self, seed: int = 3) -> Tensor:
+        """Random columns at the output. Shape ``[V, N, *out]``."""
+        return draw((COLUMNS, *self.output.shape), seed, self.output.dtype)
+
+    def input_columns(self, seed: int = 4) -> Tensor:
+        """Random columns at the first input. Shape ``[V, N, *in]``."""
+        return draw((COLUMNS, *self.call.input_shape), seed, self.output.dtype)
+
+
+def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random numbers that are the same each time."""
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def execute(case: RuleCase, arguments: Arguments | None = None, samples: int = SAMPLES) -> Execution:
+    """Run a case's layer. The case's rule has to be installed.
+
+    Args:
+        case: The case.
+        arguments: What to pass instead of the case's own inputs.
+        samples: Size of the batch.
+    """
+    module = extend(case.module())
+    given = arguments or case.arguments(samples)
+    leaves: list[Tensor | None] = []
+
+    def passed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or len(leaves) in case.constants:
+            leaves.append(None)
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        leaves.append(leaf)
+        return leaf.view_as(leaf) if not _works_in_place(module) else leaf.clone()
+
+    args, kwargs = map_tensors((given.args, dict(given.kwargs)), passed)
+    result = seeded(lambda: module(*args, **kwargs), 2)
+    output = list(iter_tensors(result))[case.output_nr]
+    call = _call_of(output, module)
+    call.output_nr = case.output_nr
+    return Execution(case, case.resolve(module), call, tuple(leaves), output)
+
+
+def _works_in_place(module: Module) -> bool:
+    return any(getattr(part, "inplace", False) for part in module.modules())
+
+
+def _call_of(output: Tensor, module: Module) -> ModuleCall:
+    node = output.grad_fn
+    require(node is not None, "The output requires no gradient: there is nothing to check.")
+    assert node is not None
+    calls = [c for c, _ in records_at(node, output.output_nr) if c.module is module]
+    require(len(calls) == 1, "The layer's forward pass was not recorded on its output.")
+    return calls[0]
+
+
+@lru_cache(maxsize=8)
+def shared_execution(case: RuleCase) -> Execution:
+    """An execution that several checks of a case look at, and none changes."""
+    return execute(case)

@@ -1,0 +1,192 @@
+"""The kit's own small net around a layer, with rules of its own: it needs no installed plugin.
+
+    x ── Mix ── layer ── Readout ── SoftmaxLoss
+
+``Mix`` makes the layer's input depend on parameters, ``Readout`` turns any output into two numbers
+for each sample. ``SoftmaxLoss`` has a Hessian that is neither constant nor diagonal, and a "sampled"
+root whose random numbers are always the same, so that Monte-Carlo quantities have an exact value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn import functional as F
+
+from backpack_core.calls import ModuleCall, iter_tensors, map_tensors
+from backpack_core.rules import AffineRule, LossRule
+
+CLASSES = 2
+
+
+class Mix(Module):
+    """``y = x + tanh-free small affine map`` of the last axis: close to the identity."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        noise = 0.3 * torch.randn(features, features) / features**0.5
+        self.weight = Parameter(torch.eye(features) + noise)
+        self.bias = Parameter(0.1 * torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *, F] → [N, *, F]``."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Readout(Module):
+    """An affine map of everything that a sample has."""
+
+    def __init__(self, features: int, outputs: int = CLASSES) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(outputs, features) / features**0.5)
+        self.bias = Parameter(0.1 * torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *] → [N, outputs]``."""
+        return F.linear(x.flatten(1), self.weight, self.bias)
+
+
+class SoftmaxLoss(Module):
+    """``ℓ = Σ_n (log Σ_c exp x_nc - Σ_c t_c x_nc)`` or its mean, with the same target for all."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, C] →`` a number."""
+        target = torch.linspace(0.2, 0.8, x.shape[1], dtype=x.dtype)
+        terms = x.logsumexp(1) - x @ target
+        return terms.mean() if self.reduction == "mean" else terms.sum()
+
+
+class LastAxisRule(AffineRule):
+    """The rule of :class:`Mix`."""
+
+    module_types = (Mix,)
+
+    def affine_input(self, call: ModuleCall) -> Tensor:
+        """Axes between the first and the last share the weight."""
+        x = call.input
+        return x.reshape(len(x), -1, 1, x.shape[-1])
+
+    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """Columns in the same form."""
+        return mat.reshape(*mat.shape[:2], -1, 1, mat.shape[-1])
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat @ call.parameter("weight")
+
+
+class FlatRule(AffineRule):
+    """The rule of :class:`Readout`."""
+
+    module_types = (Readout,)
+
+    def affine_input(self, call: ModuleCall) -> Tensor:
+        """One position."""
+        return call.input.reshape(call.batch_size, 1, 1, -1)
+
+    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        """One position."""
+        return mat[:, :, None, None]
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return (mat @ call.parameter("weight")).reshape(*mat.shape[:2], *call.input_shape[1:])
+
+
+class SoftmaxLossRule(LossRule):
+    """The rule of :class:`SoftmaxLoss`: the Hessian is ``diag(p) - p pᵀ``."""
+
+    module_types = (SoftmaxLoss,)
+    hessian_is_psd = True
+    likelihood = "categorical"
+
+    def normalisation(self, call: ModuleCall) -> float:
+        """A mean is over the whole batch."""
+        return 1.0 / call.full.batch_size if call.module.reduction == "mean" else 1.0
+
+    def _sqrt_hessian(self, call: ModuleCall) -> Tensor:
+        p = call.input.softmax(1)
+        eye = torch.eye(p.shape[1], dtype=p.dtype)
+        columns = p.sqrt().T.unsqueeze(2) * (eye.unsqueeze(1) - p)
+        root: Tensor = columns * self.normalisation(call) ** 0.5
+        return root
+
+    def _sqrt_hessian_sampled(self, call: ModuleCall, samples: int) -> Tensor:
+        exact = self._sqrt_hessian(call)
+        mixing = fixed_mixing(samples, len(exact)).to(exact.dtype)
+        return torch.einsum("sv,vnc->snc", mixing, exact)
+
+    def _hessian_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        p = call.input.softmax(1)
+        weighted = p * mat
+        product: Tensor = (weighted - p * weighted.sum(2, keepdim=True)) * self.normalisation(call)
+        return product
+
+
+RULES = (LastAxisRule, FlatRule, SoftmaxLossRule)
+
+
+def fixed_mixing(samples: int, columns: int) -> Tensor:
+    """Numbers that stand for random ones of mean zero and variance ``1/samples``."""
+    generator = torch.Generator().manual_seed(samples)
+    drawn = torch.randn(samples, columns, generator=generator, dtype=torch.float64)
+    return drawn / samples**0.5
+
+
+class SmallNet(Module):
+    """A layer between :class:`Mix` and :class:`Readout`.
+
+    Attributes:
+        layer: The layer.
+        mixes: One for each input tensor that is mixed.
+        slots: Positions of those among the input tensors.
+        output_nr: Which output tensor of the layer is read out.
+        twice: Call the layer on a second input as well, and add up.
+    """
+
+    def __init__(
+        self,
+        layer: Module,
+        mixes: Sequence[Mix],
+        slots: Sequence[int],
+        readout: Readout,
+        output_nr: int = 0,
+        batch_axis: int = 0,
+        twice: bool = False,
+    ) -> None:
+        super().__init__()
+        self.mixes = torch.nn.ModuleList(mixes)
+        self.layer = layer
+        self.readout = readout
+        self.slots = tuple(slots)
+        self.output_nr, self.batch_axis, self.twice = output_nr, batch_axis, twice
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        """The layer's own arguments; returns ``[N, CLASSES]``."""
+        result = self._branch(1.0, args, kwargs)
+        if self.twice:
+            result = result + self._branch(0.7, args, kwargs)
+        return result
+
+    def _branch(
+        self, factor: float, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Tensor:
+        position = -1
+
+        def mixed(tensor: Tensor) -> Tensor:
+            nonlocal position
+            position += 1
+            if position not in self.slots:
+                return tensor
+            result: Tensor = self.mixes[self.slots.index(position)](tensor * factor)
+            return result
+
+        args, kwargs = map_tensors((args, kwargs), mixed)
+        output = list(iter_tensors(self.layer(*args, **kwargs)))[self.output_nr]
+        result: Tensor = self.readout(output.movedim(self.batch_axis, 0))
+        return result

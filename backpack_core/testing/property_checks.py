@@ -1,0 +1,164 @@
+"""Checks of what a rule declares: second derivatives, properties, and the affine form."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.rules import AffineRule, ElementwiseRule, ParametricRule
+from backpack_core.testing import oracle
+from backpack_core.testing.cases import RuleCase
+from backpack_core.testing.compare import close, require
+from backpack_core.testing.execution import Execution, draw, shared_execution
+from backpack_core.testing.implementations import implements
+
+
+def _first(run: Execution) -> Tensor:
+    leaf = run.leaves[0]
+    assert leaf is not None
+    return leaf
+
+
+def _contracted(run: Execution, target: Tensor, weights: Tensor) -> Tensor:
+    """``Σ_o weights_o ∂²f_o/∂target²`` as a square matrix."""
+    found = oracle.hessian((run.output * weights).sum(), target)
+    return found.reshape(target.numel(), target.numel()).detach()
+
+
+def _weights(run: Execution) -> Tensor:
+    return draw(tuple(run.output.shape), 7)
+
+
+@implements
+def derivative(case: RuleCase) -> None:
+    """Against the diagonal of the Jacobian."""
+    run = shared_execution(case)
+    assert isinstance(run.rule, ElementwiseRule)
+    size = run.output.numel()
+    with torch.no_grad():
+        found = run.rule.derivative(run.call)
+    jacobian = run.jacobians[0].reshape(size, -1)
+    expected = jacobian.diagonal().reshape(run.output.shape)
+    close(found.expand_as(expected), expected, "derivative", case.tolerances.float64)
+    require(
+        not bool((jacobian - torch.diag(jacobian.diagonal())).any()),
+        "The layer is not elementwise: an output depends on another entry of the input.",
+    )
+
+
+@implements
+def second_derivative(case: RuleCase) -> None:
+    """Against the second derivative of the sum of all outputs."""
+    run = shared_execution(case)
+    assert isinstance(run.rule, ElementwiseRule)
+    (gradient,) = oracle.gradients(run.output.sum(), [_first(run)], again=True)
+    expected = torch.zeros_like(gradient)
+    if gradient.requires_grad:
+        (expected,) = oracle.gradients(gradient.sum(), [_first(run)])
+    with torch.no_grad():
+        found = run.rule.second_derivative(run.call)
+    close(found.expand_as(expected), expected, "second_derivative", case.tolerances.float64)
+
+
+@implements
+def second_derivative_mat_prod(case: RuleCase) -> None:
+    """Against ``Σ_o g_o ∂²f_o/∂x² mat``."""
+    run = shared_execution(case)
+    weights, mat = _weights(run), run.input_columns()
+    expected = mat.flatten(1) @ _contracted(run, _first(run), weights)
+    with torch.no_grad():
+        found = run.rule.second_derivative_mat_prod(run.call, weights, mat)
+    what = "second_derivative_mat_prod"
+    close(found, expected.reshape(mat.shape), what, case.tolerances.float64)
+
+
+@implements
+def hessian_is_zero(case: RuleCase) -> None:
+    """No second derivative at a random point."""
+    run = shared_execution(case)
+    found = _contracted(run, _first(run), _weights(run))
+    require(not bool(found.any()), "hessian_is_zero is declared, but ∂²f/∂x² does not vanish.")
+
+
+@implements
+def hessian_is_diagonal(case: RuleCase) -> None:
+    """Diagonal, and each entry due to the output of the same index."""
+    run = shared_execution(case)
+    require(
+        run.output.shape == _first(run).shape,
+        "hessian_is_diagonal is declared, but input and output differ in shape.",
+    )
+    weights = _weights(run)
+    half = weights * (torch.arange(weights.numel()).reshape(weights.shape) % 2)
+    found = _contracted(run, _first(run), half)
+    expected = torch.diag(found.diagonal() * half.flatten().ne(0))
+    close(found, expected, "hessian_is_diagonal is declared: ∂²f/∂x²", case.tolerances.float64)
+
+
+@implements
+def linear_in_params(case: RuleCase) -> None:
+    """No second derivative in the declared parameters."""
+    run = shared_execution(case)
+    assert isinstance(run.rule, ParametricRule)
+    unknown = set(run.rule.linear_in_params) - set(run.rule.params)
+    require(not unknown, f"linear_in_params names {sorted(unknown)}, which params does not.")
+    for name in set(run.rule.linear_in_params) & set(run.parameters):
+        found = _contracted(run, run.parameters[name], _weights(run))
+        scale = float(run.jacobians[name].abs().max())
+        require(
+            float(found.abs().max()) <= case.tolerances.float64 * max(scale, 1.0),
+            f"linear_in_params is declared for {name!r}, but ∂²f/∂θ² does not vanish.",
+        )
+
+
+@implements
+def mixes_samples(case: RuleCase) -> None:
+    """Against the blocks of the Jacobians between different samples."""
+    run = shared_execution(case)
+    declared = run.rule.mixes_samples(run.call)
+    mixing = False
+    samples = run.call.batch_size
+    for slot, leaf in enumerate(run.leaves):
+        if leaf is None or not leaf.dim() or leaf.shape[0] != samples:
+            continue
+        jacobian = run.jacobians[slot].movedim(run.batch_axis, 0)
+        blocks = jacobian.movedim(run.output.dim(), 1)
+        other = ~torch.eye(samples, dtype=torch.bool)
+        mixing |= bool(blocks[other].any())
+    found = "influence" if mixing else "do not influence"
+    require(
+        declared == mixing,
+        f"mixes_samples says {declared}, but samples {found} each other in this call.",
+    )
+
+
+@implements
+def affine_form(case: RuleCase) -> None:
+    """``W x + b`` in weight-sharing form is the output, rearranged."""
+    run = shared_execution(case)
+    rule, call = run.rule, run.call
+    assert isinstance(rule, AffineRule)
+    with torch.no_grad():
+        weight = rule.weight_to_matrix(call, call.parameter("weight"))
+        found = torch.einsum("goi,nsgi->nsgo", weight, rule.affine_input(call))
+        if "bias" in run.parameters:
+            found = found + call.parameter("bias").reshape(rule.groups(call), -1)
+        expected = rule.affine_output(call, call.output.unsqueeze(0))[0]
+    close(found, expected, "W x + b in affine form", case.tolerances.float64)
+
+
+@implements
+def affine_weight(case: RuleCase) -> None:
+    """Round trips of the weight, with and without leading axes."""
+    run = shared_execution(case)
+    rule, call = run.rule, run.call
+    assert isinstance(rule, AffineRule)
+    weight = call.parameter("weight").detach()
+    for value in (weight, torch.stack([weight, 2 * weight])[None]):
+        matrix = rule.weight_to_matrix(call, value)
+        require(
+            matrix.shape[-3] == rule.groups(call),
+            f"weight_to_matrix gives {matrix.shape[-3]} groups, groups() {rule.groups(call)}.",
+        )
+        same = torch.equal(rule.weight_from_matrix(call, matrix), value)
+        require(same, "weight_from_matrix does not undo weight_to_matrix.")

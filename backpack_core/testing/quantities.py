@@ -1,0 +1,147 @@
+"""The table save field → oracle: what the value of an extension must be. Imports torch only.
+
+Open to authors: :func:`register_quantity` adds a row, or an ``ExtensionCase`` brings one of its own.
+An extension whose save field has no row is checked to be finite and the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from backpack_core.testing.reference import Reference
+
+Needs = Literal["gradient", "curvature", "second derivative", "structure"]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What an extension computes.
+
+    Attributes:
+        expected: The oracle: reference and name of the parameter to a tensor.
+        observed: What to compare with it, made from the value that was stored; default: the value.
+        needs: What a layer must offer for the extension to have a value there. Every layer has a
+            gradient and curvature; one without the rest may refuse.
+    """
+
+    expected: Callable[[Reference, str], Tensor]
+    observed: Callable[[Any, Reference, str], Tensor] | None = None
+    needs: Needs = "gradient"
+
+    def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
+        """The tensor to compare."""
+        found = value if self.observed is None else self.observed(value, reference, name)
+        if not isinstance(found, Tensor):
+            raise UsageError(f"The value for {name!r} is no tensor but {type(found).__name__}.")
+        return found
+
+
+def _diagonal(blocks: Tensor, reference: Reference, name: str) -> Tensor:
+    """The diagonals of ``[N, θ, θ]`` in the shape ``[N, *θ]``."""
+    diagonal = blocks.diagonal(dim1=1, dim2=2)
+    return diagonal.reshape(len(blocks), *reference.parameters[name].shape)
+
+
+def _variance(reference: Reference, name: str) -> Tensor:
+    """``1/N Σ_n g_n² - (1/N Σ_n g_n)²`` of the gradients as the loss scales them."""
+    gradients = reference.gradients(name)
+    return gradients.square().mean(0) - gradients.mean(0).square()
+
+
+def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
+    """Outer products of columns, summed over columns: signs and rotations do not matter."""
+    flat = root.flatten(2)
+    return torch.einsum("vni,vnj->nij", flat, flat)
+
+
+def _vectors(reference: Reference, name: str) -> Tensor:
+    """Two fixed vectors ``[2, *θ]``."""
+    shape = (2, *reference.parameters[name].shape)
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+
+
+def _applied(value: Any, reference: Reference, name: str) -> Tensor:
+    """What a stored function returns for fixed vectors."""
+    vectors = _vectors(reference, name).to(reference.parameters[name].dtype)
+    result: Tensor = value(vectors)
+    return result
+
+
+def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
+    vectors = _vectors(reference, name)
+    return (vectors.flatten(1) @ blocks.sum(0)).reshape(vectors.shape)
+
+
+def _is_factorisation(value: Any, reference: Reference, name: str) -> Tensor:
+    """How far Kronecker factors are from being square, symmetric, of fitting size: ``0``."""
+    sizes = 1
+    errors = []
+    for factor in value:
+        sizes *= len(factor)
+        errors.append((factor - factor.mT).abs().max() / factor.abs().max().clamp_min(1e-12))
+    errors.append(torch.tensor(float(sizes != reference.parameters[name].numel())))
+    return torch.stack([e.double() for e in errors]).max()
+
+
+def _zero(reference: Reference, name: str) -> Tensor:
+    return torch.zeros((), dtype=torch.float64)
+
+
+_factors = Quantity(_zero, _is_factorisation, needs="structure")
+
+_QUANTITIES: dict[str, Quantity] = {
+    "grad_batch": Quantity(lambda r, p: r.gradients(p)),
+    "batch_l2": Quantity(lambda r, p: r.gradients(p).flatten(1).square().sum(1)),
+    "sum_grad_squared": Quantity(lambda r, p: r.gradients(p).square().sum(0)),
+    "variance": Quantity(_variance),
+    "batch_dot": Quantity(lambda r, p: r.gradients(p).flatten(1) @ r.gradients(p).flatten(1).T),
+    "diag_ggn_exact": Quantity(
+        lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"
+    ),
+    "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
+    "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="curvature"),
+    "diag_ggn_mc_batch": Quantity(lambda r, p: r.roots(p, 1).square().sum(0), needs="curvature"),
+    "sqrt_ggn_exact": Quantity(lambda r, p: r.ggn(p), _gram, needs="curvature"),
+    "sqrt_ggn_mc": Quantity(lambda r, p: _gram(r.roots(p, 1), r, p), _gram, needs="curvature"),
+    "diag_h": Quantity(
+        lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="second derivative"
+    ),
+    "diag_h_batch": Quantity(
+        lambda r, p: _diagonal(r.hessian(p), r, p), needs="second derivative"
+    ),
+    "ggnmp": Quantity(lambda r, p: _block_product(r.ggn(p), r, p), _applied, needs="curvature"),
+    "hmp": Quantity(
+        lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="second derivative"
+    ),
+    "kfac": _factors,
+    "kflr": _factors,
+    "kfra": _factors,
+}
+
+
+def quantity_of(savefield: str) -> Quantity | None:
+    """What is known about the extension that saves under this name."""
+    return _QUANTITIES.get(savefield)
+
+
+def register_quantity(savefield: str, quantity: Quantity) -> None:
+    """Tell the kit what an extension computes, for all checks in this process.
+
+    Args:
+        savefield: The extension's save field.
+        quantity: Its oracle.
+
+    Raises:
+        UsageError: There is a row for that name already.
+    """
+    if savefield in _QUANTITIES:
+        raise UsageError(f"The kit has an oracle for {savefield!r} already.")
+    _QUANTITIES[savefield] = quantity

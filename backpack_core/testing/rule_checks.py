@@ -1,0 +1,262 @@
+"""Checks of what a rule says, method by method, against dense Jacobians by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from backpack_core import ops
+from backpack_core.calls import iter_tensors, map_tensors
+from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.testing import oracle
+from backpack_core.testing.cases import Arguments, RuleCase
+from backpack_core.testing.compare import close, require
+from backpack_core.testing.execution import Execution, draw, execute, shared_execution
+from backpack_core.testing.implementations import implements
+
+
+def _transposed(run: Execution, mat: Tensor) -> dict[int, Tensor | None]:
+    """``jac_t_mat_prod`` for every input that is differentiated."""
+    with torch.no_grad():
+        products = run.rule.jac_t_mat_prod(run.call, mat)
+    found = dict(enumerate(products))
+    return {slot: found.get(slot) for slot, leaf in enumerate(run.leaves) if leaf is not None}
+
+
+def _check_input_products(run: Execution, mat: Tensor) -> None:
+    for slot, found in _transposed(run, mat).items():
+        expected = oracle.transposed_product(run.jacobians[slot], mat)
+        what = f"jac_t_mat_prod, input {slot}"
+        if found is None:
+            require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
+        else:
+            close(found, expected, what, run.case.tolerances.float64)
+
+
+def _check_parameter_products(run: Execution, mat: Tensor) -> None:
+    for name in run.parameters:
+        close(
+            _parameter_product(run, name, mat),
+            oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis),
+            f"param_jac_t_mat_prod of {name!r}",
+            run.case.tolerances.float64,
+        )
+
+
+def _parameter_product(run: Execution, name: str, mat: Tensor) -> Tensor:
+    assert isinstance(run.rule, ParametricRule)
+    with torch.no_grad():
+        return run.rule.param_jac_t_mat_prod(run.call, name, mat)
+
+
+@implements
+def accepts(case: RuleCase) -> None:
+    """``check()`` passes, and the rule is stateless."""
+    run = shared_execution(case)
+    before = dict(vars(run.rule))
+    run.rule.check(run.call)
+    _use(run)
+    require(dict(vars(run.rule)) == before, "The rule changed its own attributes: keep no state.")
+
+
+def _use(run: Execution) -> None:
+    """Call every product once."""
+    if not run.rule.transparent:
+        _transposed(run, run.columns())
+    for name in run.parameters:
+        _parameter_product(run, name, run.columns())
+
+
+@implements
+def jac_t_mat_prod(case: RuleCase) -> None:
+    """For every input, against ``Jᵀ mat``."""
+    run = shared_execution(case)
+    _check_input_products(run, run.columns())
+
+
+@implements
+def jac_mat_prod(case: RuleCase) -> None:
+    """Against ``J mat`` for the first input."""
+    run = shared_execution(case)
+    mat = run.input_columns()
+    with torch.no_grad():
+        found = run.rule.jac_mat_prod(run.call, mat)
+    expected = oracle.product(run.jacobians[0], mat)
+    close(found, expected, "jac_mat_prod", case.tolerances.float64)
+
+
+@implements
+def jac_adjoint(case: RuleCase) -> None:
+    """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` for the rule's own products."""
+    run = shared_execution(case)
+    mat, inp = run.columns(), run.input_columns()
+    with torch.no_grad():
+        left = (run.rule.jac_mat_prod(run.call, inp) * mat).flatten(1).sum(1)
+    back = _transposed(run, mat)[0]
+    right = torch.zeros_like(left) if back is None else (back * inp).flatten(1).sum(1)
+    close(left, right, "⟨J u, w⟩ against ⟨u, Jᵀ w⟩", case.tolerances.float64)
+
+
+@implements
+def param_jac_t_mat_prod(case: RuleCase) -> None:
+    """For every covered parameter, sample by sample."""
+    run = shared_execution(case)
+    _check_parameter_products(run, run.columns())
+
+
+@implements
+def param_jac_mat_prod(case: RuleCase) -> None:
+    """For every covered parameter."""
+    run = shared_execution(case)
+    assert isinstance(run.rule, ParametricRule)
+    for name, theta in run.parameters.items():
+        mat = draw((2, *theta.shape), 5)
+        with torch.no_grad():
+            found = run.rule.param_jac_mat_prod(run.call, name, mat)
+        expected = oracle.product(run.jacobians[name], mat)
+        close(found, expected, f"param_jac_mat_prod of {name!r}", case.tolerances.float64)
+
+
+@implements
+def param_jac_adjoint(case: RuleCase) -> None:
+    """``⟨J_θ u, w⟩ = Σ_n ⟨u, J_θ[n]ᵀ w[n]⟩`` for the rule's own products."""
+    run = shared_execution(case)
+    assert isinstance(run.rule, ParametricRule)
+    mat = run.columns()
+    for name, theta in run.parameters.items():
+        u = draw((len(mat), *theta.shape), 6)
+        with torch.no_grad():
+            left = (run.rule.param_jac_mat_prod(run.call, name, u) * mat).flatten(1).sum(1)
+        right = (_parameter_product(run, name, mat).sum(1) * u).flatten(1).sum(1)
+        what = f"⟨J u, w⟩ against ⟨u, Jᵀ w⟩ of {name!r}"
+        close(left, right, what, case.tolerances.float64)
+
+
+@implements
+def param_jac_batch_sum(case: RuleCase) -> None:
+    """Summed over samples, by hand and by ``ops.per_sample_sum``: the gradient of the batch."""
+    run = shared_execution(case)
+    mat = run.columns()
+    for name in run.parameters:
+        expected = oracle.transposed_product(run.jacobians[name], mat)
+        found = _parameter_product(run, name, mat).sum(1)
+        close(found, expected, f"Σ_n of {name!r}", case.tolerances.float64)
+        run.call.memo.clear()
+        with torch.no_grad():
+            summed = ops.per_sample_sum(run.rule, run.call, name, mat)
+        close(summed, expected, f"ops.per_sample_sum of {name!r}", case.tolerances.float64)
+
+
+_DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "square_sum": lambda m: m.square().sum((0, 1)),
+    "per_sample_square_sum": lambda m: m.square().sum(0),
+    "squared_norm": lambda m: m.flatten(2).square().sum(2),
+    "per_sample_sum": lambda m: m.sum(1),
+    "per_sample": lambda m: m,
+}
+
+
+@implements
+def operations(case: RuleCase) -> None:
+    """Each operation against its definition through ``M``, also where memory is short."""
+    run = shared_execution(case)
+    mat = run.columns()
+    for name in run.parameters:
+        product = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
+        for budget in (ops.memory_budget(), 1):
+            with _budget(budget), torch.no_grad():
+                for operation, definition in _DEFINITIONS.items():
+                    run.call.memo.clear()
+                    found = getattr(ops, operation)(run.rule, run.call, name, mat)
+                    what = f"ops.{operation} of {name!r} within {budget} bytes"
+                    close(found, definition(product), what, case.tolerances.float64)
+    run.call.memo.clear()
+
+
+@contextmanager
+def _budget(size: int) -> Iterator[None]:
+    before = ops.memory_budget()
+    ops.set_memory_budget(size)
+    try:
+        yield
+    finally:
+        ops.set_memory_budget(before)
+
+
+@implements
+def subsampled_call(case: RuleCase) -> None:
+    """Products of ``call.subsample([2, 0])``."""
+    run = shared_execution(case)
+    mat, chosen = run.columns(), [2, 0]
+    view = run.call.subsample(chosen)
+    run.rule.check(view)
+    with torch.no_grad():
+        if not run.rule.transparent and any(leaf is not None for leaf in run.leaves):
+            for slot, product in enumerate(run.rule.jac_t_mat_prod(view, mat[:, chosen])):
+                if product is not None and run.leaves[slot] is not None:
+                    expected = oracle.transposed_product(run.jacobians[slot], mat)[:, chosen]
+                    what = f"jac_t_mat_prod of samples {chosen}, input {slot}"
+                    close(product, expected, what, case.tolerances.float64)
+        for name in run.parameters:
+            assert isinstance(run.rule, ParametricRule)
+            found = run.rule.param_jac_t_mat_prod(view, name, mat[:, chosen])
+            expected = oracle.per_sample_product(run.jacobians[name], mat)[:, chosen]
+            what = f"param_jac_t_mat_prod of samples {chosen}, {name!r}"
+            close(found, expected, what, case.tolerances.float64)
+
+
+@implements
+def leaves_arguments_alone(case: RuleCase) -> None:
+    """Everything that goes in comes out as it was."""
+    run = execute(case)
+    mat = run.columns()
+    held = [mat, *run.call.inputs, *run.call.outputs, *run.module.parameters()]
+    before = [tensor.detach().clone() for tensor in held]
+    if not run.rule.transparent:
+        _transposed(run, mat)
+    for name in run.parameters:
+        _parameter_product(run, name, mat)
+    for tensor, copy in zip(held, before, strict=True):
+        same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))
+        require(same, "A method wrote to a tensor that it was given.")
+
+
+@implements
+def non_contiguous_columns(case: RuleCase) -> None:
+    """Columns with strides in another order, and columns that share memory."""
+    run = shared_execution(case)
+    mat = run.columns()
+    turned = mat.movedim(0, -1).contiguous().movedim(-1, 0)
+    for strided in (turned, mat[:1].expand(3, *mat.shape[1:])):
+        if not run.rule.transparent:
+            _check_input_products(run, strided)
+        _check_parameter_products(run, strided)
+
+
+@implements
+def non_contiguous_input(case: RuleCase) -> None:
+    """Inputs that are every other entry of a larger tensor."""
+    given = case.arguments()
+    args, kwargs = map_tensors((given.args, dict(given.kwargs)), _strided)
+    run = execute(case, Arguments(args, kwargs))
+    require(
+        not any(t.numel() > 1 and t.is_contiguous() for t in iter_tensors((args, kwargs))),
+        "The kit could not make the inputs non-contiguous.",
+    )
+    if not run.rule.transparent:
+        _check_input_products(run, run.columns())
+    _check_parameter_products(run, run.columns())
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
+
+
+def is_separate(rule: LayerRule, run: Execution) -> bool:
+    """Whether the rule says that samples of this call do not influence each other."""
+    return not rule.mixes_samples(run.call)

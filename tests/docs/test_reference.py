@@ -1,0 +1,31 @@
+"""Documentation that is generated from the code agrees with the code."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def test_extensions_page_is_up_to_date():
+    generator = runpy.run_path(str(DOCS / "make_reference.py"))
+    found = (DOCS / "extensions.md").read_text(encoding="utf-8")
+    assert found == generator["page"](), "run python docs/make_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_readme_example_runs(capsys):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    exec(code.group(1), {})
+    assert "grad_batch" not in capsys.readouterr().err

@@ -1,0 +1,22 @@
+"""Plugins of these tests are fake distributions, or temporary; none stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from backpack_core import plugins
+from backpack_core.registry import registry
+from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
+
+
+@pytest.fixture(autouse=True)
+def no_preferences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("LOAD_PLUGINS", "BLOCK_PLUGINS", "STRICT_PLUGINS", "PREFER"):
+        monkeypatch.delenv(f"BACKPACK_{name}", raising=False)
+    before = dict(registry.preferred)
+    yield
+    registry.preferred.clear()
+    registry.preferred.update(before)
+    plugins.reset()

@@ -1,0 +1,195 @@
+"""Sources of plugins, sound and sick, and what ``backpack doctor`` has to say about each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SCALE = """
+import torch
+from backpack_core import ParametricRule
+
+class ScaleModule(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([2.0]))
+    def forward(self, x):
+        return x * self.weight
+
+class ScaleRule(ParametricRule):
+    module_types = (ScaleModule,)
+    params = ("weight",)
+    def _jac_t_mat_prod(self, call, mat):
+        return mat * call.module.weight
+    def _param_jac_t_mat_prod(self, call, name, mat):
+        return torch.einsum("vnd,nd->vn", mat, call.input).unsqueeze(-1)
+"""
+
+NORM = """
+from backpack_core import FirstOrderExtension, ops
+
+class GradNorm(FirstOrderExtension):
+    savefield = "grad_norm"
+    def read(self, rule, call, name, mat):
+        return ops.squared_norm(rule, call, name, mat).squeeze(0).sqrt()
+"""
+
+LINEAR = """
+import torch
+from backpack_core import LayerRule
+
+class LinearRule(LayerRule):
+    module_types = ("{spelling}",)
+    def _jac_t_mat_prod(self, call, mat):
+        return mat @ call.module.weight
+"""
+
+HALF = """
+from backpack_core import FirstOrderExtension, hookimpl
+
+class Half(FirstOrderExtension):
+    savefield = "half"
+    def read(self, rule, call, name, mat):
+        return mat
+
+@hookimpl
+def backpack_extensions():
+    yield Half
+    raise RuntimeError("no second one")
+"""
+
+
+@dataclass(frozen=True)
+class Sick:
+    """An installation with a fault.
+
+    Attributes:
+        distributions: Keyword arguments of the fake distributions.
+        problem: Part of what the doctor finds.
+        remedy: Part of what the doctor advises.
+        error: Part of the warning in a process that loads it; empty where it loads.
+        severity: How the doctor ranks it.
+    """
+
+    distributions: tuple[dict[str, Any], ...]
+    problem: str
+    remedy: str
+    error: str = ""
+    severity: str = "fault"
+    who: str = "backpack-plugin-sick"
+
+
+def one(source: str | None, target: str = "GradNorm", **more: Any) -> tuple[dict[str, Any], ...]:
+    """A single distribution with a single plugin."""
+    return (
+        {
+            "name": "backpack-plugin-sick",
+            "entry_points": {"sick": f"sick_module:{target}" if target else "sick_module"},
+            "modules": {} if source is None else {"sick_module": source},
+            **more,
+        },
+    )
+
+
+def two(first: str, second: str, names: tuple[str, str], target: str) -> tuple[dict[str, Any], ...]:
+    """Two distributions with a plugin each."""
+    sources = (first, second)
+    return tuple(
+        {
+            "name": f"backpack-plugin-{which}",
+            "entry_points": {name: f"{which}_module:{target}"},
+            "modules": {f"{which}_module": source},
+        }
+        for which, name, source in zip(("one", "two"), names, sources, strict=True)
+    )
+
+
+SICK = {
+    "import error": Sick(
+        one("import no_such_package"), "No module named 'no_such_package'", "Install what it needs",
+        "ModuleNotFoundError",
+    ),
+    "raises at import": Sick(
+        one("x = 1\nraise ValueError('rotten')"), "ValueError: rotten", "Update or uninstall",
+        "ValueError: rotten",
+    ),
+    "SystemExit": Sick(
+        one("raise SystemExit(0)"), "SystemExit: 0", "BACKPACK_BLOCK_PLUGINS=sick", "SystemExit"
+    ),
+    "points nowhere: module": Sick(one(None), "points nowhere", "force-reinstall", "sick_module"),
+    "points nowhere: attribute": Sick(
+        one(NORM, "Missing"), "points nowhere", "force-reinstall", "no 'Missing'"
+    ),
+    "wrong type": Sick(one("x = 3", "x"), "3 provides nothing", "Update", "provides nothing"),
+    "wrong type from a hook": Sick(
+        one(
+            "from backpack_core import hookimpl\n"
+            "@hookimpl\ndef backpack_layer_rules():\n    return [int]\n",
+            "",
+        ),
+        "backpack_layer_rules returned <class 'int'>", "Update", "backpack_layer_rules",
+    ),
+    "unknown hook": Sick(
+        one("from backpack_core import hookimpl\n@hookimpl\ndef backpack_magic():\n    return []", ""),
+        "backpack_magic is no hook", "Update", "backpack_magic is no hook",
+    ),
+    "abstract class": Sick(
+        one("from backpack_core import Extension as E\nclass A(E):\n    savefield = 'a'", "A"),
+        "A does not implement read", "Update", "does not implement read",
+    ),
+    "half-way failure": Sick(one(HALF, ""), "no second one", "Update", "no second one"),
+    "old interface": Sick(
+        one(f"backpack_api = 99\n{NORM}"), "version 99 of the plugin interface",
+        "Update or uninstall backpack-plugin-sick", "version 99",
+    ),
+    "two with one name": Sick(
+        two(NORM, NORM.replace("GradNorm", "OtherNorm"), ("same", "same"), "GradNorm"),
+        "the plugin name 'same' is claimed by backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
+        "BACKPACK_PREFER=same=backpack-plugin-one", "Several plugins have the name 'same'",
+        who="backpack-plugin-one 0.1 and backpack-plugin-two 0.1",
+    ),
+    "two with one key": Sick(
+        two(
+            LINEAR.format(spelling="torch.nn.Bilinear"),
+            LINEAR.format(spelling="torch.nn.modules.linear.Bilinear"),
+            ("first", "second"), "LinearRule",
+        ),
+        "the layer rule for torch.nn.modules.linear.Bilinear is claimed by",
+        "BACKPACK_PREFER=torch.nn.modules.linear.Bilinear=backpack-plugin-",
+        who="backpack-plugin-",
+    ),
+    "no entry points": Sick(
+        ({"name": "backpack-plugin-sick"},), "declares no plugin", "project.entry-points.backpack"
+    ),
+    "no metadata": Sick(
+        one(NORM, metadata=False), "no metadata", "force-reinstall", who="backpack-plugin-sick"
+    ),
+    "declares what it does not implement": Sick(
+        one(
+            "from backpack_core import ElementwiseRule\n"
+            "class R(ElementwiseRule):\n"
+            "    module_types = ('somewhere.Act',)\n"
+            "    def derivative(self, call):\n        return call.input\n",
+            "R",
+        ),
+        "R is an ElementwiseRule without second_derivative", "Tell the authors",
+    ),
+    "prints": Sick(
+        one(f"print('hello')\n{NORM}"), "prints at import: 'hello'", "Tell the authors",
+        severity="warning",
+    ),
+    "slow import": Sick(
+        one(f"import time\ntime.sleep(1.2)\n{NORM}"), "import takes 1.", "on first use",
+        severity="warning",
+    ),
+}
+
+# What no process that loads them survives: only the doctor meets these.
+DEADLY = {
+    "hangs": Sick(
+        one("import time\ntime.sleep(600)"), "did not end in 2 s", "BACKPACK_BLOCK_PLUGINS=sick"
+    ),
+    "ends the process": Sick(
+        one("import os\nos._exit(7)"), "ended the process with exit code 7", "Update or uninstall"
+    ),
+}

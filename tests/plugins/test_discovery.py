@@ -1,0 +1,280 @@
+"""What is found, blocked and preferred, before anything is imported."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sick import LINEAR, NORM
+from torch import nn
+
+import backpack_core
+from backpack_core import extend, plugins
+from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
+from backpack_core.registry import registry
+from backpack_core.testing.fake_distribution import FakeDistribution, write_distribution
+
+NORM_POINT = {"norm": "norm_module:GradNorm"}
+NORM_MODULE = {"norm_module": NORM}
+
+
+def found(name: str) -> plugins.Plugin:
+    (plugin,) = (p for p in plugins.plugins() if p.name == name)
+    return plugin
+
+
+def test_listing_imports_nothing(fake_distribution: FakeDistribution) -> None:
+    fake_distribution(
+        "backpack-plugin-norm", version="2.1", entry_points=NORM_POINT, modules=NORM_MODULE
+    )
+    plugin = found("norm")
+    assert (plugin.distribution, plugin.version) == ("backpack-plugin-norm", "2.1")
+    assert (plugin.value, plugin.state) == ("norm_module:GradNorm", "not loaded")
+    assert "norm_module" not in sys.modules
+
+
+def test_loading_is_lazy_until_extend(fake_distribution: FakeDistribution) -> None:
+    fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
+    assert "norm_module" not in sys.modules
+    extend(nn.Linear(1, 1))
+    assert "norm_module" in sys.modules
+    assert found("norm").state == "loaded"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "loads"),
+    [
+        ("BACKPACK_LOAD_PLUGINS", "", False),
+        ("BACKPACK_LOAD_PLUGINS", "other", False),
+        ("BACKPACK_LOAD_PLUGINS", "other, norm", True),
+        ("BACKPACK_LOAD_PLUGINS", "backpack_plugin_Norm", True),
+        ("BACKPACK_BLOCK_PLUGINS", "", True),
+        ("BACKPACK_BLOCK_PLUGINS", "norm", False),
+        ("BACKPACK_BLOCK_PLUGINS", "backpack-plugin-norm", False),
+    ],
+)
+def test_the_lists_of_the_environment(
+    variable: str,
+    value: str,
+    loads: bool,
+    fake_distribution: FakeDistribution,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
+    plugins.ensure_loaded()
+    assert found("norm").state == ("loaded" if loads else "blocked")
+    assert ("norm_module" in sys.modules) == loads
+    if not loads:
+        with pytest.raises(ImportError, match=r"GradNorm of backpack-plugin-norm 0\.1 .* blocked"):
+            from backpack_core.extensions import GradNorm  # noqa: F401
+
+
+def test_the_block_list_wins(
+    fake_distribution: FakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "norm")
+    monkeypatch.setenv("BACKPACK_BLOCK_PLUGINS", "norm")
+    fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
+    assert found("norm").state == "blocked"
+
+
+def test_the_first_release_on_the_path_counts(
+    fake_distribution: FakeDistribution, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older release further back has an entry point that the visible one has no more."""
+    write_distribution(
+        tmp_path / "behind", "backpack-plugin-norm", entry_points={"old": "gone:Old"}
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "behind")])
+    fake_distribution(
+        "backpack-plugin-norm", version="2.0", entry_points=NORM_POINT, modules=NORM_MODULE
+    )
+    mine = [p for p in plugins.plugins() if p.distribution == "backpack-plugin-norm"]
+    assert [(p.name, p.version) for p in mine] == [("norm", "2.0")]
+
+
+def test_metadata_that_cannot_be_parsed_is_left_alone(fake_distribution: FakeDistribution) -> None:
+    info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT)
+    (info / "entry_points.txt").write_text("[backpack]\n\tno equals sign")
+    plugins.reset()
+    assert "norm" not in {p.name for p in plugins.plugins()}
+
+
+SAME = [
+    ("backpack-plugin-a", "a_module:GradNorm"),
+    ("backpack-plugin-b", "b_module:GradNorm"),
+]
+
+
+@pytest.fixture
+def same_name(fake_distribution: FakeDistribution) -> None:
+    for distribution, value in SAME:
+        module = value.partition(":")[0]
+        fake_distribution(distribution, entry_points={"norm": value}, modules={module: NORM})
+
+
+def test_two_of_one_name_are_a_conflict(same_name: None) -> None:
+    with pytest.warns(BrokenPluginWarning, match="Several plugins have the name 'norm'"):
+        plugins.ensure_loaded()
+    assert "a_module" not in sys.modules and "b_module" not in sys.modules
+    with pytest.raises(MissingPluginError, match="GradNorm") as caught:
+        from backpack_core.extensions import GradNorm  # noqa: F401
+    assert isinstance(caught.value.__cause__, PluginConflictError)
+    assert "backpack-plugin-a 0.1 and backpack-plugin-b 0.1" in str(caught.value)
+
+
+def test_a_preference_settles_it_at_once(same_name: None) -> None:
+    with pytest.warns(BrokenPluginWarning):
+        plugins.ensure_loaded()
+    for wanted in ("b", "a"):  # and may be changed
+        backpack_core.prefer(f"backpack-plugin-{wanted}", "norm")
+        from backpack_core import extensions
+
+        assert extensions.GradNorm.__module__ == f"{wanted}_module"
+
+
+@pytest.mark.parametrize("value", ["norm=backpack-plugin-b", "*=backpack_plugin_b", "x=y,norm=b"])
+def test_the_environment_settles_it(
+    value: str, same_name: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPACK_PREFER", value)
+    plugins.reset()
+    if value.endswith("=b"):  # no distribution of this name: still a conflict
+        assert {p.state for p in plugins.plugins() if p.name == "norm"} == {"conflict"}
+        return
+    plugins.ensure_loaded()
+    from backpack_core.extensions import GradNorm
+
+    assert GradNorm.__module__ == "b_module"
+
+
+@pytest.fixture
+def same_key(fake_distribution: FakeDistribution) -> type[nn.Module]:
+    for which, spelling in (
+        ("a", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"),
+        ("b", "torch.nn.modules.linear.NonDynamicallyQuantizableLinear"),
+    ):
+        source = LINEAR.format(spelling=spelling)
+        fake_distribution(
+            f"backpack-plugin-{which}",
+            entry_points={f"lin_{which}": f"{which}_module:LinearRule"},
+            modules={f"{which}_module": source},
+        )
+    return nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def test_two_rules_for_a_layer_are_a_conflict_when_it_is_used(same_key: type[nn.Module]) -> None:
+    extend(nn.Linear(1, 1))
+    with pytest.raises(
+        PluginConflictError, match=r"backpack-plugin-a 0\.1 and backpack-plugin-b 0\.1"
+    ):
+        extend(same_key(1, 1))
+
+
+@pytest.mark.parametrize("key", ["class", "name", "everything"])
+def test_a_preference_chooses_the_rule(same_key: type[nn.Module], key: str) -> None:
+    name = f"{same_key.__module__}.{same_key.__qualname__}"
+    keys = {"class": (same_key,), "name": (name,), "everything": ()}[key]
+    for wanted in ("b", "a"):
+        backpack_core.prefer(f"backpack-plugin-{wanted}", *keys)
+        plugins.ensure_loaded()
+        resolved = registry.resolve(same_key(1, 1))
+        assert resolved.provenance.distribution == f"backpack-plugin-{wanted}"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_order_changes_nothing(
+    seed: int, fake_distribution: FakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the order on disk and of loading: the same rules, extensions and conflicts."""
+    names = [f"p{i}" for i in range(6)]
+    random.Random(seed).shuffle(names)
+    for name in names:
+        fake_distribution(
+            f"backpack-plugin-{name}",
+            entry_points={
+                f"{name}_norm": f"{name}_module:Norm{name.upper()}",
+                f"{name}_rule": f"{name}_rules:LinearRule",
+            },
+            modules={
+                f"{name}_module": NORM.replace("GradNorm", f"Norm{name.upper()}"),
+                f"{name}_rules": LINEAR.format(spelling=f"torch.nn.Layer{int(name[1]) // 2}"),
+            },
+        )
+    installed = plugins.plugins()
+    random.Random(seed).shuffle(installed)
+    plugins.ensure_loaded()
+    assert set(registry.extensions) >= {f"NormP{i}" for i in range(6)}
+    for i in range(3):
+        claims = registry.rules[f"torch.nn.Layer{i}"]
+        assert {c.provenance.plugin for c in claims} == {f"p{2 * i}_rule", f"p{2 * i + 1}_rule"}
+        key = f"torch.nn.Layer{i}"
+        with pytest.raises(PluginConflictError):
+            registry.choose(claims, key, "layer rule")
+        backpack_core.prefer(f"backpack-plugin-p{2 * i}", key)
+        assert registry.choose(claims, key, "layer rule").provenance.plugin == f"p{2 * i}_rule"
+
+
+def test_two_threads_see_all_plugins(fake_distribution: FakeDistribution) -> None:
+    """The second waits until the first has loaded everything."""
+    import threading
+
+    fake_distribution(
+        "backpack-plugin-norm",
+        entry_points=NORM_POINT,
+        modules={"norm_module": f"import time\ntime.sleep(0.3)\n{NORM}"},
+    )
+    seen: list[bool] = []
+
+    def use() -> None:
+        extend(nn.Linear(1, 1))
+        seen.append("GradNorm" in registry.extensions)
+
+    threads = [threading.Thread(target=use) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 3
+
+
+def test_an_unknown_extension_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backpack_core import extensions
+
+    monkeypatch.setattr(plugins, "_plugins", [])
+    monkeypatch.setattr(plugins, "_loaded", True)
+    registry.clear()
+    with pytest.raises(ImportError, match="pip install backpack-plugin-firstorder"):
+        extensions.BatchGrad  # noqa: B018
+    with pytest.raises(ImportError, match="pip install backpack-plugin-secondorder"):
+        extensions.KFAC  # noqa: B018
+    with pytest.raises(ImportError, match="No installed plugin provides .* 'Unheard'"):
+        extensions.Unheard  # noqa: B018
+    with pytest.raises(AttributeError):
+        extensions.unheard  # noqa: B018
+
+
+def test_register_by_hand() -> None:
+    class Mine(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Rule(backpack_core.LayerRule):
+        module_types = (Mine,)
+
+        def _jac_t_mat_prod(self, call, mat):  # noqa: ANN001, ANN202
+            return mat
+
+    assert backpack_core.register(Rule, "mine") is Rule
+    assert str(registry.resolve(Mine()).provenance) == "registered by hand as 'mine'"
+    with pytest.raises(PluginConflictError, match="registered already, as 'mine'"):
+        backpack_core.register(Rule, "again")
+    backpack_core.unregister("mine")
+    assert registry.resolve(Mine()).is_fallback
+    with plugins.temporary_plugin(Rule):
+        assert not registry.resolve(Mine()).is_fallback
+    assert registry.resolve(Mine()).is_fallback

@@ -1,0 +1,243 @@
+"""Sick plugins: core works with each of them installed, and the doctor names the culprit."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
+from torch import nn
+
+from backpack_core import backpack, extend, plugins
+from backpack_core.cli.doctor import Diagnosis, examine
+from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginLoadError
+from backpack_core.registry import registry
+from backpack_core.testing.fake_distribution import FakeDistribution
+
+
+CASES = pytest.mark.parametrize("sick", SICK.values(), ids=SICK.keys())
+
+
+def install(fake_distribution: FakeDistribution, sick: Sick) -> None:
+    for distribution in sick.distributions:
+        fake_distribution(**distribution)
+
+
+@CASES
+def test_core_works(sick: Sick, fake_distribution: FakeDistribution) -> None:
+    """Individual gradients of a linear layer, with a sound plugin next to the sick one."""
+    install(fake_distribution, sick)
+    fake_distribution(
+        "backpack-plugin-sound",
+        entry_points={"sound": "sound_module:SoundNorm"},
+        modules={"sound_module": NORM.replace("GradNorm", "SoundNorm").replace("grad_n", "sound_n")},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from backpack_core.extensions import BatchGrad, SoundNorm
+
+        model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+        loss = lossfunc(model(torch.rand(4, 3)), torch.rand(4, 2))
+        with backpack(BatchGrad(), SoundNorm()):
+            loss.backward()
+    assert torch.allclose(model.weight.grad_batch.sum(0), model.weight.grad)
+    assert torch.allclose(model.weight.sound_norm, model.weight.grad_batch.flatten(1).norm(dim=1))
+    broken = [w for w in caught if issubclass(w.category, BrokenPluginWarning)]
+    assert bool(broken) == bool(sick.error)
+    if sick.error:
+        assert sick.error in str(broken[0].message)
+        assert sick.who[:15] in str(broken[0].message)
+
+
+@pytest.fixture
+def only_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is really installed is blocked, which makes it quick, and the verdict that of the fakes."""
+    names = ",".join(f"backpack-plugin-{name}" for name in ("sick", "one", "two", "sound"))
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", names)
+
+
+@CASES
+def test_doctor(sick: Sick, fake_distribution: FakeDistribution, only_fakes: None) -> None:
+    install(fake_distribution, sick)
+    check(examine(limit=10), sick)
+
+
+@pytest.mark.parametrize("sick", DEADLY.values(), ids=DEADLY.keys())
+def test_doctor_survives(
+    sick: Sick, fake_distribution: FakeDistribution, only_fakes: None
+) -> None:
+    """Also plugins that come after the deadly one are examined."""
+    install(fake_distribution, sick)
+    fake_distribution(
+        "backpack-plugin-sound",
+        entry_points={"sound": "sound_module:GradNorm"},
+        modules={"sound_module": NORM},
+    )
+    diagnosis = examine(limit=2)
+    check(diagnosis, sick)
+    (sound,) = (r for r in diagnosis.reports if r.distribution == "backpack-plugin-sound")
+    assert sound.state == "loaded" and [p.key for p in sound.provides] == ["GradNorm"]
+    assert len(diagnosis.reports) == len(plugins.plugins())
+
+
+def check(diagnosis: Diagnosis, sick: Sick) -> None:
+    assert len(diagnosis.findings) == 1, diagnosis.findings
+    (finding,) = diagnosis.findings
+    assert finding.who.startswith(sick.who)
+    assert finding.severity == sick.severity
+    assert sick.problem in finding.problem
+    assert sick.remedy in finding.remedy
+    assert diagnosis.healthy == (sick.severity == "warning")
+
+
+def test_what_is_missing_is_chained_to_the_broken_plugin(
+    fake_distribution: FakeDistribution,
+) -> None:
+    fake_distribution(**one("raise ValueError('rotten')")[0])
+    with pytest.warns(BrokenPluginWarning, match="backpack-plugin-sick 0.1"):
+        plugins.ensure_loaded()
+    with pytest.raises(MissingPluginError, match=r"'sick' of backpack-plugin-sick 0.1") as caught:
+        from backpack_core.extensions import GradNorm  # noqa: F401
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValueError) and str(cause) == "rotten"
+    traceback = cause.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    assert "sick_module" in traceback.tb_frame.f_code.co_filename
+
+
+def test_a_layer_without_rule_is_chained_to_the_broken_plugin(
+    fake_distribution: FakeDistribution,
+) -> None:
+    fake_distribution(
+        "backpack-plugin-scale",
+        entry_points={"scale": "scale_module:ScaleRule"},
+        modules={"scale_module": "raise ValueError('rotten')"},
+    )
+
+    class ScaleModule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    with pytest.warns(BrokenPluginWarning):
+        from backpack_core.extensions import BatchGrad
+    model, lossfunc = extend(ScaleModule()), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(4, 3)), torch.rand(4, 3))
+    with (
+        backpack(BatchGrad(fail_mode="error")),
+        pytest.raises(MissingPluginError, match="backpack-plugin-scale 0.1") as caught,
+    ):
+        loss.backward()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_strict_raises_at_once(
+    fake_distribution: FakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPACK_STRICT_PLUGINS", "1")
+    fake_distribution(**one("raise ValueError('rotten')")[0])
+    for _ in range(2):  # not only the first time
+        with pytest.raises(PluginLoadError, match="backpack-plugin-sick 0.1") as caught:
+            extend(nn.Linear(1, 1))
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_one_warning_for_a_distribution(fake_distribution: FakeDistribution) -> None:
+    fake_distribution(
+        "backpack-plugin-sick",
+        entry_points={f"sick{i}": f"sick_module:Sick{i}" for i in range(5)},
+        modules={"sick_module": "raise ValueError('rotten')"},
+    )
+    with pytest.warns(BrokenPluginWarning, match="'sick0', 'sick1'") as caught:
+        extend(nn.Linear(1, 1))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        extend(nn.Linear(1, 1))  # and only once
+
+
+def test_registration_is_rolled_back(fake_distribution: FakeDistribution) -> None:
+    fake_distribution(**one(HALF, "")[0])
+    with pytest.warns(BrokenPluginWarning, match="no second one"):
+        plugins.ensure_loaded()
+    assert "Half" not in registry.extensions
+    assert not plugins._manager.has_plugin("backpack-plugin-sick:sick")
+
+
+def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
+    from backpack_core import LayerRule
+
+    class Fine(nn.Module):
+        pass
+
+    class Sound(LayerRule):
+        module_types = (Fine,)
+
+        def _jac_t_mat_prod(self, call, mat):  # noqa: ANN001, ANN202
+            return mat
+
+    class Unmade(Sound):
+        def __init__(self) -> None:
+            raise ValueError("not today")
+
+    class Several:
+        @staticmethod
+        @plugins.hookspecs.hookimpl
+        def backpack_layer_rules():  # noqa: ANN205
+            return [Sound, Unmade]
+
+    with pytest.raises(ValueError, match="not today"):
+        plugins.register(Several, "several")
+    assert Fine not in registry.rules
+    with pytest.raises(plugins.PluginError, match="No plugin named 'several'"):
+        plugins.unregister("several")
+
+
+def test_a_plugin_may_use_the_extension_of_a_later_one(
+    fake_distribution: FakeDistribution,
+) -> None:
+    """Whatever the order of the names."""
+    derived = (
+        "from backpack_core.extensions import {base}\n"
+        "class {name}({base}):\n    savefield = '{name}'\n"
+    )
+    source = NORM.replace("GradNorm", "MiddleNorm").replace("grad_norm", "middle")
+    fake_distribution(
+        "backpack-plugin-chain",
+        entry_points={
+            "a": "chain_a:First", "m": "chain_m:MiddleNorm", "z": "chain_z:Last",
+        },
+        modules={
+            "chain_a": derived.format(base="MiddleNorm", name="First"),
+            "chain_m": source,
+            "chain_z": derived.format(base="MiddleNorm", name="Last"),
+        },
+    )
+    from backpack_core.extensions import First, Last, MiddleNorm
+
+    assert issubclass(First, MiddleNorm) and issubclass(Last, MiddleNorm)
+    assert plugins.failures() == []
+
+
+def test_scale_source_is_sound(fake_distribution: FakeDistribution) -> None:
+    """The source the sick ones are made from works."""
+    fake_distribution(
+        "backpack-plugin-scale",
+        entry_points={"scale": "scale_module:ScaleRule"},
+        modules={"scale_module": SCALE},
+    )
+    from backpack_core.extensions import BatchGrad
+
+    from scale_module import ScaleModule  # type: ignore[import-not-found]  # isort: skip
+
+    model, lossfunc = extend(ScaleModule()), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(4, 3)), torch.rand(4, 3))
+    with backpack(BatchGrad(fail_mode="error")):
+        loss.backward()
+    assert torch.allclose(model.weight.grad_batch.sum(0), model.weight.grad)
