@@ -31,6 +31,7 @@ from backpack_core.ops.generic import set_memory_budget as set_memory_budget
 from backpack_core.plugins import prefer as prefer
 from backpack_core.plugins import register as register
 from backpack_core.plugins import unregister as unregister
+from backpack_core.rules import AffinePairsRule as AffinePairsRule
 from backpack_core.rules import AffineRule as AffineRule
 from backpack_core.rules import ElementwiseRule as ElementwiseRule
 from backpack_core.rules import LayerRule as LayerRule

@@ -1,56 +1,48 @@
-"""Rewrites a network with ``torch.fx`` so that its operations are modules. Imports registry, modules.
+"""Rewrites a network with ``torch.fx`` so that its operations are modules. Imports the registry.
 
-Core follows functional operations by itself; a converted network is for quantities that need a layer
-rule at every nonlinear step (``DiagHessian``, say), and for module extensions, which go by module type.
+Core follows functional operations by itself; a converted network is for quantities that need a
+layer rule at every nonlinear step (``DiagHessian``, say), and for module extensions, which go by
+the type of a module.
 """
 
 from __future__ import annotations
 
-import operator
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
-from torch.nn import functional as F
 
 from backpack_core.context import logger
+from backpack_core.conversions import CONVERSIONS
 from backpack_core.errors import BackpackWarning
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.plugins import ensure_loaded
 from backpack_core.registry import registry
 
-# A conversion returns the module for a node and the node's remaining inputs, or None.
-Conversion = tuple[Module, tuple[Any, ...]] | None
-Convert = Callable[[Node], Conversion]
-
 # What shape queries give are numbers, through which nothing is differentiated.
-_NO_OPERATION = frozenset({"size", "dim", "getattr", "<built-in function getattr>"})
+_NO_OPERATION = frozenset({"size", "dim", "getattr"})
+
+_HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
 
 
 class RuleTracer(Tracer):
     """A tracer that takes every module with a layer rule, and every helper module, as one step."""
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
-        """Whether to look inside."""
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
-        if not registry.resolve(m).is_fallback or type(m).__module__ == SumModule.__module__:
-            return not any(True for _ in m.children()) or super().is_leaf_module(
-                m, module_qualified_name
-            )
+        """Whether to leave it whole."""
+        if isinstance(m, _HELPERS) or not registry.resolve(m).is_fallback:
+            return True
         return super().is_leaf_module(m, module_qualified_name)
 
 
 def convert(module: Module, debug: bool = False) -> GraphModule:
     """Rewrite functions and methods as modules, as far as there is one for them.
 
-    Sums become :class:`SumModule`, products with a number :class:`ScaleModule`, ``flatten``,
-    ``permute``, ``transpose``, indexing, padding, pooling and activations the modules of their names.
+    Sums become :class:`SumModule`, products with a number :class:`ScaleModule`; ``flatten``,
+    ``permute``, ``transpose``, indexing, padding, pooling and activations the modules of that name.
     Recurrent layers of several layers become a ``Sequential`` of single ones, in-place modules
     ordinary ones, and a module without parameters that is called several times is copied.
 
@@ -64,6 +56,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     ensure_loaded()
     graph = RuleTracer().trace(module)
     result = GraphModule(module, graph)
+    graph.eliminate_dead_code()
     used: set[str] = set()
     for node in list(graph.nodes):
         if node.op == "call_module":
@@ -79,7 +72,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
 
 def _replace(root: GraphModule, node: Node, debug: bool) -> None:
     key = node.target if node.op == "call_function" else str(node.target)
-    converted = _CONVERSIONS[key](node) if key in _CONVERSIONS else None
+    converted = CONVERSIONS[key](node) if key in CONVERSIONS else None
     if converted is None:
         return
     module, inputs = converted
@@ -144,9 +137,9 @@ def _report(nodes: Any) -> None:
     if names:
         warnings.warn(
             f"convert: these operations stay functions: {', '.join(names)}. Quantities of first "
-            "order and of the generalised Gauss-Newton matrix pass through them exactly; a quantity "
-            "with second derivatives refuses those that are not linear. Write a module and a layer "
-            "rule for such an operation.",
+            "order and of the generalised Gauss-Newton matrix pass through them exactly; those "
+            "with second derivatives refuse any that is not linear: write a module and a layer "
+            "rule for it.",
             BackpackWarning,
             stacklevel=4,
         )
@@ -168,137 +161,3 @@ def _snake(name: str) -> str:
     letters = [("_" if c.isupper() and i and name[i - 1].islower() else "") + c for i, c in
                enumerate(name)]  # fmt: skip
     return "".join(letters).lower()
-
-
-def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """The settings a node was called with, by name; ``None`` where they are not constants."""
-    positional = node.args[1:]
-    if len(positional) > len(names) or not node.args or not isinstance(node.args[0], Node):
-        return None
-    settings = dict(zip(names, positional, strict=False)) | dict(node.kwargs)
-    if set(settings) - set(names) or _holds_node(list(settings.values())):
-        return None
-    return settings
-
-
-def _holds_node(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_holds_node(item) for item in value)
-    if isinstance(value, slice):
-        return _holds_node([value.start, value.stop, value.step])
-    return isinstance(value, Node)
-
-
-def _module(kind: Callable[..., Module], *names: str) -> Convert:
-    """Settings of the function are those of the module; in-place variants become ordinary ones."""
-
-    def conversion(node: Node) -> Conversion:
-        settings = _bind(node, names)
-        if settings is None:
-            return None
-        settings.pop("inplace", None)
-        return kind(**settings), (node.args[0],)
-
-    return conversion
-
-
-def _sum(node: Node) -> Conversion:
-    both = len(node.args) == 2 and not node.kwargs and all(isinstance(a, Node) for a in node.args)
-    return (SumModule(), node.args) if both else None
-
-
-def _scale(node: Node) -> Conversion:
-    for number, tensor in (node.args, node.args[::-1]) if len(node.args) == 2 else ():
-        if isinstance(number, (int, float)) and isinstance(tensor, Node):
-            return ScaleModule(number), (tensor,)
-    return None
-
-
-def _axes(node: Node) -> tuple[Any, ...]:
-    """``permute(0, 2, 1)`` and ``permute((0, 2, 1))`` alike."""
-    axes = (*node.args[1:], *node.kwargs.values())
-    return tuple(axes[0]) if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
-
-
-def _permute(node: Node) -> Conversion:
-    axes = _axes(node)
-    return None if _holds_node(axes) else (Permute(*axes), (node.args[0],))
-
-
-def _transpose(node: Node) -> Conversion:
-    axes = _axes(node)
-    return None if _holds_node(axes) else (Permute(*axes, init_transpose=True), (node.args[0],))
-
-
-def _index(node: Node) -> Conversion:
-    source, index = node.args
-    if not isinstance(source, Node) or _holds_node(index) or _gives_numbers(source):
-        return None
-    return (ReduceTuple(index) if isinstance(index, int) else Slicing(index)), (source,)
-
-
-def _gives_numbers(node: Node) -> bool:
-    return str(getattr(node.target, "__name__", node.target)) in ("size", "getattr")
-
-
-def _drop(node: Node) -> Conversion:
-    """Only where the call says so is dropout subject to the mode of the network."""
-    settings = _bind(node, ("p", "training", "inplace"))
-    if settings is None or "training" not in settings:
-        return None
-    return nn.Dropout(settings.get("p", 0.5)), (node.args[0],)
-
-
-def _softmax(kind: Callable[..., Module]) -> Convert:
-    return _module(lambda dim, _stacklevel=3: kind(dim), "dim", "_stacklevel")
-
-
-_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-_AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
-
-_RELU = _module(nn.ReLU, "inplace")
-_FLATTEN = _module(
-    lambda start_dim=0, end_dim=-1: nn.Flatten(start_dim, end_dim), "start_dim", "end_dim"
-)
-
-_CONVERSIONS: dict[Any, Convert] = {
-    **dict.fromkeys([operator.add, operator.iadd, torch.add, "add", "add_"], _sum),
-    **dict.fromkeys(
-        [operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"], _scale
-    ),
-    operator.getitem: _index,
-    **dict.fromkeys([torch.flatten, "flatten"], _FLATTEN),
-    **dict.fromkeys([torch.permute, "permute"], _permute),
-    **dict.fromkeys([torch.transpose, "transpose"], _transpose),
-    F.pad: _module(
-        lambda pad, mode="constant", value=None: Pad(pad, mode, value or 0.0), "pad", "mode", "value"
-    ),
-    **dict.fromkeys([torch.relu, F.relu, "relu", "relu_"], _RELU),
-    **dict.fromkeys([torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_"], _module(nn.Sigmoid)),
-    **dict.fromkeys([torch.tanh, F.tanh, "tanh", "tanh_"], _module(nn.Tanh)),
-    F.relu6: _module(nn.ReLU6, "inplace"),
-    F.elu: _module(nn.ELU, "alpha", "inplace"),
-    F.selu: _module(nn.SELU, "inplace"),
-    F.celu: _module(nn.CELU, "alpha", "inplace"),
-    F.leaky_relu: _module(nn.LeakyReLU, "negative_slope", "inplace"),
-    F.hardtanh: _module(nn.Hardtanh, "min_val", "max_val", "inplace"),
-    F.logsigmoid: _module(nn.LogSigmoid),
-    F.gelu: _module(nn.GELU, "approximate"),
-    F.silu: _module(nn.SiLU, "inplace"),
-    F.mish: _module(nn.Mish, "inplace"),
-    F.softplus: _module(nn.Softplus, "beta", "threshold"),
-    F.softsign: _module(nn.Softsign),
-    F.hardswish: _module(nn.Hardswish, "inplace"),
-    F.softmax: _softmax(nn.Softmax),
-    F.log_softmax: _softmax(nn.LogSoftmax),
-    F.dropout: _drop,
-    F.max_pool1d: _module(nn.MaxPool1d, *_POOL),
-    F.max_pool2d: _module(nn.MaxPool2d, *_POOL),
-    F.max_pool3d: _module(nn.MaxPool3d, *_POOL),
-    F.avg_pool1d: _module(nn.AvgPool1d, *_AVERAGE),
-    F.avg_pool2d: _module(nn.AvgPool2d, *_AVERAGE),
-    F.avg_pool3d: _module(nn.AvgPool3d, *_AVERAGE),
-    F.adaptive_avg_pool1d: _module(nn.AdaptiveAvgPool1d, "output_size"),
-    F.adaptive_avg_pool2d: _module(nn.AdaptiveAvgPool2d, "output_size"),
-    F.adaptive_avg_pool3d: _module(nn.AdaptiveAvgPool3d, "output_size"),
-}

@@ -12,10 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleDict, Parameter
+from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
-__all__ = ["Pad", "Parallel", "Permute", "ReduceTuple", "ScaleModule", "Slicing", "SumModule"]
+__all__ = [
+    "Branch",
+    "Pad",
+    "Parallel",
+    "Permute",
+    "ReduceTuple",
+    "ScaleModule",
+    "Slicing",
+    "SumModule",
+]
 
 
 class SumModule(Module):
@@ -44,6 +53,25 @@ class SumModule(Module):
         return total
 
 
+class Branch(Module):
+    """Give the same input to several modules.
+
+    Args:
+        modules: The branches, or one ``OrderedDict`` of named branches.
+    """
+
+    def __init__(self, *modules: Module | OrderedDict[str, Module]) -> None:
+        super().__init__()
+        for position, item in enumerate(modules):
+            named = item if isinstance(item, OrderedDict) else {str(position): item}
+            for name, module in named.items():
+                self.add_module(name, module)
+
+    def forward(self, input: Tensor) -> tuple[Any, ...]:
+        """What every branch returns for ``input``."""
+        return tuple(module(input) for module in self.children())
+
+
 class Parallel(Module):
     """Give the same input to several modules and merge what they return.
 
@@ -56,15 +84,12 @@ class Parallel(Module):
         self, *modules: Module | OrderedDict[str, Module], merge_module: Module | None = None
     ) -> None:
         super().__init__()
-        self.branch = ModuleDict()
-        for position, item in enumerate(modules):
-            named = item if isinstance(item, OrderedDict) else {str(position): item}
-            self.branch.update(named)
+        self.branch = Branch(*modules)
         self.merge = SumModule() if merge_module is None else merge_module
 
     def forward(self, input: Tensor) -> Any:
         """Run every branch on ``input`` and merge."""
-        return self.merge(*[module(input) for module in self.branch.values()])
+        return self.merge(*self.branch(input))
 
 
 class ScaleModule(Module):
@@ -72,12 +97,14 @@ class ScaleModule(Module):
 
     Args:
         weight: The number to start from.
-        optimize: Whether the number is trained.
+        optimize: Whether the number is trained: then it is a parameter, otherwise a plain number.
     """
+
+    weight: float | Parameter
 
     def __init__(self, weight: float = 1.0, optimize: bool = False) -> None:
         super().__init__()
-        self.weight = Parameter(torch.tensor([float(weight)]), requires_grad=optimize)
+        self.weight = Parameter(torch.tensor([float(weight)])) if optimize else float(weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """Scale ``input``."""

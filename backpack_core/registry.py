@@ -217,14 +217,14 @@ class Registry:
         if key in self.preferred:
             return self.preferred[key]
         pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
-        from_environment = dict(p.strip().rsplit("=", 1) for p in pairs if "=" in p)
+        split = [pair.strip().rsplit("=", 1) for pair in pairs if "=" in pair]
+        from_environment = {_spelled_out(name): distribution for name, distribution in split}
         return from_environment.get(key) or self.preferred.get("*") or from_environment.get("*", "")
 
     def prefer(self, distribution: str, *keys: str | type) -> None:
         """See :func:`backpack_core.prefer`."""
         for key in keys or ("*",):
-            name = _qualified_name(key) if isinstance(key, type) else key
-            self.preferred[name] = distribution
+            self.preferred[_spelled_out(key)] = distribution
         self._rule_cache.clear()
 
 
@@ -313,6 +313,12 @@ def canonical(name: str) -> str:
 
 def _qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _spelled_out(key: str | type) -> str:
+    """The one name of a module class: ``torch.nn.Linear`` is an alias."""
+    kind = key if isinstance(key, type) else _find_class(key)
+    return _qualified_name(kind) if isinstance(kind, type) else str(key)
 
 
 def _find_class(name: str) -> Any:

@@ -14,6 +14,7 @@ base                  what to write                                             
 :class:`ParametricRule` + ``params``, ``_param_jac_t_mat_prod``                           parameters
 :class:`ElementwiseRule` ``derivative``, ``second_derivative``                            Hessians too
 :class:`AffineRule`   ``affine_input``, ``affine_output`` (+ ``_jac_t_mat_prod``)        fast paths
+:class:`AffinePairsRule` ``affine_pair`` (+ ``_jac_t_mat_prod``): affine maps inside     fast paths
 :class:`LossRule`     ``_sqrt_hessian`` and relatives                                    a start
 ===================== ================================================================== ===========
 """
@@ -282,13 +283,53 @@ class ElementwiseRule(LayerRule):
         return mat * (self.second_derivative(call) * grad_output)
 
 
-class AffineRule(ParametricRule):
+class AffinePairsRule(ParametricRule):
+    """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
+
+    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent cell
+    or the projections of attention do. ``s`` runs over the positions that share the weight (pixels,
+    tokens, time steps), ``g`` over groups. Every extension works on the pair by contractions that
+    avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023, arXiv:2311.00636).
+    """
+
+    @abstractmethod
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What determines the Jacobian of one parameter.
+
+        Args:
+            call: The forward execution.
+            name: Which parameter.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            The columns carried back to ``y``, shape ``[V, N, S, G, O]``, and for a weight ``x``,
+            shape ``[N, S, G, I]``; ``None`` for a bias.
+        """
+
+    def from_matrix(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """Put ``[*lead, G, O, I]`` (for a bias ``[*lead, G, O]``) into the form ``[*lead, *θ]``.
+
+        The default reshapes; a layer that stores its weight otherwise overrides it.
+        """
+        shape = call.parameter(name).shape
+        lead = mat.shape[: mat.dim() - (2 if name in self.biases(call) else 3)]
+        return mat.reshape(*lead, *shape)
+
+    def biases(self, call: ModuleCall) -> tuple[str, ...]:
+        """The parameters that are biases: by convention, those with ``bias`` in their name."""
+        return tuple(n for n in self.parameter_names(call.module) if "bias" in n.rpartition(".")[2])
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        out, inp = self.affine_pair(call, name, mat)
+        product = out.sum(2) if inp is None else contractions.products(out, inp)
+        return self.from_matrix(call, name, product)
+
+
+class AffineRule(AffinePairsRule):
     """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
 
-    ``s`` runs over the positions that share the weight (pixels, tokens), ``g`` over groups. Linear
-    layers, convolutions and transposed convolutions have this form. The weight, reshaped to
-    ``[G, O, I]`` by :meth:`weight_matrix`, and the bias, flattened to ``[G, O]``, get every
-    extension by contractions that avoid ``[V, N, *θ]`` (Eschenhagen et al., 2023, arXiv:2311.00636).
+    Linear layers, convolutions and transposed convolutions have this form. :meth:`from_matrix` and
+    :meth:`weight_to_matrix` translate between the weight and ``[G, O, I]``.
     """
 
     params = ("weight", "bias")
@@ -307,10 +348,6 @@ class AffineRule(ParametricRule):
         """Number of groups ``G``."""
         return 1
 
-    def weight_from_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        """Put ``[..., G, O, I]`` into the shape of the weight, ``[..., *weight]``."""
-        return mat.reshape(*mat.shape[:-3], *call.parameter("weight").shape)
-
     def weight_to_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
         """Put ``[..., *weight]`` into the form ``[..., G, O, I]``."""
         weight = call.parameter("weight")
@@ -318,12 +355,9 @@ class AffineRule(ParametricRule):
         lead = mat.shape[: mat.dim() - weight.dim()]
         return mat.reshape(*lead, groups, weight.shape[0] // groups, -1)
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        out = self.affine_output(call, mat)
-        if name == "bias":
-            return out.sum(2).flatten(2)
-        inp = self.affine_input(call)
-        return self.weight_from_matrix(call, contractions.products(out, inp))
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The columns at the output, and the inputs."""
+        return self.affine_output(call, mat), None if name == "bias" else self.affine_input(call)
 
 
 class LossRule(LayerRule):

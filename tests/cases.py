@@ -19,6 +19,19 @@ from backpack_core.modules import Slicing
 from tests import oracle
 
 
+class Net(Module):
+    """Modules and parameters by name, and a function of the net and its inputs as forward pass."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
 @dataclass
 class Problem:
     """A model and a loss on given data.

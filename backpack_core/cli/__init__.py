@@ -10,7 +10,7 @@ _NEEDED = {"typer", "click", "rich"}
 def main() -> None:
     """Run the command; the entry point of the console script."""
     try:
-        from backpack_core.cli.app import app
+        from backpack_core.cli.app import run
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in _NEEDED:
             raise
@@ -18,4 +18,4 @@ def main() -> None:
             f"The backpack command needs {error.name}, which is not installed. Run "
             "`pip install 'backpack-core[cli]'`."
         )
-    app()
+    run()

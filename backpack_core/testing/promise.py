@@ -73,7 +73,7 @@ _PRODUCTS = (
         "affine",
         {
             "affine_form": "affine_input and affine_output reproduce the layer, W x + b",
-            "affine_weight": "weight_to_matrix and weight_from_matrix are inverse",
+            "affine_weight": "weight_to_matrix and from_matrix are inverse",
         },
     )
     + _rows(

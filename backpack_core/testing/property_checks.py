@@ -160,5 +160,5 @@ def affine_weight(case: RuleCase) -> None:
             matrix.shape[-3] == rule.groups(call),
             f"weight_to_matrix gives {matrix.shape[-3]} groups, groups() {rule.groups(call)}.",
         )
-        same = torch.equal(rule.weight_from_matrix(call, matrix), value)
-        require(same, "weight_from_matrix does not undo weight_to_matrix.")
+        same = torch.equal(rule.from_matrix(call, "weight", matrix), value)
+        require(same, "from_matrix does not undo weight_to_matrix.")

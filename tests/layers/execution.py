@@ -175,9 +175,9 @@ def _check_affine(rule: AffineRule, run: Execution) -> None:
     with torch.no_grad():
         weight = call.parameter("weight")
         matrix = rule.weight_to_matrix(call, weight)
-        assert torch.equal(rule.weight_from_matrix(call, matrix), weight)
+        assert torch.equal(rule.from_matrix(call, "weight", matrix), weight)
         stacked = torch.stack([weight, 2 * weight])[None]
-        back = rule.weight_from_matrix(call, rule.weight_to_matrix(call, stacked))
+        back = rule.from_matrix(call, "weight", rule.weight_to_matrix(call, stacked))
         assert torch.equal(back, stacked)
         rows = torch.einsum("goi,nsgi->nsgo", matrix, rule.affine_input(call))
         if call.module.bias is not None:

@@ -71,9 +71,10 @@ def test_scale_module(batch: int, shape: tuple[int, ...]) -> None:
 
 
 def test_scale_module_optimizes_on_request() -> None:
-    assert ScaleModule(2.0).weight.shape == (1,)
-    assert not ScaleModule(2.0).weight.requires_grad
-    assert ScaleModule(2.0, optimize=True).weight.requires_grad
+    fixed, trained = ScaleModule(2.0), ScaleModule(2.0, optimize=True)
+    assert fixed.weight == 2.0
+    assert not list(fixed.parameters())
+    assert [p.shape for p in trained.parameters() if p.requires_grad] == [(1,)]
 
 
 @BATCHES

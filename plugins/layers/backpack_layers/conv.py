@@ -118,8 +118,10 @@ class ConvTransposeRule(AffineRule):
         )
         return grouped.transpose(len(lead) + 1, len(lead) + 2).flatten(len(lead) + 2)
 
-    def weight_from_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def from_matrix(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """The weight is stored as ``[G·C, O, *K]``, where ``I = C·K``."""
+        if name == "bias":
+            return super().from_matrix(call, name, mat)
         kernel = _conv(call).kernel_size
         split = mat.reshape(*mat.shape[:-1], -1, torch.Size(kernel).numel())
         return split.transpose(-3, -2).reshape(*mat.shape[:-3], *call.parameter("weight").shape)

@@ -37,10 +37,11 @@ class ScaleModuleRule(ParametricRule):
     hessian_is_zero = True
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat * call.parameter("weight")
+        weight = cast(ScaleModule, call.module).weight
+        return mat * (call.parameter("weight") if isinstance(weight, Tensor) else weight)
 
     def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat * call.parameter("weight")
+        return self._jac_t_mat_prod(call, mat)
 
     def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         inputs = call.input.reshape(call.batch_size, -1)

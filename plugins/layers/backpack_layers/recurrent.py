@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
-from backpack_layers.affine_pairs import AffinePairsRule
+from backpack_core.rules import AffinePairsRule
 from backpack_layers.arguments import (
     arguments,
     by_slot,

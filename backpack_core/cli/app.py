@@ -1,0 +1,193 @@
+"""The commands of ``backpack``. Imports typer; each command imports what it needs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from backpack_core.errors import BackpackError, PluginError, UsageError
+
+app = typer.Typer(
+    name="backpack",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="More than the gradient from one backward pass: plugins, and what they support.",
+)
+new = typer.Typer(
+    no_args_is_help=True,
+    help="Start a plugin package: `backpack new layer scale`, then `pytest`.",
+)
+app.add_typer(new, name="new")
+
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Limit = Annotated[float, typer.Option("--limit", min=0.1, help="Seconds that one plugin may take.")]
+Name = Annotated[str, typer.Argument(help="Name of the plugin, as in backpack-plugin-NAME.")]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="Folder in which the package is made.")
+]
+Author = Annotated[str, typer.Option("--author", help="For the licence and the metadata.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from backpack_core import __version__
+
+        typer.echo(f"backpack-core {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("plugins")
+def list_plugins(
+    as_json: Json = False,
+    load: Annotated[
+        bool,
+        typer.Option("--all", help="Load them too, and show everything that they provide."),
+    ] = False,
+    limit: Limit = 10.0,
+) -> None:
+    """List the installed plugins, from metadata alone.
+
+    Examples: `backpack plugins`, `backpack plugins --all`, `backpack plugins --json | jq`
+    """
+    from backpack_core.cli import listing, output
+
+    reports = listing.collect(load, limit)
+    if as_json:
+        output.print_json(listing.as_json(reports))
+    elif reports:
+        output.print_table(listing.HEADER, listing.rows(reports))
+    else:
+        output.say("No plugins are installed. Run `pip install backpack-plugin-layers`.")
+
+
+@app.command()
+def doctor(as_json: Json = False, limit: Limit = 10.0) -> None:
+    """Load every plugin in a process of its own, and say what is wrong and what to do.
+
+    The exit code is 1 if anything is at fault.
+
+    Examples: `backpack doctor`, `backpack doctor --limit 60`
+    """
+    from dataclasses import asdict
+
+    from backpack_core.cli import output
+    from backpack_core.cli.doctor import examine
+
+    diagnosis = examine(limit)
+    if as_json:
+        findings = [asdict(finding) for finding in diagnosis.findings]
+        output.print_json({"healthy": diagnosis.healthy, "findings": findings})
+    else:
+        for finding in diagnosis.findings:
+            plugin = f" ({finding.plugin})" if finding.plugin else ""
+            output.say(f"{finding.severity}: {finding.who}{plugin}: {finding.problem}")
+            output.say(f"  → {finding.remedy}")
+        states = [report.state for report in diagnosis.reports]
+        summary = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+        output.say(f"{len(states)} plugins: {summary or 'none'}.")
+    raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+@app.command()
+def support(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODULE:FACTORY]",
+            help="A function that returns a model, or a model and a loss. It is imported and called.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is supported: by every rule and extension, or in one model.
+
+    Nothing of yours is imported unless it is named here.
+
+    Examples: `backpack support`, `backpack support mypackage.nets:make_resnet`
+    """
+    from backpack_core.cli import output
+
+    if model is None:
+        from backpack_core.cli.support import matrix
+
+        header, lines = matrix()
+    else:
+        from backpack_core.cli.support import model_report
+
+        header, lines = model_report(model)
+    if as_json:
+        output.print_json([dict(zip(header, line, strict=True)) for line in lines])
+    else:
+        output.print_table(header, lines)
+
+
+@app.command()
+def demo() -> None:
+    """Compute gradients and curvature of a small net on real data, and compare with autograd."""
+    from backpack_core.demo import main as run
+
+    raise typer.Exit(run())
+
+
+def _make(kind: str, name: str, folder: Path, author: str) -> None:
+    from backpack_core.cli import output
+    from backpack_core.cli.scaffold import create
+
+    made = create(kind, name, folder, author)
+    output.say(f"Made {made}. Next:\n  cd {made}\n  pip install -e '.[test]'\n  pytest")
+
+
+@new.command("layer")
+def new_layer(name: Name, output: Output = Path(), author: Author = "") -> None:
+    """A layer rule: how one kind of layer differentiates. Example: `backpack new layer scale`."""
+    _make("layer", name, output, author)
+
+
+@new.command("extension")
+def new_extension(name: Name, output: Output = Path(), author: Author = "") -> None:
+    """An extension: a quantity for every parameter. Example: `backpack new extension snr`."""
+    _make("extension", name, output, author)
+
+
+@new.command("propagator")
+def new_propagator(name: Name, output: Output = Path(), author: Author = "") -> None:
+    """A propagator with an extension: something new that travels. Example: `backpack new propagator fisher`."""
+    _make("propagator", name, output, author)
+
+
+@app.command()
+def update(
+    folder: Annotated[Path, typer.Argument(help="A package made by `backpack new`.")] = Path(),
+) -> None:
+    """Bring a package made by `backpack new` up to date with the installed templates.
+
+    Example: `backpack update .`
+    """
+    from backpack_core.cli.scaffold import update as run
+
+    run(folder)
+
+
+def run(**kwargs: Any) -> None:
+    """Run the command; expected errors are a message and an exit code, not a traceback."""
+    try:
+        app(**kwargs)
+    except UsageError as error:
+        typer.echo(f"backpack: {error}", err=True)
+        sys.exit(2)
+    except (PluginError, BackpackError) as error:
+        typer.echo(f"backpack: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,58 @@
+"""Prints tables and JSON. Imports rich."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_COLOURS = {
+    "loaded": "green",
+    "rule": "green",
+    "fast": "green",
+    "autodiff": "yellow",
+    "blocked": "yellow",
+    "warning": "yellow",
+    "failed": "red",
+    "conflict": "red",
+    "hangs": "red",
+    "died": "red",
+    "refused": "red",
+    "fault": "red",
+}
+
+
+def console() -> Console:
+    """Standard output. When piped, without colour and as wide as its content."""
+    return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print aligned columns; known words of state get their colour."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*[_styled(cell) for cell in row])
+    console().print(table)
+
+
+def _styled(cell: str) -> str:
+    from rich.markup import escape
+
+    colour = _COLOURS.get(cell)
+    return f"[{colour}]{cell}[/{colour}]" if colour else escape(cell)
+
+
+def print_json(value: Any) -> None:
+    """Print machine-readable output."""
+    print(json.dumps(value, indent=2))
+
+
+def say(text: str) -> None:
+    """Print a sentence as it is."""
+    console().print(text, markup=False, soft_wrap=True)

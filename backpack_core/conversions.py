@@ -1,0 +1,177 @@
+"""What stands for a function or method when a network is rewritten as modules. Imports torch only."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+from torch.nn import Module
+from torch.nn import functional as F
+
+from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
+
+# The module for a node and the inputs that it takes; None where there is none.
+Conversion = tuple[Module, tuple[Any, ...]] | None
+Convert = Callable[[Node], Conversion]
+
+
+def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
+    """The settings a node was called with, by name; ``None`` where they are not constants."""
+    positional = node.args[1:]
+    if len(positional) > len(names) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    settings = dict(zip(names, positional, strict=False)) | dict(node.kwargs)
+    if set(settings) - set(names) or _holds_node(list(settings.values())):
+        return None
+    return settings
+
+
+def _holds_node(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(_holds_node(item) for item in value)
+    if isinstance(value, slice):
+        return _holds_node([value.start, value.stop, value.step])
+    return isinstance(value, Node)
+
+
+def _module(kind: Callable[..., Module], *names: str) -> Convert:
+    """Settings of the function are those of the module; in-place variants become ordinary ones."""
+
+    def conversion(node: Node) -> Conversion:
+        settings = _bind(node, names)
+        if settings is None:
+            return None
+        settings.pop("inplace", None)
+        return kind(**settings), (node.args[0],)
+
+    return conversion
+
+
+def _sum(node: Node) -> Conversion:
+    both = len(node.args) == 2 and not node.kwargs and all(isinstance(a, Node) for a in node.args)
+    return (SumModule(), node.args) if both else None
+
+
+def _scale(node: Node) -> Conversion:
+    for number, tensor in (node.args, node.args[::-1]) if len(node.args) == 2 else ():
+        if isinstance(number, (int, float)) and isinstance(tensor, Node):
+            return ScaleModule(number), (tensor,)
+    return None
+
+
+def _axes(node: Node) -> tuple[Any, ...]:
+    """``permute(0, 2, 1)`` and ``permute((0, 2, 1))`` alike."""
+    axes = (*node.args[1:], *node.kwargs.values())
+    return tuple(axes[0]) if len(axes) == 1 and isinstance(axes[0], (tuple, list)) else axes
+
+
+def _permute(node: Node) -> Conversion:
+    axes = _axes(node)
+    return None if _holds_node(axes) else (Permute(*axes), (node.args[0],))
+
+
+def _transpose(node: Node) -> Conversion:
+    axes = _axes(node)
+    return None if _holds_node(axes) else (Permute(*axes, init_transpose=True), (node.args[0],))
+
+
+def _index(node: Node) -> Conversion:
+    source, index = node.args
+    if not isinstance(source, Node) or _holds_node(index):
+        return None
+    if isinstance(index, int):  # of a tensor, it would pick a sample
+        return (ReduceTuple(index), (source,)) if _is_tuple(source) else None
+    return Slicing(index), (source,)
+
+
+def _is_tuple(node: Node) -> bool:
+    """Whether a node gives what a recurrent or attention layer returns, or the states in it."""
+    root = node.graph.owning_module
+    if node.op != "call_module" or root is None:
+        return False
+    module = root.get_submodule(str(node.target))
+    while isinstance(module, nn.Sequential) and len(module):
+        module = module[-1]
+    if isinstance(module, ReduceTuple):
+        (source,) = node.args
+        return module.index == 1 and isinstance(source, Node) and _is_lstm(root, source)
+    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
+
+
+def _is_lstm(root: Module, node: Node) -> bool:
+    parts = root.get_submodule(str(node.target)).modules()
+    return any(isinstance(part, nn.LSTM) for part in parts)
+
+
+def _drop(node: Node) -> Conversion:
+    """Only where the call says so is dropout subject to the mode of the network."""
+    settings = _bind(node, ("p", "training", "inplace"))
+    if settings is None or "training" not in settings:
+        return None
+    return nn.Dropout(settings.get("p", 0.5)), (node.args[0],)
+
+
+def _softmax(kind: Callable[..., Module]) -> Convert:
+    return _module(lambda dim, _stacklevel=3: kind(dim), "dim", "_stacklevel")
+
+
+def _max_pool(kind: Callable[..., Module]) -> Convert:
+    settings = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+    return _module(kind, *settings)
+
+
+_AVERAGE = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
+
+_RELU = _module(nn.ReLU, "inplace")
+_FLATTEN = _module(
+    lambda start_dim=0, end_dim=-1: nn.Flatten(start_dim, end_dim), "start_dim", "end_dim"
+)
+
+CONVERSIONS: dict[Any, Convert] = {
+    **dict.fromkeys([operator.add, operator.iadd, torch.add, "add", "add_"], _sum),
+    **dict.fromkeys(
+        [operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"], _scale
+    ),
+    operator.getitem: _index,
+    **dict.fromkeys([torch.flatten, "flatten"], _FLATTEN),
+    **dict.fromkeys([torch.permute, "permute"], _permute),
+    **dict.fromkeys([torch.transpose, "transpose"], _transpose),
+    F.pad: _module(
+        lambda pad, mode="constant", value=None: Pad(pad, mode, value or 0.0),
+        "pad",
+        "mode",
+        "value",
+    ),
+    **dict.fromkeys([torch.relu, F.relu, "relu", "relu_"], _RELU),
+    **dict.fromkeys([torch.sigmoid, F.sigmoid, "sigmoid", "sigmoid_"], _module(nn.Sigmoid)),
+    **dict.fromkeys([torch.tanh, F.tanh, "tanh", "tanh_"], _module(nn.Tanh)),
+    F.relu6: _module(nn.ReLU6, "inplace"),
+    F.elu: _module(nn.ELU, "alpha", "inplace"),
+    F.selu: _module(nn.SELU, "inplace"),
+    F.celu: _module(nn.CELU, "alpha", "inplace"),
+    F.leaky_relu: _module(nn.LeakyReLU, "negative_slope", "inplace"),
+    F.hardtanh: _module(nn.Hardtanh, "min_val", "max_val", "inplace"),
+    F.logsigmoid: _module(nn.LogSigmoid),
+    F.gelu: _module(nn.GELU, "approximate"),
+    F.silu: _module(nn.SiLU, "inplace"),
+    F.mish: _module(nn.Mish, "inplace"),
+    F.softplus: _module(nn.Softplus, "beta", "threshold"),
+    F.softsign: _module(nn.Softsign),
+    F.hardswish: _module(nn.Hardswish, "inplace"),
+    F.softmax: _softmax(nn.Softmax),
+    F.log_softmax: _softmax(nn.LogSoftmax),
+    F.dropout: _drop,
+    F.max_pool1d: _max_pool(nn.MaxPool1d),
+    F.max_pool2d: _max_pool(nn.MaxPool2d),
+    F.max_pool3d: _max_pool(nn.MaxPool3d),
+    F.avg_pool1d: _module(nn.AvgPool1d, *_AVERAGE),
+    F.avg_pool2d: _module(nn.AvgPool2d, *_AVERAGE),
+    F.avg_pool3d: _module(nn.AvgPool3d, *_AVERAGE),
+    F.adaptive_avg_pool1d: _module(nn.AdaptiveAvgPool1d, "output_size"),
+    F.adaptive_avg_pool2d: _module(nn.AdaptiveAvgPool2d, "output_size"),
+    F.adaptive_avg_pool3d: _module(nn.AdaptiveAvgPool3d, "output_size"),
+}
