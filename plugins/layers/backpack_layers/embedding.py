@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 
+from backpack_core import ops
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
 from backpack_core.rules import ParametricRule
@@ -81,6 +82,7 @@ def embedding_segments(
     return sums, Lookups(where // num, where % num)
 
 
+@ops.square_sum.register
 def embedding_square_sum(rule: LookupRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """``Σ_{v, n} M[v, n]²`` without forming ``M``. Shape ``[num, dim]``."""
     sums, found = embedding_segments(rule, call, name, mat)
@@ -88,12 +90,14 @@ def embedding_square_sum(rule: LookupRule, call: ModuleCall, name: str, mat: Ten
     return zeros.index_add(0, found.row, (sums**2).sum(0))
 
 
+@ops.squared_norm.register
 def embedding_squared_norm(rule: LookupRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """``Σ_θ M[v, n]²`` without forming ``M``. Shape ``[V, N]``."""
     sums, found = embedding_segments(rule, call, name, mat)
     return sums.new_zeros(mat.shape[:2]).index_add(1, found.sample, (sums**2).sum(2))
 
 
+@ops.per_sample_sum.register
 def embedding_sum(rule: LookupRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """``Σ_n M[v, n]`` without forming ``M``. Shape ``[V, num, dim]``."""
     grads = rule.lookup_columns(call, mat)

@@ -1,0 +1,224 @@
+"""Runs extensions on a small net, and compares what they stored with the table of quantities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.calls import iter_tensors
+from backpack_core.context import backpack
+from backpack_core.errors import UnsupportedError
+from backpack_core.extend import extend
+from backpack_core.extension import Extension
+from backpack_core.plugins import ensure_loaded
+from backpack_core.registry import registry
+from backpack_core.testing.cases import Arguments, seeded
+from backpack_core.testing.compare import CheckFailure, close, require
+from backpack_core.testing.quantities import Quantity, quantity_of
+from backpack_core.testing.reference import FORWARD, Reference
+
+Values = dict[str, dict[str, Any]]  # save field → parameter → value
+
+
+def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:
+    """An instance of every installed extension, with its defaults.
+
+    Args:
+        subsampling: Samples to take; extensions without that argument are left out then.
+    """
+    ensure_loaded()
+    classes = [
+        registry.choose(claims, name, "extension").value
+        for name, claims in sorted(registry.extensions.items())
+    ]
+    if subsampling is None:
+        return [kind() for kind in classes]
+    return [kind(subsampling=list(subsampling)) for kind in classes if takes_subsampling(kind)]  # type: ignore[call-arg]
+
+
+def takes_subsampling(factory: Callable[..., Extension]) -> bool:
+    """Whether an extension's constructor has an argument ``subsampling``."""
+    import inspect
+
+    return "subsampling" in inspect.signature(factory).parameters
+
+
+@dataclass
+class Problem:
+    """A net that can be built again and again, always the same.
+
+    Attributes:
+        build: Makes the net, its inputs and its loss in a dtype.
+        reference: What the oracle says of it.
+        may_refuse: The needs of a quantity that the net does not have to meet.
+    """
+
+    build: Callable[[torch.dtype], tuple[Module, Arguments, Module]]
+    reference: Reference
+    may_refuse: frozenset[str] = frozenset()
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def extended(self, dtype: torch.dtype = torch.float64) -> tuple[Module, Arguments, Module]:
+        """A fresh net, ready to be run."""
+        net, arguments, loss = self.build(dtype)
+        return extend(net), arguments, extend(loss)
+
+    def run(
+        self,
+        extensions: Sequence[Extension],
+        dtype: torch.dtype = torch.float64,
+        prepare: Callable[[Module], object] = lambda net: None,
+        autocast: bool = False,
+        scale: float = 1.0,
+    ) -> tuple[Module, Values]:
+        """One forward and backward pass.
+
+        Args:
+            extensions: What to compute.
+            dtype: Of parameters and inputs.
+            prepare: Changes the net before the forward pass, to freeze parameters, say.
+            autocast: Run the forward pass under autocast to bfloat16.
+            scale: A factor on the loss.
+
+        Returns:
+            The net, and what its parameters hold.
+        """
+        net, arguments, loss = self.extended(dtype)
+        prepare(net)
+        cast = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+        with cast:
+            value = forward_loss(net, arguments, loss) * scale
+        with backpack(*extensions):
+            value.backward()  # type: ignore[no-untyped-call]
+        return net, values_of(net, extensions)
+
+    def usable(self, extensions: Sequence[Extension]) -> list[Extension]:
+        """The extensions that have a value on this net; each one left out refused with reason.
+
+        Raises:
+            CheckFailure: One fails, or refuses although the net has what it needs.
+        """
+        try:
+            self.run(extensions)
+        except Exception:
+            return [extension for extension in extensions if self._has_value(extension)]
+        return list(extensions)
+
+    def _has_value(self, extension: Extension) -> bool:
+        name = type(extension).__name__
+        try:
+            self.run([extension])
+        except UnsupportedError as error:
+            quantity = quantity_of(extension.savefield)
+            if quantity is not None and quantity.needs not in self.may_refuse:
+                raise CheckFailure(f"{name} refuses: {error}") from error
+            self.refused[name] = str(error).split("\n", 1)[0]
+            return False
+        except Exception as error:
+            raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
+        return True
+
+    def compare(
+        self,
+        values: Values,
+        extensions: Iterable[Extension],
+        tolerance: float,
+        reference: Reference | None = None,
+        needs: Iterable[str] = ("gradient", "curvature", "second derivative", "structure"),
+        trained: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Every value against its oracle; where there is none, it must be finite.
+
+        Args:
+            values: What was stored.
+            extensions: What was computed.
+            tolerance: Relative error that is allowed.
+            reference: The oracle, if not this problem's own.
+            needs: Quantities with other needs are only checked to be finite.
+            trained: Whether a parameter was to get a value.
+        """
+        reference = reference or self.reference
+        for extension in extensions:
+            stored = values[extension.savefield]
+            expected = {name for name in reference.parameters if trained(name)}
+            _same_parameters(extension, set(stored), expected)
+            quantity = quantity_of(extension.savefield)
+            for name, value in stored.items():
+                what = f"{type(extension).__name__} of {name!r}"
+                if quantity is None or quantity.needs not in needs or _is_costly(quantity, name):
+                    _finite(value, what)
+                else:
+                    compare_quantity(quantity, value, reference, name, what, tolerance)
+
+
+def compare_quantity(
+    quantity: Quantity,
+    value: Any,
+    reference: Reference,
+    name: str,
+    what: str,
+    tolerance: float,
+) -> None:
+    """One value against its oracle."""
+    found = quantity.observe(value, reference, name)
+    close(found, quantity.expected(reference, name), what, tolerance)
+
+
+def forward_loss(net: Module, arguments: Arguments, loss: Module) -> Tensor:
+    """Net and loss, with the random numbers that the reference drew."""
+    output = seeded(lambda: net(*arguments.args, **arguments.kwargs), FORWARD)
+    value: Tensor = loss(output)
+    return value
+
+
+def values_of(net: Module, extensions: Iterable[Extension]) -> Values:
+    """What the parameters of a net hold."""
+    return {
+        extension.savefield: {
+            name: getattr(parameter, extension.savefield)
+            for name, parameter in net.named_parameters()
+            if hasattr(parameter, extension.savefield)
+        }
+        for extension in extensions
+    }
+
+
+def _is_costly(quantity: Quantity, name: str) -> bool:
+    """Dense Hessians of the readout say nothing about the layer."""
+    return quantity.needs == "second derivative" and name.startswith("readout")
+
+
+def _finite(value: Any, what: str) -> None:
+    for tensor in iter_tensors(value):
+        require(bool(torch.isfinite(tensor).all()), f"{what}: not all values are finite.")
+
+
+def _same_parameters(extension: Extension, found: set[str], expected: set[str]) -> None:
+    name = type(extension).__name__
+    require(not expected - found, f"{name} stored nothing on {sorted(expected - found)}.")
+    require(not found - expected, f"{name} stored a value on frozen {sorted(found - expected)}.")
+
+
+@contextmanager
+def no_calls_left(what: str) -> Iterator[None]:
+    """Require that as many calls are alive after the block as before, by reference count alone."""
+    import gc
+
+    from backpack_core.calls import live_calls
+
+    gc.collect()
+    enabled, before = gc.isenabled(), live_calls()
+    gc.disable()
+    try:
+        yield
+        left = live_calls() - before
+        require(left <= 0, f"{what}: {left} records of module calls outlive their graph.")
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,283 @@
+"""Checks of a layer inside a small net, with every installed extension, against the reference."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch.nn import Module
+
+from backpack_core.calls import iter_tensors
+from backpack_core.context import backpack, disable
+from backpack_core.errors import SampleMixingError, UnsupportedError
+from backpack_core.extension import ColumnPropagator, Extension
+from backpack_core.rules import AffineRule, ParametricRule
+from backpack_core.testing.cases import SAMPLES, Arguments, RuleCase, seeded
+from backpack_core.testing.compare import close, require
+from backpack_core.testing.execution import execute, shared_execution
+from backpack_core.testing.extensions_run import (
+    Problem,
+    forward_loss,
+    installed_extensions,
+    no_calls_left,
+    values_of,
+)
+from backpack_core.testing.implementations import implements
+from backpack_core.testing.network import Mix, Readout, SmallNet, SoftmaxLoss
+from backpack_core.testing.reference import Reference
+from backpack_core.testing.traits import traits
+
+# What half precision is good enough for.
+COARSE = ("gradient", "curvature")
+
+
+def build_net(
+    case: RuleCase, samples: int, dtype: torch.dtype, twice: bool = False
+) -> tuple[SmallNet, Arguments]:
+    """The small net around a case's layer, always the same."""
+    with disable(), torch.no_grad():
+        probe = execute_plainly(case, samples)
+    layer, arguments = case.module(), case.arguments(samples)
+    tensors = list(iter_tensors((arguments.args, dict(arguments.kwargs))))
+    slots = [
+        slot
+        for slot, tensor in enumerate(tensors)
+        if tensor.is_floating_point()
+        and slot not in case.constants
+        and tensor.dim() > 1
+        and len(tensor) == samples
+    ]
+    axis = shared_execution(case).batch_axis
+    features = probe.movedim(axis, 0)[0].numel()
+
+    def make() -> SmallNet:
+        mixes = [Mix(tensors[slot].shape[-1]) for slot in slots]
+        readout = Readout(features)
+        return SmallNet(layer, mixes, slots, readout, case.output_nr, axis, twice)
+
+    # Drawn in one dtype, so that nets of different precision have the same parameters.
+    return seeded(make, 8).to(dtype), arguments.to(dtype)
+
+
+def execute_plainly(case: RuleCase, samples: int) -> torch.Tensor:
+    """The output of a fresh layer."""
+    given = case.arguments(samples)
+    result = seeded(lambda: case.module()(*given.args, **given.kwargs), 2)
+    return list(iter_tensors(result))[case.output_nr]
+
+
+@lru_cache(maxsize=8)
+def problem(
+    case: RuleCase, reduction: str = "mean", samples: int = SAMPLES, twice: bool = False
+) -> Problem:
+    """A case's small net, with its reference."""
+
+    def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
+        net, arguments = build_net(case, samples, dtype, twice)
+        return net, arguments, SoftmaxLoss(reduction)
+
+    reference = Reference(*build(torch.float64))
+    return Problem(build, reference, _may_refuse(case))
+
+
+def _may_refuse(case: RuleCase) -> frozenset[str]:
+    rule = shared_execution(case).rule
+    may = set()
+    own = traits(case)
+    linear = not isinstance(rule, ParametricRule) or set(rule.params) <= set(rule.linear_in_params)
+    if not linear or ("input" in own and "second derivative" not in own):
+        may.add("second derivative")
+    if not isinstance(rule, AffineRule):
+        may.add("structure")
+    return frozenset(may)
+
+
+@lru_cache(maxsize=8)
+def usable(case: RuleCase) -> tuple[Extension, ...]:
+    """The installed extensions that have a value on the case's net."""
+    return tuple(problem(case).usable(installed_extensions()))
+
+
+def _compare(case: RuleCase, reduction: str = "mean", samples: int = SAMPLES) -> None:
+    given = problem(case, reduction, samples)
+    extensions = usable(case)
+    _, values = given.run(extensions)
+    given.compare(values, extensions, case.tolerances.float64)
+
+
+@implements
+def extensions_mean(case: RuleCase) -> None:
+    """A mean loss."""
+    _compare(case)
+
+
+@implements
+def extensions_sum(case: RuleCase) -> None:
+    """A sum."""
+    _compare(case, "sum")
+
+
+@implements
+def batch_of_one(case: RuleCase) -> None:
+    """A single sample."""
+    _compare(case, samples=1)
+
+
+@implements
+def subsampling(case: RuleCase) -> None:
+    """Samples 2 and 0, in this order."""
+    given, chosen = problem(case), (2, 0)
+    names = {type(extension) for extension in usable(case)}
+    extensions = [e for e in installed_extensions(chosen) if type(e) in names]
+    _, values = given.run(extensions)
+    reference = given.reference.restricted(chosen)
+    given.compare(values, extensions, case.tolerances.float64, reference)
+
+
+def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
+    given = problem(case)
+
+    def freeze(net: Module) -> None:
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(not frozen(name))
+
+    extensions = usable(case)
+    _, values = given.run(extensions, prepare=freeze)
+    given.compare(
+        values, extensions, case.tolerances.float64, trained=lambda name: not frozen(name)
+    )
+
+
+@implements
+def frozen_layer(case: RuleCase) -> None:
+    """The layer's parameters are frozen."""
+    _compare_frozen(case, lambda name: name.startswith("layer."))
+
+
+@implements
+def frozen_surroundings(case: RuleCase) -> None:
+    """What is before the layer is frozen, so that its input requires no gradient."""
+    _compare_frozen(case, lambda name: name.startswith("mixes."))
+
+
+def _compare_precision(
+    case: RuleCase, dtype: torch.dtype, tolerance: float, needs: Sequence[str], autocast: bool
+) -> None:
+    given = problem(case)
+    extensions = _with_needs(usable(case), needs)
+    _, values = given.run(extensions, dtype=dtype, autocast=autocast)
+    given.compare(values, extensions, tolerance, needs=needs)
+
+
+def _with_needs(extensions: Sequence[Extension], needs: Sequence[str]) -> list[Extension]:
+    from backpack_core.testing.quantities import quantity_of
+
+    known = [(extension, quantity_of(extension.savefield)) for extension in extensions]
+    return [extension for extension, found in known if found is not None and found.needs in needs]
+
+
+@implements
+def float32(case: RuleCase) -> None:
+    """Single precision, against the reference in double precision."""
+    needs = (*COARSE, "second derivative")
+    _compare_precision(case, torch.float32, case.tolerances.float32, needs, autocast=False)
+
+
+@implements
+def bfloat16(case: RuleCase) -> None:
+    """Half precision, against the reference in double precision."""
+    _compare_precision(case, torch.bfloat16, case.tolerances.bfloat16, COARSE, autocast=False)
+
+
+@implements
+def autocast(case: RuleCase) -> None:
+    """Parameters in single precision, operations in half."""
+    _compare_precision(case, torch.float32, case.tolerances.bfloat16, COARSE, autocast=True)
+
+
+@implements
+def retain_graph(case: RuleCase) -> None:
+    """Two backward passes through one graph; the second overwrites, and agrees."""
+    given, extensions = problem(case), usable(case)
+    net, arguments, loss = given.extended()
+    value = forward_loss(net, arguments, loss)
+    for keep in (True, False):
+        for parameter in net.parameters():
+            for extension in extensions:
+                parameter.__dict__.pop(extension.savefield, None)
+        with backpack(*extensions, retain_graph=keep):
+            value.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+        given.compare(values_of(net, extensions), extensions, case.tolerances.float64)
+
+
+@implements
+def called_twice(case: RuleCase) -> None:
+    """The layer, and the layers around it, are called on two inputs; outputs are added."""
+    given = problem(case, twice=True)
+    extensions = [
+        extension
+        for extension in usable(case)
+        if extension.shared_parameters and isinstance(extension.propagator, ColumnPropagator)
+    ]
+    extensions = _with_needs(extensions, COARSE)
+    _, values = given.run(extensions)
+    given.compare(values, extensions, case.tolerances.float64)
+
+
+def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None:
+    given, extensions = problem(case), usable(case)
+    net, arguments, loss = given.extended()
+    for original in (net, loss):
+        require(type(duplicate(original)) is type(original), "The copy has another type.")
+    net, loss = duplicate(net), duplicate(loss)
+    with backpack(*extensions):
+        forward_loss(net, arguments, loss).backward()  # type: ignore[no-untyped-call]
+    given.compare(values_of(net, extensions), extensions, case.tolerances.float64)
+
+
+@implements
+def deepcopy(case: RuleCase) -> None:
+    """By ``copy.deepcopy``."""
+    _compare_copy(case, copy.deepcopy)
+
+
+def _pickled(module: Module) -> Module:
+    restored: Module = pickle.loads(pickle.dumps(module))
+    return restored
+
+
+implements(lambda case: _compare_copy(case, _pickled), "pickle")
+
+
+@implements
+def no_live_calls(case: RuleCase) -> None:
+    """Forward only; and forward with backward, and all extensions."""
+    given, extensions = problem(case), usable(case)
+    with no_calls_left("After a forward pass alone"):
+        given_net = given.extended()
+        value = forward_loss(*given_net)
+        del value, given_net
+    with no_calls_left("After a backward pass"):
+        first_order = [e for e in extensions if e in _with_needs(extensions, COARSE)]
+        net, values = given.run(first_order)
+        del net, values
+
+
+@implements
+def mixing_is_refused(case: RuleCase) -> None:
+    """Every extension raises, and says that samples mix."""
+    net, arguments = build_net(case, SAMPLES, torch.float64)
+    loss = SoftmaxLoss()
+    given = Problem(lambda dtype: (net, arguments, loss), Reference(net, arguments, loss))
+    for extension in installed_extensions():
+        try:
+            given.run([extension])
+        except SampleMixingError:
+            continue
+        except UnsupportedError as error:
+            require("sample" in str(error), f"{type(extension).__name__} refuses, but: {error}")
+            continue
+        require(False, f"{type(extension).__name__} gave a value, though samples mix.")

@@ -1,0 +1,61 @@
+"""What a case has, as far as it decides which checks apply: declared, never guessed from a failure."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from backpack_core.rules import AffineRule, ElementwiseRule, LayerRule
+from backpack_core.testing.cases import Case, ExtensionCase, RuleCase
+from backpack_core.testing.execution import Execution, shared_execution
+from backpack_core.testing.extensions_run import takes_subsampling
+from backpack_core.testing.promise import PROMISED, Promise
+
+
+def promised(case: Case) -> tuple[Promise, ...]:
+    """The checks that must run for a case."""
+    own = traits(case)
+    return tuple(row for row in PROMISED[case.kind] if row.needs <= own)
+
+
+@lru_cache(maxsize=None)
+def traits(case: Case) -> frozenset[str]:
+    """Everything a check may need that this case has."""
+    if isinstance(case, RuleCase):
+        with case.installed():
+            return frozenset(_of_execution(shared_execution(case)))
+    if isinstance(case, ExtensionCase) and takes_subsampling(case.extension_factory):
+        return frozenset({"subsampling"})
+    return frozenset()
+
+
+def _of_execution(run: Execution) -> set[str]:
+    rule = run.rule
+    found = {"mixing" if rule.mixes_samples(run.call) else "separate"}
+    propagates = not rule.transparent and bool(run.leaves) and run.leaves[0] is not None
+    if propagates:
+        found.add("input")
+        if rule.hessian_is_zero:
+            found.add("zero hessian")
+        if rule.hessian_is_diagonal:
+            found.add("diagonal hessian")
+        if _has_second_derivative(rule):
+            found.add("second derivative")
+        if isinstance(rule, ElementwiseRule):
+            found.add("elementwise")
+    if run.parameters:
+        found.add("parameters")
+        if any(name in run.parameters for name in getattr(rule, "linear_in_params", ())):
+            found.add("linear parameters")
+        if isinstance(rule, AffineRule):
+            found.add("affine")
+    if run.batch_axis == 0 and "separate" in found:
+        found.add("batch first")
+    return found
+
+
+def _has_second_derivative(rule: LayerRule) -> bool:
+    if rule.hessian_is_zero:
+        return True
+    if isinstance(rule, ElementwiseRule):
+        return type(rule).second_derivative is not ElementwiseRule.second_derivative
+    return rule.provides("second_derivative_mat_prod")
