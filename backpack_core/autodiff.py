@@ -6,6 +6,7 @@ Exact for every module that can be replayed: one that draws random numbers insid
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +87,20 @@ def forward_mode_input(call: ModuleCall, mat: Tensor) -> Tensor:
     return result
 
 
+def loss_gradient(call: ModuleCall) -> Tensor:
+    """Gradient of a loss in its first input, with the arriving gradient as factor: ``[N, *in]``."""
+    whole, create_graph = call.full, torch.is_grad_enabled()
+    x = whole.input
+    if not (create_graph and x.requires_grad):
+        x = x.detach().requires_grad_()
+    first = whole.inputs[0]
+    args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
+    with disable(), torch.enable_grad():
+        output = whole.module(*args, **kwargs)
+    (gradient,) = torch.autograd.grad(output, x, whole.grad_output, create_graph=create_graph)
+    return gradient if call.indices is None else gradient[list(call.indices)]
+
+
 def _batched_inputs(call: ModuleCall) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Every input tensor, and the axis of the samples in it (``None`` where it has none)."""
     size = call.batch_size
@@ -100,7 +115,8 @@ def _replay(
     """The module's forward for one sample, as a function of a parameter and the input tensors."""
     size = call.batch_size
     batched = [t.dim() > 0 and t.shape[0] == size for t in call.inputs]
-    others = {n: call.parameter(n) for n, _ in call.module.named_parameters() if n != name}
+    names = [n for n, _ in call.module.named_parameters(remove_duplicate=False) if n != name]
+    others = {n: call.parameter(n) for n in names}
 
     def forward(parameter: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor:
         queue = iter(
@@ -109,7 +125,8 @@ def _replay(
         )
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(queue))
         values = others if name is None else {**others, name: parameter}
-        output = functional_call(call.module, values, args, kwargs)
+        # A parameter under two names, or shared with a child, has a part for each.
+        output = functional_call(call.module, values, args, kwargs, tie_weights=False)
         return list(iter_tensors(output))[call.output_nr].squeeze(0)
 
     return forward
@@ -117,7 +134,13 @@ def _replay(
 
 @contextmanager
 def _replaying(call: ModuleCall) -> Iterator[None]:
-    """Hooks off, and errors of the replay explained."""
+    """Hooks off, errors of the replay explained, and what the forward stores on modules undone.
+
+    A forward may store tensors (a hidden state, the weight that weight_norm computes); those of the
+    replay would be dead wrappers. Forward hooks act on the output behind the recorded one.
+    """
+    attributes = [(module, dict(module.__dict__)) for module in call.module.modules()]
+    call.module._forward_hooks = OrderedDict()
     try:
         with disable():
             yield
@@ -129,6 +152,10 @@ def _replaying(call: ModuleCall) -> Iterator[None]:
             f"samples ({_first_line(error)}). A module that draws random numbers, changes buffers, "
             "or branches on values inside cannot be replayed: write a layer rule for it."
         ) from error
+    finally:
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
 
 
 def _check_replay(call: ModuleCall, output: Tensor) -> None:

@@ -9,7 +9,6 @@ the tensor they belong to (broadcasting), and cast to its dtype.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,13 +27,24 @@ LINEAR_NODES = frozenset(
     ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace
     Tril Triu Unfold Narrow Movedim Detach Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D
     UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D PixelShuffle Where MaskedFill Rot90
-    Im2Col Col2Im Identity Contiguous UnsafeSplit Swapaxes LiftFresh
+    Im2Col Col2Im Identity Contiguous UnsafeSplit Swapaxes LiftFresh Rsub AdaptiveAvgPool3D
+    UpsampleLinear1D UpsampleBicubic2D UpsampleTrilinear3D UpsampleNearest3D IndexAdd ScatterAdd
+    IndexPut
     """.split()  # noqa: SIM905 - a list of a hundred lines is no easier to read
 )
-# Backward nodes that are linear as long as one of their two factors is a constant.
-BILINEAR_NODES = frozenset(
-    "Mul Mm Bmm Mv Dot Addmm Baddbmm Addmv Convolution Matmul Linear".split()  # noqa: SIM905
+# Linear almost everywhere: the second derivative is zero, as it is for the modules of that name.
+PIECEWISE_LINEAR_NODES = frozenset(
+    """
+    Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp
+    ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices
+    AdaptiveMaxPool2D AdaptiveMaxPool3D NativeDropout Sort Topk Kthvalue Median
+    """.split()  # noqa: SIM905
 )
+# Linear as long as one of two factors is constant: where these stand among the node's inputs.
+FACTORS = {
+    **dict.fromkeys(["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)),
+    **dict.fromkeys(["Addmm", "Baddbmm", "Addmv"], (1, 2)),
+}
 # Linear in the numerator, and only if the denominator is a constant.
 QUOTIENT_NODES = frozenset({"Div"})
 
@@ -55,36 +65,39 @@ def refuse(node: Node, reason: str) -> BridgeError:
 
 
 def is_linear(node: Node) -> bool:
-    """Whether the operation is known to be linear in everything that requires a gradient."""
+    """Whether the operation is known to be linear in all activations, almost everywhere.
+
+    Leaves (parameters) are constants here.
+    """
     name = name_of(node)
-    live = [edge[0] is not None for edge in node.next_functions]
-    if name in LINEAR_NODES:
+    if name in LINEAR_NODES or name in PIECEWISE_LINEAR_NODES:
         return True
-    if name in BILINEAR_NODES:
-        return sum(live[-2:]) <= 1
-    return name in QUOTIENT_NODES and not any(live[1:])
+    varies = [
+        parent is not None and parent.name() != "torch::autograd::AccumulateGrad"
+        for parent, _ in node.next_functions
+    ]
+    if name in FACTORS:
+        return not all(varies[position] for position in FACTORS[name])
+    return name in QUOTIENT_NODES and not any(varies[1:])
 
 
 def mixes_samples(node: Node) -> bool:
-    """Whether the node is a batch normalisation with statistics of the batch."""
+    """Whether the node is a batch normalisation with statistics of several samples.
+
+    An instance normalisation is one of a batch of a single sample, to which torch folds all samples.
+    """
     if not _BATCH_NORM.match(node.name()):
         return False
-    return bool(getattr(node, "_saved_training", True))
+    (output, *_) = node._input_metadata  # type: ignore[attr-defined]
+    return output.shape[0] > 1 and bool(getattr(node, "_saved_training", True))
 
 
-def cross_columns(
-    node: Node,
-    quantities: dict[int, Columns],
-    batch_size: int,
-    subsampling: Sequence[int] | None,
-) -> list[tuple[int, Columns]]:
+def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:
     """Push columns through a node.
 
     Args:
         node: An autograd node that autograd has not executed yet.
-        quantities: Columns at the node's outputs, by output number.
-        batch_size: Number of samples of the whole batch.
-        subsampling: Which samples the columns belong to; ``None`` for all.
+        quantities: Columns of the whole batch at the node's outputs, by output number.
 
     Returns:
         Pairs (position in ``node.next_functions``, columns there).
@@ -100,36 +113,29 @@ def cross_columns(
     results: dict[int, dict[Root, Tensor]] = {}
     for root in roots:
         present = {nr: c.blocks[root] for nr, c in quantities.items() if root in c.blocks}
-        if subsampling is not None:
-            present = {nr: _embed(m, batch_size, subsampling) for nr, m in present.items()}
         for position, product in _push(node, present).items():
-            if subsampling is not None:
-                product = product[:, list(subsampling)]
             results.setdefault(position, {})[root] = product
     return [(position, Columns(blocks)) for position, blocks in results.items()]
-
-
-def _embed(mat: Tensor, batch_size: int, subsampling: Sequence[int]) -> Tensor:
-    """Columns of some samples, put among zeros for the others: nodes know full batches only."""
-    full = mat.new_zeros(len(mat), batch_size, *mat.shape[2:])
-    full[:, list(subsampling)] = mat
-    return full
 
 
 def _push(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor]:
     """Call a node for every column: ``{output_nr: [V, ...]}`` to ``{position: [V, ...]}``."""
     if node.name() == "torch::autograd::AccumulateGrad":
         return {}
-    outputs = len(node._input_metadata)  # type: ignore[attr-defined]
     metadata = node._input_metadata  # type: ignore[attr-defined]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     numbers = list(mats)
+    # Nodes of a Python autograd.Function are not callable, but have apply.
+    function: Any = getattr(node, "apply", node)
 
     def call(*gradients: Tensor) -> dict[int, Tensor]:
-        grads: list[Tensor | None] = [None] * outputs
+        grads: list[Tensor | None] = [None] * len(metadata)
+        if function is not node:  # nor does autograd fill in zeros for them when called like this
+            like = gradients[0]
+            grads = [like.new_zeros(m.shape, dtype=m.dtype, device=m.device) for m in metadata]
         for number, gradient in zip(numbers, gradients, strict=True):
             grads[number] = gradient
-        result = _apply(node, grads)
+        result = function(*grads)
         found = result if isinstance(result, tuple) else (result,)
         edges = node.next_functions
         return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
@@ -139,12 +145,6 @@ def _push(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor]:
         position: _fit(product, node.next_functions[position])
         for position, product in products.items()
     }
-
-
-def _apply(node: Node, grads: list[Tensor | None]) -> Any:
-    # Nodes of a Python autograd.Function are not callable, but have apply.
-    function: Any = getattr(node, "apply", node)
-    return function(*grads)
 
 
 def _over_columns(call: Any, mats: list[Tensor]) -> dict[int, Tensor]:

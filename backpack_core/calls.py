@@ -130,6 +130,8 @@ class ModuleCall:
         output_nr: Position in ``outputs`` of the tensor that is differentiated at present.
         grad_output: Gradient of the loss with respect to that tensor; ``None`` before backward.
         indices: The samples this view shows; ``None`` for all.
+        memo: What was computed from the columns at hand; forgotten after each visit.
+        constants: What was computed from the call alone (patches, indices of maxima).
         frame: This execution as it was seen before it ran; ``frame.parent`` is the hooked module
             execution that encloses it.
         thread: The thread that ran the forward pass.
@@ -152,6 +154,7 @@ class ModuleCall:
     grad_output: Tensor | None = None
     indices: tuple[int, ...] | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
+    constants: dict[Any, Any] = field(default_factory=dict)
     _versions: tuple[int, ...] = ()
     _released: bool = False
     _whole: ModuleCall | None = None
@@ -290,6 +293,7 @@ class ModuleCall:
             outputs=tuple(outputs),
             grad_output=None if grad is None else grad.movedim(axis, 0),
             memo={},
+            constants={},
             _whole=self.full,
         )
         return view
@@ -305,6 +309,7 @@ class ModuleCall:
         self.args, self.kwargs, self.inputs, self.outputs = (), {}, (), ()
         self.grad_output = None
         self.memo.clear()
+        self.constants.clear()
 
     @property
     def is_released(self) -> bool:

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointError
 
-from backpack_core.errors import NotAnExtensionError, NotExtendedError, UsageError
+from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.extension import Extension, Propagator
 
 ExtensionHook = Callable[[Module], None]
@@ -35,7 +37,7 @@ class Context:
         debug: Whether to log, and to probe that samples do not mix.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         groups: The extensions by propagator: each propagator is pushed once.
-        passes: State of the backward passes under way, by autograd's graph-task id.
+        passes: State of the backward passes under way, by autograd's graph-task id; autograd owns it.
     """
 
     extensions: tuple[Extension, ...]
@@ -43,7 +45,7 @@ class Context:
     debug: bool
     retain_graph: bool
     groups: tuple[tuple[Propagator, tuple[Extension, ...]], ...]
-    passes: dict[int, Any] = field(default_factory=dict)
+    passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     seen: set[str] = field(default_factory=set)
 
 
@@ -159,6 +161,7 @@ class backpack:
         Raises:
             NotExtendedError: Extensions were given, but no extended module took part in a backward
                 pass of this block.
+            BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
         context = self._entered.pop()
         ident = threading.get_ident()
@@ -167,7 +170,12 @@ class backpack:
             _STACKS[ident] = remaining
         else:
             _STACKS.pop(ident, None)
-        context.passes.clear()
+        if isinstance(exc, CheckpointError) and context.extensions:
+            raise BridgeError(
+                "A quantity was carried through an operation inside checkpoint(use_reentrant=False) "
+                "that no module covers, and a checkpoint gives each saved tensor only once. Move the "
+                "operation into a module and give it a layer rule, or leave the checkpoint out."
+            ) from exc
         if exc_type is None and context.extensions and "ran" not in context.seen:
             names = ", ".join(type(e).__name__ for e in context.extensions)
             raise NotExtendedError(

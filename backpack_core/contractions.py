@@ -3,90 +3,215 @@
 Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp`` (what the weight
 multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
 ``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
+
+Fresh memory costs more than arithmetic here: the first write to a page takes as long as hundreds of
+multiply-adds for each number on it. So pieces are small enough for the cache and share one buffer, and
+inputs that have to be copied together (patches of a convolution) are made for some samples at a time.
+The measurements are in ``docs/design/contractions.md``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-# Products are consumed at once, so they should stay in the cache between being made and reduced.
+from backpack_core.budget import memory_budget
+
+# Bytes of a piece: it is consumed at once, so it should stay in the cache between.
 CACHE = 4 * 2**20
+# Entries of one product from which on adding its square by itself beats a reduction over several.
+LARGE = 2**14
 
 
-def products(out: Tensor, inp: Tensor) -> Tensor:
+class Rows(Protocol):
+    """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[N, S, G, I]``."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S, G, I]``."""
+
+
+def products(out: Tensor, inp: Rows) -> Tensor:
     """``M`` itself. Shape ``[V, N, G, O, I]``."""
     columns, samples, positions, groups, features = out.shape
-    size = inp.shape[-1]
+    size = inp.shape[3]
     if positions == 1:
-        return out.squeeze(2).unsqueeze(-1) * inp.squeeze(1).unsqueeze(-2)
-    right = inp.permute(0, 2, 1, 3).reshape(samples * groups, positions, size)
-    left = out.permute(0, 1, 3, 4, 2).reshape(columns, samples * groups, features, positions)
-    if columns == 1 or torch.is_grad_enabled():
-        result = torch.stack([torch.bmm(piece, right) for piece in left])
-    else:
-        result = out.new_empty(columns, samples * groups, features, size)
-        for piece, target in zip(left, result, strict=True):
-            torch.bmm(piece, right, out=target)
-    return result.reshape(columns, samples, groups, features, size)
+        return out.squeeze(2).unsqueeze(-1) * inp[:].squeeze(1).unsqueeze(-2)
+    if torch.is_grad_enabled():
+        whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
+        return whole.reshape(columns, samples, groups, features, size)
+    result = out.new_empty(columns, samples, groups, features, size)
+    for rows in _row_steps(inp, out.element_size()):
+        right = _right(inp[rows])
+        for piece, target in zip(out[:, rows], result[:, rows], strict=True):
+            torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
+    return result
 
 
-def square_sum(out: Tensor, inp: Tensor) -> Tensor:
+def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
     if out.shape[2] == 1:
         left = out.square().sum(0).squeeze(1)  # [N, G, O]
-        right = inp.square().squeeze(1)  # [N, G, I]
+        right = inp[:].square().squeeze(1)  # [N, G, I]
         return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
-    groups, features, size = out.shape[3], out.shape[4], inp.shape[3]
-    result = out.new_zeros(groups, features, size)
-    for _, piece in pieces(out, inp):
-        result += piece.square_().sum((0, 2))
+    result = out.new_zeros(*out.shape[3:], inp.shape[3])
+    for _, _, piece in pieces(out, inp):
+        if _in_place(result):
+            for product in piece.transpose(1, 2).flatten(0, 1):
+                result.addcmul_(product, product)
+        else:
+            result = result + _squared(piece).sum((0, 2))
     return result
 
 
-def per_sample_square_sum(out: Tensor, inp: Tensor) -> Tensor:
+def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v M²``. Shape ``[N, G, O, I]``."""
-    if out.shape[2] == 1:
+    columns, samples, positions, _, _ = out.shape
+    if positions == 1:
         left = out.square().sum(0).squeeze(1)
-        return left.unsqueeze(-1) * inp.square().squeeze(1).unsqueeze(-2)
-    samples, groups, features, size = out.shape[1], out.shape[3], out.shape[4], inp.shape[3]
-    result = out.new_zeros(samples, groups, features, size)
-    for rows, piece in pieces(out, inp):
-        result[rows] += piece.square_().sum(2)
+        return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
+    if columns == 1 or torch.is_grad_enabled():
+        return _squared(products(out, inp)).sum(0)
+    result = out.new_zeros(samples, *out.shape[3:], inp.shape[3])
+    for _, rows, piece in pieces(out, inp):
+        if _in_place(result[0]):
+            for target, product in zip(result[rows], piece, strict=True):
+                for column in product.transpose(0, 1):
+                    target.addcmul_(column, column)
+        else:
+            result[rows] += _squared(piece).sum(2)
     return result
 
 
-def squared_norm(out: Tensor, inp: Tensor) -> Tensor:
-    """``‖M[v, n]‖²``. Shape ``[V, N]``."""
-    columns, samples, positions, _, features = out.shape
+def squared_norm(out: Tensor, inp: Rows) -> Tensor:
+    """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
+    columns, _, positions, _, features = out.shape
     size = inp.shape[3]
     if positions == 1:
         left = out.square().sum(-1).squeeze(2)
-        return torch.einsum("vng,ng->vn", left, inp.square().sum(-1).squeeze(1))
-    if positions * (features + size) < features * size:
-        gram_in = torch.einsum("nsgi,ntgi->ngst", inp, inp)
-        gram_out = torch.einsum("vnsgo,vntgo->vngst", out, out)
-        return torch.einsum("vngst,ngst->vn", gram_out, gram_in)
-    result = out.new_zeros(columns, samples)
-    for rows, piece in pieces(out, inp):
-        result[:, rows] += piece.square_().sum((1, 3, 4)).T
-    return result
+        return torch.einsum("vng,ng->vn", left, inp[:].square().sum(-1).squeeze(1))
+    if positions * (columns * features + size) < columns * features * size:
+        return _squared_norm_by_gram(out, inp)
+    parts: dict[int, list[Tensor]] = {}
+    for _, rows, piece in pieces(out, inp):
+        parts.setdefault(rows.start, []).append(_squared(piece).sum((1, 3, 4)))
+    return torch.cat([torch.cat(found, 1) for found in parts.values()]).T
 
 
-def pieces(out: Tensor, inp: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """``M`` as ``[n, G, V, O, I]`` for some samples at a time, small enough for the cache.
+def sums(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
+    columns, _, _, groups, features = out.shape
+    size = inp.shape[3]
+    total = out.new_zeros(groups, columns * features, size)
+    for rows in _row_steps(inp, out.element_size()):
+        part = inp[rows]
+        left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
+        right = part.permute(2, 0, 1, 3).reshape(groups, -1, size)
+        total = torch.baddbmm(total, left, right)
+    return total.reshape(groups, columns, features, size).transpose(0, 1)
 
-    All columns of a sample are one matrix product: ``[V·O, S] @ [S, I]``.
-    """
+
+def gram(out: Tensor, inp: Rows) -> Tensor:
+    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
     columns, samples, positions, groups, features = out.shape
-    size = inp.shape[-1]
-    per_sample = columns * groups * features * size * out.element_size()
-    step = max(1, CACHE // per_sample)
+    size, count = inp.shape[3], columns * samples
+    pairwise = count * positions * (count * features + samples * size) * positions
+    if pairwise <= count * features * size * (positions + count):
+        return _gram_by_positions(out, inp[:])
+    total = out.new_zeros(count, count)
+    step = max(1, memory_budget() // (count * groups * size * out.element_size()))
+    for start in range(0, features, step):
+        product = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
+        total = torch.addmm(total, product, product.T)
+    return total.reshape(columns, samples, columns, samples)
+
+
+def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
+    """``M`` for some columns of some samples at a time, in one buffer: use a piece before the next.
+
+    All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``.
+
+    Yields:
+        ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
+    """
+    columns, samples, _, groups, features = out.shape
+    size = inp.shape[3]
+    single = groups * features * size * out.element_size()
+    limit = min(CACHE, memory_budget())
+    most = max(1, min(columns, limit // single))
+    few = max(1, limit // (single * columns))
+    buffer: Tensor | None = None
+    for rows in _row_steps(inp, out.element_size(), few):
+        right = _right(inp[rows])
+        for start in range(0, columns, most):
+            some = slice(start, min(start + most, columns))
+            left = _batched(out[some, rows])
+            shape = (*left.shape[:2], size)
+            if torch.is_grad_enabled():
+                product = torch.bmm(left, right)
+            else:
+                if buffer is None:
+                    buffer = out.new_empty(min(few, samples) * groups * most * features * size)
+                product = buffer[: shape[0] * shape[1] * size].view(shape)
+                torch.bmm(left, right, out=product)
+            yield some, rows, product.view(-1, groups, some.stop - start, features, size)
+
+
+def _row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
+    """Samples whose inputs fit into the cache together."""
+    samples, *shape = inp.shape
+    fitting = max(1, min(CACHE, memory_budget()) // (torch.Size(shape).numel() * itemsize))
+    step = fitting if most is None else min(most, fitting)
     for start in range(0, samples, step):
-        rows = slice(start, start + step)
-        left = out[:, rows].permute(1, 3, 0, 4, 2).reshape(-1, columns * features, positions)
-        right = inp[rows].permute(0, 2, 1, 3).reshape(-1, positions, size)
-        product = torch.bmm(left, right)
-        yield rows, product.reshape(-1, groups, columns, features, size)
+        yield slice(start, min(start + step, samples))
+
+
+def _right(inp: Tensor) -> Tensor:
+    """``[n, S, G, I] → [n·G, S, I]``, a view for the usual layouts."""
+    return inp.transpose(1, 2).flatten(0, 1)
+
+
+def _batched(out: Tensor) -> Tensor:
+    """``[v, n, S, G, O] → [n·G, v·O, S]``; copies several columns, in the order they are stored."""
+    columns, samples, positions, groups, features = out.shape
+    shape = (samples * groups, columns * features)
+    if out.stride(4) == 1:
+        return out.permute(1, 3, 2, 0, 4).reshape(shape[0], positions, shape[1]).transpose(1, 2)
+    return out.permute(1, 3, 0, 4, 2).reshape(*shape, positions)
+
+
+def _squared(piece: Tensor) -> Tensor:
+    return piece.square() if torch.is_grad_enabled() else piece.square_()
+
+
+def _in_place(product: Tensor) -> bool:
+    return product.numel() >= LARGE and not torch.is_grad_enabled()
+
+
+def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
+    parts = []
+    for rows in _row_steps(inp, out.element_size()):
+        right = inp[rows].transpose(1, 2)  # [n, G, S, I]
+        left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
+        inner = right @ right.mT
+        parts.append(torch.stack([((x @ x.mT) * inner).sum((1, 2, 3)) for x in left]))
+    return torch.cat(parts, 1)
+
+
+def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
+    """``Σ_g Σ_s Σ_t ⟨out[v, n, s], out[w, m, t]⟩ ⟨inp[n, s], inp[m, t]⟩``."""
+    columns, samples, positions, groups, _ = out.shape
+    total = out.new_zeros(columns, samples, columns, samples)
+    for group in range(groups):
+        left, right = out[:, :, :, group].flatten(0, 2), inp[:, :, group].flatten(0, 1)
+        outer = (left @ left.T).reshape(2 * (columns, samples, positions))
+        inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
+        total = total + (outer * inner).sum((2, 5))
+    return total

@@ -1,4 +1,4 @@
-"""What stands for a function or method when a network is rewritten as modules. Imports torch only."""
+"""The module for a function or method in a network that is rewritten. Imports helper modules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,46 @@ from torch.nn import functional as F
 
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
+# Operations that overwrite their first argument, whatever their settings.
+IN_PLACE = frozenset({operator.iadd, operator.imul})
+
 # The module for a node and the inputs that it takes; None where there is none.
 Conversion = tuple[Module, tuple[Any, ...]] | None
 Convert = Callable[[Node], Conversion]
+
+
+def converted(node: Node) -> Conversion:
+    """The module that does what a node of an ``fx`` graph does.
+
+    Args:
+        node: A function or method call.
+
+    Returns:
+        The module and its inputs, or ``None`` where the node has to stay: there is no module, its
+        settings are computed in the network, or it overwrites a tensor that is read elsewhere.
+    """
+    key = node.target if node.op == "call_function" else str(node.target)
+    if key not in _CONVERSIONS:
+        return None
+    overwrites = key in IN_PLACE or str(key).endswith("_") or node.kwargs.get("inplace", False)
+    if overwrites and not is_only_reader(node):
+        return None
+    return _CONVERSIONS[key](node)
+
+
+def is_only_reader(node: Node) -> bool:
+    """Whether nothing else reads the memory of a node's first argument.
+
+    Anything but a module call may be a view of what it received.
+    """
+    source = node.args[0] if node.args else None
+    while isinstance(source, Node):
+        if len(source.users) > 1:
+            return False
+        if source.op == "call_module" or not source.args:
+            return True
+        source = source.args[0]
+    return True
 
 
 def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
@@ -131,7 +168,7 @@ _FLATTEN = _module(
     lambda start_dim=0, end_dim=-1: nn.Flatten(start_dim, end_dim), "start_dim", "end_dim"
 )
 
-CONVERSIONS: dict[Any, Convert] = {
+_CONVERSIONS: dict[Any, Convert] = {
     **dict.fromkeys([operator.add, operator.iadd, torch.add, "add", "add_"], _sum),
     **dict.fromkeys(
         [operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"], _scale

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
 
 from backpack_core.context import logger
-from backpack_core.conversions import CONVERSIONS
+from backpack_core.conversions import converted, is_only_reader
 from backpack_core.errors import BackpackWarning
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.plugins import ensure_loaded
@@ -57,10 +57,10 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     graph = RuleTracer().trace(module)
     result = GraphModule(module, graph)
     graph.eliminate_dead_code()
-    used: set[str] = set()
+    called: dict[str, Module] = {}
     for node in list(graph.nodes):
         if node.op == "call_module":
-            _prepare(result, node, used)
+            _prepare(result, node, called)
         elif node.op in ("call_function", "call_method"):
             _replace(result, node, debug)
     graph.lint()
@@ -71,34 +71,35 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
 
 
 def _replace(root: GraphModule, node: Node, debug: bool) -> None:
-    key = node.target if node.op == "call_function" else str(node.target)
-    converted = CONVERSIONS[key](node) if key in CONVERSIONS else None
-    if converted is None:
+    found = converted(node)
+    if found is None:
         return
-    module, inputs = converted
+    module, inputs = found
     name = _free_name(root, _snake(type(module).__name__))
     if debug:
-        logger.info("convert: %s %s -> %s '%s'", node.op, key, type(module).__name__, name)
+        logger.info("convert: %s -> %s '%s'", node.target, type(module).__name__, name)
     root.add_module(name, module.train(root.training))
     node.op, node.target, node.args, node.kwargs = "call_module", name, inputs, {}
 
 
-def _prepare(root: GraphModule, node: Node, used: set[str]) -> None:
+def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
     """Bring a module that is called into the form that module extensions can handle."""
     target = str(node.target)
-    module = root.get_submodule(target)
+    is_repeated = target in called
+    module = called.setdefault(target, root.get_submodule(target))
     has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
     if isinstance(module, (nn.RNN, nn.LSTM)) and _can_be_split(module, node):
         root.set_submodule(target, _single_layers(module))
-    elif not has_state and (target in used or getattr(module, "inplace", False)):
+        return
+    overwrites = getattr(module, "inplace", False) and is_only_reader(node)
+    if not has_state and (is_repeated or overwrites):
         copy = deepcopy(module)
-        if getattr(copy, "inplace", False):
+        if overwrites:
             copy.inplace = False  # type: ignore[assignment]
-        if target in used:
+        if is_repeated:
             target = _free_name(root, target)
         root.add_submodule(target, copy)
         node.target = target
-    used.add(target)
 
 
 def _can_be_split(module: nn.RNN | nn.LSTM, node: Node) -> bool:

@@ -8,6 +8,7 @@ gets there, and every call and every node is passed exactly once.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from torch.nn import Parameter
 from backpack_core.calls import ModuleCall, Node, Record
 from backpack_core.columns import Columns
 from backpack_core.context import Context, current, logger
-from backpack_core.errors import UncoveredParameterWarning
+from backpack_core.errors import UncoveredParameterWarning, UnsupportedError
 from backpack_core.extension import Extension, warn_once
 from backpack_core.probe import SampleProbe
 from backpack_core.registry import Resolved, registry
 from backpack_core.rules import LossRule
 from backpack_core.survey import Survey, own_edge
-from backpack_core.sweep import Sweep, chunk_size, visiting_order
+from backpack_core.sweep import Sweep, chunk_size, even_size, visiting_order
 from backpack_core.traversal import Group, Traversal
 
 _warned: set[Any] = set()
@@ -66,22 +67,30 @@ class BackwardPass(Traversal):
             groups.append((SampleProbe(), ()))
         super().__init__(Survey(), groups)
         self.context = context
+        self.task = task
         self._partial: dict[tuple[Extension, int], Any] = {}
         self._release_last: list[ModuleCall] = []
+        self.visiting: ModuleCall | None = None
+        self._unshared: set[int] = set()
+        # A pass inside another one (re-entrant checkpointing) must not compute for its parameters.
+        outer: BackwardPass | None = next(iter(context.passes.values()), None)
+        self._owners: dict[int, int] = {} if outer is None else outer._owners
         context.passes[task] = self
         context.seen.add("ran")
+        # Autograd owns the pass: it ends when autograd is through, or has failed.
+        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine.queue_callback(self._finish)
 
-        def finish() -> None:
-            context.passes.pop(task, None)
-            for call in self._release_last:
-                call.release()
-
-        torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+    def _finish(self) -> None:
+        self.context.passes.pop(self.task, None)
+        for call in self._release_last:
+            call.release()
 
     def visit(self, call: ModuleCall, index: int, node: Node, output_nr: int, grad: Tensor) -> None:
         """Everything that happens at one output of one call."""
         call._check_released()
         call.output_nr, call.grad_output = index, grad
+        self.visiting = call
         if self.groups:
             self._survey(call, index, node, output_nr)
             self.compute(call, index, node, output_nr)
@@ -90,6 +99,8 @@ class BackwardPass(Traversal):
         if self.context.extension_hook is not None:
             self.context.extension_hook(call.module)
         call.memo.clear()
+        if len(call.outputs) == 1:  # another output may be visited yet
+            call.constants.clear()
         if self.context.retain_graph or torch.is_grad_enabled():
             call.grad_output = None
         elif len(call.outputs) == 1:
@@ -99,17 +110,31 @@ class BackwardPass(Traversal):
 
     def store(self, extension: Extension, parameter: Parameter, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
-        before = self._partial.get((extension, id(parameter)))
+        key = id(parameter)
+        if self._owners.setdefault(key, self.task) != self.task:
+            raise UnsupportedError(
+                f"A parameter of shape {list(parameter.shape)} is used inside a re-entrant "
+                f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "
+                "torch.utils.checkpoint(use_reentrant=False)."
+            )
+        if self.survey.uses.get(key) == 1:
+            self._unshared.add(key)
+        before = self._partial.get((extension, key))
         if before is not None:
             value = extension.combine(before, value)
         setattr(parameter, extension.savefield, value)
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""
+        # It may never do so (backward(inputs=...), an exception): then the hook stays on the node,
+        # and must hold neither the node nor this pass.
+        this = weakref.ref(self)
 
         def arrive(_: Any) -> None:
             handle.remove()
-            self.cross(node)
+            owner = this()
+            if owner is not None:
+                owner.cross(torch._C._current_autograd_node())
 
         handle = node.register_prehook(arrive)
 
@@ -126,7 +151,7 @@ class BackwardPass(Traversal):
         edge = call.edges[0]
         if size is None or size >= len(quantity.mat) or edge is None or self._alone(extensions):
             return quantity
-        *chunks, last = quantity.chunks(size)
+        *chunks, last = quantity.chunks(even_size(len(quantity.mat), size))
         order = visiting_order(own_edge(edge, output[0]))
         for chunk in chunks:
             Sweep(self, slot, self._partial).run(order, edge, chunk)
@@ -142,6 +167,13 @@ class BackwardPass(Traversal):
             return
         known = set(self.survey.bare)
         self.survey.add(call, node, output_nr)
+        if any(self.survey.uses[k] > 1 or k in self.survey.bare for k in self._unshared):
+            raise UnsupportedError(
+                f"{call.path} belongs to a second forward pass, or a second branch, which shares "
+                "parameters with the first and meets it only behind the losses. The first was "
+                "through before this one was seen, so per-sample sums over both are not to be had. "
+                "Call backward() on each loss, or apply one loss to the concatenated outputs."
+            )
         for key in self.survey.bare.keys() - known - self.survey.uses.keys():
             parameter, operation = self.survey.bare[key]
             warn_once(

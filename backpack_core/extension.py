@@ -5,6 +5,7 @@ An extension is *what travels backwards* (its propagator) times *what is read of
 
 from __future__ import annotations
 
+import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -76,6 +77,17 @@ class Propagator(ABC):
             f"{self!r} cannot be added over branches: the net must be a chain of modules."
         )
 
+    def widen(self, quantity: Any, batch_size: int) -> Any:
+        """A quantity of the chosen samples as one of the whole batch: autograd nodes know no other.
+
+        Undone by :meth:`narrow`. Only for propagators with ``subsampling``.
+        """
+        return quantity
+
+    def narrow(self, quantity: Any) -> Any:
+        """A quantity of the whole batch as one of the chosen samples."""
+        return quantity
+
     def cross(
         self, node: Node, quantities: dict[int, Any], batch_size: int
     ) -> list[tuple[int, Any]]:
@@ -83,7 +95,7 @@ class Propagator(ABC):
 
         Args:
             node: The autograd node, not yet executed.
-            quantities: What arrived, by output number of the node.
+            quantities: What arrived, by output number of the node, for the whole batch.
             batch_size: Number of samples of this backward pass.
 
         Returns:
@@ -126,11 +138,26 @@ class ColumnPropagator(Propagator):
         """Sum root by root."""
         return first.merge(second)
 
+    def widen(self, quantity: Columns, batch_size: int) -> Columns:
+        """Zeros for the samples that were left out."""
+        mat = quantity.mat
+        if self.subsampling is None:
+            return quantity
+        whole = mat.new_zeros(len(mat), batch_size, *mat.shape[2:])
+        whole[:, list(self.subsampling)] = mat
+        return quantity.split(whole)
+
+    def narrow(self, quantity: Columns) -> Columns:
+        """The chosen samples."""
+        if self.subsampling is None:
+            return quantity
+        return quantity.map(lambda mat: mat[:, list(self.subsampling or ())])
+
     def cross(
         self, node: Node, quantities: dict[int, Columns], batch_size: int
     ) -> list[tuple[int, Columns]]:
         """Call the node under vmap over the columns."""
-        return bridge.cross_columns(node, quantities, batch_size, self.subsampling)
+        return bridge.cross_columns(node, quantities)
 
     def move_batch_axis(self, quantity: Columns, axis: int) -> Columns:
         """``[V, *, N, *] → [V, N, *, *]``."""
@@ -320,9 +347,11 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
     if indices is None:
         return None
     try:
-        result = tuple(int(i) for i in indices)
-    except (TypeError, ValueError):
+        result = tuple(operator.index(i) for i in indices)
+    except TypeError:
         raise UsageError(f"subsampling must be a sequence of integers. Got {indices!r}.") from None
+    if any(isinstance(i, bool) for i in indices):
+        raise UsageError(f"subsampling takes indices of samples, not a mask. Got {indices!r}.")
     if not result:
         raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")
     if len(set(result)) != len(result):

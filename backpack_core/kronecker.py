@@ -204,8 +204,16 @@ class KroneckerFactors(list[Tensor]):
 
         Args:
             damping: Must be positive where a factor is singular.
+
+        Raises:
+            UsageError: A factor is singular, or the damping is negative.
         """
-        factors = [torch.linalg.cholesky(f) for f in self.damped(damping)]
+        try:
+            factors = [torch.linalg.cholesky(f) for f in self.damped(damping)]
+        except torch.linalg.LinAlgError as error:
+            raise UsageError(
+                f"A Kronecker factor is singular with a damping of {damping}: increase it."
+            ) from error
         return self.with_factors([torch.cholesky_inverse(f) for f in factors])
 
     def trace(self) -> Tensor:
@@ -237,12 +245,12 @@ def multiply(factors: Sequence[Tensor], rows: Tensor) -> Tensor:
     """``(F₁ ⊗ F₂ ⊗ …) rows`` for each block. Shape ``[V, P] → [V, P]``."""
     groups = len(factors[0]) if factors[0].dim() == 3 else 1
     sizes = [factor.shape[-1] for factor in factors]
-    product = rows.reshape(len(rows), groups, *sizes)
+    product = rows.reshape(len(rows), groups, *sizes).transpose(0, 1)
     for axis, factor in enumerate(factors, start=2):
-        front = product.movedim(axis, 2)
-        product = (factor @ front.flatten(3)) if front.dim() > 3 else front @ factor.mT
-        product = product.reshape(front.shape).movedim(2, axis)
-    return product.reshape(rows.shape)
+        last = product.movedim(axis, -1)
+        flat = last.reshape(groups, -1, factor.shape[-1])
+        product = (flat @ factor.mT).reshape(last.shape).movedim(-1, axis)
+    return product.transpose(0, 1).reshape(rows.shape)
 
 
 def check_damping(damping: float) -> float:

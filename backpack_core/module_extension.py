@@ -7,7 +7,7 @@ shorter and serves every extension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.nn import Module
@@ -26,8 +26,16 @@ class ModuleExtension:
     A subclass has one method for each name in ``params``, called as ``(ext, module, g_inp, g_out,
     bpQuantities)``, which returns the value to store. A second-order one also overrides
     :meth:`backpropagate`. ``module.input0``, ``module.input1``, … and ``module.output`` are set while
-    it runs. ``g_inp`` holds ``None`` for every input, since gradients at inputs do not exist yet.
+    it runs; they hold all samples, also where the extension is restricted to some. ``g_inp`` holds
+    ``None`` for every input, since gradients at inputs do not exist yet.
+
+    Attributes:
+        params: Names of the parameters that it computes the quantity for.
+        sends_to_every_input: Whether what :meth:`backpropagate` returns goes to every input of the
+            module (a sum, say) or to the first only.
     """
+
+    sends_to_every_input: ClassVar[bool] = False
 
     def __init__(self, params: Sequence[str] | None = None) -> None:
         """Store the parameter names.
@@ -45,6 +53,9 @@ class ModuleExtension:
                 f"{type(self).__name__} names the parameter {missing[0]!r} but has no method "
                 f"{missing[0]}(ext, module, g_inp, g_out, bpQuantities)."
             )
+
+    def check(self, ext: Extension, module: Module, g_inp: Grads, g_out: Grads) -> None:
+        """Refuse settings of the module; called before anything else."""
 
     def backpropagate(
         self, ext: Extension, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any

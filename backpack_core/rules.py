@@ -46,6 +46,7 @@ class LayerRule(ABC):
         transparent: The rule leaves propagation to the autograd graph inside the module: then
             ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
         hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere).
+        jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
         hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         mixes_samples: Output ``n`` may depend on another sample's input. Per-sample quantities
             do not exist then, and asking for them raises.
@@ -57,6 +58,7 @@ class LayerRule(ABC):
     transparent: ClassVar[bool] = False
     hessian_is_zero: ClassVar[bool] = False
     hessian_is_diagonal: ClassVar[bool] = False
+    jacobian_is_constant: ClassVar[bool] = False
 
     @classmethod
     @hookimpl
@@ -398,6 +400,19 @@ class LossRule(LayerRule):
     def normalisation(self, call: ModuleCall) -> float | Tensor:
         """The factor the module's reduction puts in front of the sum (``1/N`` for a mean)."""
         return 1.0
+
+    def factor(self, call: ModuleCall) -> Tensor:
+        """What stands in front of each sample's loss, shaped to multiply ``[V, N, *in]``.
+
+        The module's reduction (:meth:`normalisation`) times the gradient that really arrives.
+        """
+        return self._scale(call) * self.normalisation(call)
+
+    def gradient(self, call: ModuleCall) -> Tensor:
+        """Gradient of each sample's loss, with :meth:`factor` in front. Shape ``[N, *in]``."""
+        from backpack_core.autodiff import loss_gradient
+
+        return loss_gradient(call)
 
     def sqrt_hessian(self, call: ModuleCall) -> Tensor:
         """Exact square root of the loss Hessian, columns times the root of the arriving gradient.

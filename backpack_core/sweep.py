@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from backpack_core.calls import Edge, ModuleCall, Node, records_at
+from backpack_core.calls import Edge, ModuleCall, Node, iter_tensors, records_at
 from backpack_core.columns import Columns
 from backpack_core.errors import UnsupportedError
 from backpack_core.extension import Extension
@@ -44,6 +44,11 @@ def chunk_size(extensions: tuple[Extension, ...], widest: int) -> int | None:
         return None
     asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
     return min(asked) if asked else max(1, memory_budget() // max(1, widest))
+
+
+def even_size(columns: int, most: int) -> int:
+    """The size of chunks that are about equal and no larger than ``most``."""
+    return -(-columns // -(-columns // most))
 
 
 def visiting_order(edge: Edge) -> list[Stop]:
@@ -91,6 +96,7 @@ class Sweep(Traversal):
         super().__init__(owner.survey, owner.groups)
         self._slot = slot
         self._partial = partial
+        self._kept = 0
         self._values: dict[tuple[Extension, int], Any] = {}
 
     def run(self, order: list[Stop], edge: Edge, columns: Columns) -> None:
@@ -121,6 +127,10 @@ class Sweep(Traversal):
         self.compute_slot(self._slot, resolved, call, stop.index, output)
         call.memo.clear()
         call.output_nr = before
+        # What depends on the call alone serves the next chunk, too, as far as memory allows.
+        self._kept += sum(t.nbytes for t in iter_tensors(list(call.constants.values())))
+        if self._kept > memory_budget():
+            call.constants.clear()
 
     def store(self, extension: Extension, parameter: Parameter, value: Any) -> None:
         """Keep the value until the chunk is through: a later call may restate it."""

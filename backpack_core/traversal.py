@@ -38,7 +38,7 @@ from backpack_core.plugins import missing
 from backpack_core.probe import SampleProbe
 from backpack_core.registry import Resolved, registry
 from backpack_core.rules import LossRule, ParametricRule
-from backpack_core.survey import Survey, own_edge, parameters_of
+from backpack_core.survey import ACCUMULATE, Survey, own_edge, parameters_of
 
 Group = tuple[Propagator, tuple[Extension, ...]]
 
@@ -100,7 +100,7 @@ class Traversal(ABC):
         seen = call.move_batch_axis(axis) if axis else call
         view = seen.subsample(propagator.subsampling)
         override = self._override(extensions, call)
-        legacy = None if override is None else ModuleExtensionRun(override, extensions[0], view)
+        legacy = None if override is None else ModuleExtensionRun(override, extensions[0], call)
         quantity = self._quantity(slot, resolved, view, index, legacy, output)
         for extension in extensions:
             with _context_of(call, resolved, extension):
@@ -233,8 +233,9 @@ class Traversal(ABC):
             return  # nothing before this call wants the quantity
         is_loss = isinstance(resolved.rule, LossRule)
         if legacy is not None:
-            value = legacy.backpropagate(propagator.present(quantity) if quantity else None)
-            inputs = {0: propagator.adopt(value, quantity)}
+            at_output = None if quantity is None else propagator.present(quantity)
+            sent = legacy.backpropagate(at_output)
+            inputs = {i: propagator.adopt(value, quantity) for i, value in sent.items()}
         elif is_loss:
             inputs = {0: quantity}
         elif resolved.rule.transparent or call.is_rewired:
@@ -252,11 +253,23 @@ class Traversal(ABC):
             if edge is not None:
                 self.deliver(slot, own_edge(edge, node), arriving)
 
-    def deliver(self, slot: int, edge: Edge, quantity: Any) -> None:
-        """Leave a quantity at an edge, to wait for autograd."""
-        merge = self.groups[slot][0].merge
+    def deliver(self, slot: int, edge: Edge, quantity: Any, is_wide: bool = False) -> None:
+        """Leave a quantity at an edge, to wait for autograd.
+
+        Args:
+            slot: Which group it belongs to.
+            edge: Where it goes: to a call, or to a node between calls.
+            quantity: The quantity.
+            is_wide: It comes from a node between calls, and so from the whole batch.
+        """
+        propagator = self.groups[slot][0]
+        merge = propagator.merge
         node = edge.node
         assert node is not None
+        if is_wide and edge.depth:
+            quantity = propagator.narrow(quantity)
+        elif not is_wide and not edge.depth:
+            quantity = propagator.widen(quantity, self.survey.batch_size)
         if edge.depth:
             call, index = records_at(node, edge.output_nr)[edge.depth - 1]
             key = (slot, call, index)
@@ -278,9 +291,9 @@ class Traversal(ABC):
             crossed = propagator.cross(node, quantities, self.survey.batch_size)
             for position, quantity in crossed:
                 child, number = node.next_functions[position]
-                if child is not None:
+                if child is not None and child.name() != ACCUMULATE:
                     edge = Edge(child, number, len(records_at(child, number)))
-                    self.deliver(slot, edge, quantity)
+                    self.deliver(slot, edge, quantity, is_wide=True)
 
 
 def _fallback(call: ModuleCall, extension: Extension) -> ParametricRule | None:

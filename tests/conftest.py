@@ -10,6 +10,8 @@ import torch
 from backpack_core import traversal
 from backpack_core.context import _STACKS
 
+pytest_plugins = ["backpack_core.testing.pytest_plugin"]
+
 
 @pytest.fixture(autouse=True)
 def _double_precision() -> Iterator[None]:

@@ -13,5 +13,9 @@ from backpack_core.ops.generic import per_sample as per_sample
 from backpack_core.ops.generic import per_sample_square_sum as per_sample_square_sum
 from backpack_core.ops.generic import per_sample_sum as per_sample_sum
 from backpack_core.ops.generic import set_memory_budget as set_memory_budget
+from backpack_core.ops.generic import shared as shared
 from backpack_core.ops.generic import square_sum as square_sum
 from backpack_core.ops.generic import squared_norm as squared_norm
+from backpack_core.ops.kronecker import kronecker_factors as kronecker_factors
+from backpack_core.ops.signed import diagonal_square_sum as diagonal_square_sum
+from backpack_core.ops.signed import signed_square_sum as signed_square_sum

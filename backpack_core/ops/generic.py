@@ -6,7 +6,7 @@ where one column is too large, whose products fit into the memory budget.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import singledispatch
 from math import prod
 
@@ -92,6 +92,32 @@ def formed(call: ModuleCall, name: str, mat: Tensor) -> Tensor | None:
     """``M`` if an extension had it formed for this call already."""
     found = call.memo.get((per_sample, name, id(mat)))
     return None if found is None else found[0]
+
+
+def shared(
+    operation: Callable[[LayerRule, ModuleCall, str, Tensor], Tensor],
+    rule: LayerRule,
+    call: ModuleCall,
+    name: str,
+    mat: Tensor,
+) -> Tensor:
+    """The result of an operation, computed once per call for all extensions that ask.
+
+    Args:
+        operation: A function of this package, or one like it.
+        rule: How the module differentiates.
+        call: The forward execution.
+        name: Name of the parameter.
+        mat: Columns at the output. Shape ``[V, N, *out]``.
+
+    Returns:
+        What the operation returns; not to be changed in place.
+    """
+    key = (operation, name, id(mat))
+    if key not in call.memo:
+        call.memo[key] = (operation(rule, call, name, mat), mat)
+    result: Tensor = call.memo[key][0]
+    return result
 
 
 @singledispatch

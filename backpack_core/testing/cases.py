@@ -25,6 +25,8 @@ from backpack_core.testing.quantities import Quantity
 T = TypeVar("T")
 
 SAMPLES = 3
+# The seed of a forward pass, so that layers that draw random numbers draw the same ones again.
+FORWARD = 2
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,6 @@ class RuleCase(Case):
         """Fresh inputs, the same each time."""
         return as_arguments(seeded(lambda: self.input_factory(samples), 1)).to(dtype)
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """The rule under test is registered within the block."""
-        ensure_loaded()
-        with temporary_plugin(*([self.rule] if self.rule else [])):
-            yield
-
     def resolve(self, module: Module) -> LayerRule:
         """The rule for the case's module.
 
@@ -200,6 +195,19 @@ class ExtensionCase(Case):
     def label(self) -> str:
         """The given name, or the extension's."""
         return self.name or type(self.extension_factory()).__name__
+
+
+@contextmanager
+def installed(*rules: type[LayerRule] | None) -> Iterator[None]:
+    """Rules that no installed plugin provides are registered within the block; may be nested."""
+    ensure_loaded()
+    with temporary_plugin(*(rule for rule in rules if rule is not None and not _is_known(rule))):
+        yield
+
+
+def _is_known(rule: type[LayerRule]) -> bool:
+    claims = registry.rules.get(rule.module_types[0], [])
+    return any(type(claim.value) is rule for claim in claims)
 
 
 def as_arguments(value: Any) -> Arguments:

@@ -1,6 +1,7 @@
 """One execution of a layer: the call that a rule sees, and the graph that the oracle differentiates.
 
-The call is the product's own: the layer is extended and run, and the call is taken from the graph.
+The call is the product's own: the layer is extended and run, and the call is taken from the graph. The
+oracle has a graph of its own, made by the same layer without hooks.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.calls import ModuleCall, iter_tensors, map_tensors, records_at
+from backpack_core.context import disable
 from backpack_core.extend import extend
 from backpack_core.rules import LayerRule, ParametricRule
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import SAMPLES, Arguments, RuleCase, seeded
+from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
 from backpack_core.testing.compare import require
 
 COLUMNS = 2
@@ -86,8 +88,19 @@ def execute(case: RuleCase, arguments: Arguments | None = None, samples: int = S
         arguments: What to pass instead of the case's own inputs.
         samples: Size of the batch.
     """
-    module = extend(case.module())
     given = arguments or case.arguments(samples)
+    module = extend(case.module())
+    with disable():
+        leaves, outputs = _forward(case, module, given)
+    call = _call_of(_forward(case, module, given)[1][case.output_nr], module)
+    call.output_nr = case.output_nr
+    return Execution(case, case.resolve(module), call, leaves, outputs[case.output_nr])
+
+
+def _forward(
+    case: RuleCase, module: Module, given: Arguments
+) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """The inputs as leaves, and the outputs; random numbers are the same each time."""
     leaves: list[Tensor | None] = []
 
     def passed(tensor: Tensor) -> Tensor:
@@ -96,14 +109,12 @@ def execute(case: RuleCase, arguments: Arguments | None = None, samples: int = S
             return tensor
         leaf = tensor.detach().requires_grad_()
         leaves.append(leaf)
-        return leaf.view_as(leaf) if not _works_in_place(module) else leaf.clone()
+        # A module may write to its input, which a leaf forbids.
+        return leaf.clone() if _works_in_place(module) else leaf.view_as(leaf)
 
     args, kwargs = map_tensors((given.args, dict(given.kwargs)), passed)
-    result = seeded(lambda: module(*args, **kwargs), 2)
-    output = list(iter_tensors(result))[case.output_nr]
-    call = _call_of(output, module)
-    call.output_nr = case.output_nr
-    return Execution(case, case.resolve(module), call, tuple(leaves), output)
+    result = seeded(lambda: module(*args, **kwargs), FORWARD)
+    return tuple(leaves), list(iter_tensors(result))
 
 
 def _works_in_place(module: Module) -> bool:

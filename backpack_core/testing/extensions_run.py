@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -18,10 +18,12 @@ from backpack_core.extend import extend
 from backpack_core.extension import Extension
 from backpack_core.plugins import ensure_loaded
 from backpack_core.registry import registry
-from backpack_core.testing.cases import Arguments, seeded
+from backpack_core.testing.cases import FORWARD, Arguments, seeded
 from backpack_core.testing.compare import CheckFailure, close, require
-from backpack_core.testing.quantities import Quantity, quantity_of
-from backpack_core.testing.reference import FORWARD, Reference
+from backpack_core.testing.quantities import Needs, Quantity, quantity_of
+from backpack_core.testing.reference import Reference
+
+ALL_NEEDS = get_args(Needs)
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 
@@ -130,7 +132,7 @@ class Problem:
         extensions: Iterable[Extension],
         tolerance: float,
         reference: Reference | None = None,
-        needs: Iterable[str] = ("gradient", "curvature", "second derivative", "structure"),
+        needs: Iterable[str] = ALL_NEEDS,
         trained: Callable[[str], bool] = lambda name: True,
     ) -> None:
         """Every value against its oracle; where there is none, it must be finite.

@@ -17,13 +17,13 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from backpack_core.calls import ModuleCall, iter_tensors, map_tensors
-from backpack_core.rules import AffineRule, LossRule
+from backpack_core.rules import AffineRule, ElementwiseRule, LossRule, ParametricRule
 
 CLASSES = 2
 
 
 class Mix(Module):
-    """``y = x + tanh-free small affine map`` of the last axis: close to the identity."""
+    """An affine map of the last axis, close to the identity."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -47,6 +47,26 @@ class Readout(Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[N, *] → [N, outputs]``."""
         return F.linear(x.flatten(1), self.weight, self.bias)
+
+
+class Shrink(Module):
+    """``y = w ⊙ x`` with weights a little below one: keeps signs and bounds."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.weight = Parameter(0.8 + 0.2 * torch.rand(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *shape] → [N, *shape]``."""
+        return x * self.weight
+
+
+class Squash(Module):
+    """``y = tanh x``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Elementwise."""
+        return x.tanh()
 
 
 class SoftmaxLoss(Module):
@@ -98,6 +118,35 @@ class FlatRule(AffineRule):
         return (mat @ call.parameter("weight")).reshape(*mat.shape[:2], *call.input_shape[1:])
 
 
+class ShrinkRule(ParametricRule):
+    """The rule of :class:`Shrink`."""
+
+    module_types = (Shrink,)
+    params = ("weight",)
+    linear_in_params = ("weight",)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat * call.parameter("weight")
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        return mat * call.input
+
+
+class SquashRule(ElementwiseRule):
+    """The rule of :class:`Squash`."""
+
+    module_types = (Squash,)
+
+    def derivative(self, call: ModuleCall) -> Tensor:
+        """``1 - y²``."""
+        return 1 - call.output.square()
+
+    def second_derivative(self, call: ModuleCall) -> Tensor:
+        """``-2 y (1 - y²)``."""
+        return -2 * call.output * self.derivative(call)
+
+
 class SoftmaxLossRule(LossRule):
     """The rule of :class:`SoftmaxLoss`: the Hessian is ``diag(p) - p pᵀ``."""
 
@@ -128,7 +177,7 @@ class SoftmaxLossRule(LossRule):
         return product
 
 
-RULES = (LastAxisRule, FlatRule, SoftmaxLossRule)
+RULES = (LastAxisRule, FlatRule, ShrinkRule, SquashRule, SoftmaxLossRule)
 
 
 def fixed_mixing(samples: int, columns: int) -> Tensor:

@@ -32,15 +32,10 @@ def _rows(needs: str, table: dict[str, str]) -> tuple[Promise, ...]:
 
 
 _PRODUCTS = (
-    _rows(
-        "",
-        {
-            "accepts": "check() lets the call pass, and the rule keeps no state",
-            "mixes_samples": "the answer agrees with the Jacobian's blocks between samples",
-        },
-    )
+    _rows("", {"mixes_samples": "the answer agrees with the Jacobian's blocks between samples"})
+    + _rows("separate", {"accepts": "check() lets the call pass, and the rule keeps no state"})
     + _rows(
-        "input",
+        "separate, input",
         {
             "jac_t_mat_prod": "transposed input Jacobian, for every input tensor",
             "jac_mat_prod": "input Jacobian",
@@ -48,7 +43,7 @@ _PRODUCTS = (
         },
     )
     + _rows(
-        "parameters",
+        "separate, parameters",
         {
             "param_jac_t_mat_prod": "transposed parameter Jacobian of each sample",
             "param_jac_mat_prod": "parameter Jacobian of each sample",
@@ -58,30 +53,30 @@ _PRODUCTS = (
         },
     )
     + _rows(
-        "elementwise",
+        "separate, elementwise",
         {"derivative": "φ'(x)"},
     )
-    + _rows("elementwise, second derivative", {"second_derivative": "φ''(x)"})
+    + _rows("separate, elementwise, second derivative", {"second_derivative": "φ''(x)"})
     + _rows(
-        "second derivative",
+        "separate, second derivative",
         {"second_derivative_mat_prod": "second derivative contracted with a gradient"},
     )
-    + _rows("zero hessian", {"hessian_is_zero": "the second derivative vanishes"})
-    + _rows("diagonal hessian", {"hessian_is_diagonal": "∂²f_o/∂x_i∂x_j = 0 but for i = j = o"})
-    + _rows("linear parameters", {"linear_in_params": "∂²f/∂θ² = 0 for the declared parameters"})
+    + _rows("separate, zero hessian", {"hessian_is_zero": "the second derivative vanishes"})
+    + _rows("separate, diagonal hessian", {"hessian_is_diagonal": "∂²f_o/∂x_i∂x_j = 0 but for i = j = o"})
+    + _rows("separate, linear parameters", {"linear_in_params": "∂²f/∂θ² = 0 for the declared parameters"})
     + _rows(
-        "affine",
+        "separate, affine",
         {
             "affine_form": "affine_input and affine_output reproduce the layer, W x + b",
             "affine_weight": "weight_to_matrix and from_matrix are inverse",
         },
     )
     + _rows(
-        "batch first",
+        "separate, batch first",
         {"subsampled_call": "products of a subsampled call are those of the chosen samples"},
     )
     + _rows(
-        "",
+        "separate",
         {
             "leaves_arguments_alone": "no method writes to the call, the parameters or its columns",
             "non_contiguous_columns": "strides of the columns do not matter",
@@ -118,7 +113,7 @@ _REDUCED = {
     "hessian_mat_prod": "the Hessian times columns",
     "sum_hessian": "the Hessian summed over samples",
     "arriving_gradient": "all of them scale with the gradient that arrives",
-    "extensions": "every installed extension on a net that ends in this loss",
+    "started_extensions": "every installed extension on a net that ends in this loss",
 }
 
 LOSS_CHECKS: tuple[Promise, ...] = _rows(
@@ -153,12 +148,14 @@ EXTENSION_CHECKS: tuple[Promise, ...] = _rows(
         "value_called_twice": "a parameter used twice: the value of both, or a refusal",
         "value_float32": "the value in single precision",
         "beside_others": "the value does not depend on other extensions in the same pass",
-        "savefield": "the value is stored under the save field the user chose",
         "leaves_gradient_alone": ".grad is what it is without the extension",
         "pickle_extension": "the extension can be pickled",
         "extension_no_live_calls": "no record survives its graph",
     },
-) + _rows("subsampling", {"value_subsampling": "the value for some of the samples"})
+) + (
+    _rows("subsampling", {"value_subsampling": "the value for some of the samples"})
+    + _rows("savefield", {"savefield": "the value is stored under the name the user chose"})
+)
 
 PROMISED: dict[str, tuple[Promise, ...]] = {
     "rule": RULE_CHECKS,

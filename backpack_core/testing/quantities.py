@@ -18,7 +18,7 @@ from backpack_core.errors import UsageError
 if TYPE_CHECKING:
     from backpack_core.testing.reference import Reference
 
-Needs = Literal["gradient", "curvature", "second derivative", "structure"]
+Needs = Literal["gradient", "curvature", "sampling", "second derivative", "structure"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Quantity:
     Attributes:
         expected: The oracle: reference and name of the parameter to a tensor.
         observed: What to compare with it, made from the value that was stored; default: the value.
-        needs: What a layer must offer for the extension to have a value there. Every layer has a
-            gradient and curvature; one without the rest may refuse.
+        needs: What a net must offer for the extension to have a value there. Every layer has a
+            gradient and curvature; one without the rest may refuse. "sampling" is curvature that
+            starts at random columns: exact only for the kit's own loss.
     """
 
     expected: Callable[[Reference, str], Tensor]
@@ -80,22 +81,39 @@ def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
     return (vectors.flatten(1) @ blocks.sum(0)).reshape(vectors.shape)
 
 
-def _is_factorisation(value: Any, reference: Reference, name: str) -> Tensor:
-    """How far Kronecker factors are from being square, symmetric, of fitting size: ``0``."""
-    sizes = 1
-    errors = []
-    for factor in value:
-        sizes *= len(factor)
-        errors.append((factor - factor.mT).abs().max() / factor.abs().max().clamp_min(1e-12))
-    errors.append(torch.tensor(float(sizes != reference.parameters[name].numel())))
-    return torch.stack([e.double() for e in errors]).max()
+def _factor_error(
+    block: Callable[[Reference, str], Tensor],
+) -> Callable[[Any, Reference, str], Tensor]:
+    """How far Kronecker factors are from what is known of any of them, plus one.
+
+    They are symmetric and of fitting size; a single factor is the block itself.
+    """
+
+    def observed(value: Any, reference: Reference, name: str) -> Tensor:
+        size, errors = 1, []
+        for factor in value:
+            size *= factor.shape[-1]
+            scale = factor.abs().max().clamp_min(1e-12)
+            errors.append((factor - factor.mT).abs().max() / scale)
+        if len(value) == 1 and value[0].dim() == 2:
+            expected = block(reference, name)
+            scale = expected.abs().max().clamp_min(1e-12)
+            errors.append((value[0] - expected).abs().max() / scale)
+        size *= len(value[0]) if value[0].dim() == 3 else 1
+        fits = size == reference.parameters[name].numel()
+        errors.append(torch.tensor(0.0 if fits else 1.0))
+        return 1 + torch.stack([error.double() for error in errors]).max()
+
+    return observed
 
 
-def _zero(reference: Reference, name: str) -> Tensor:
-    return torch.zeros((), dtype=torch.float64)
+def _one(reference: Reference, name: str) -> Tensor:
+    return torch.ones((), dtype=torch.float64)
 
 
-_factors = Quantity(_zero, _is_factorisation, needs="structure")
+def _sampled_ggn(reference: Reference, name: str) -> Tensor:
+    return _gram(reference.roots(name, 1), reference, name).sum(0)
+
 
 _QUANTITIES: dict[str, Quantity] = {
     "grad_batch": Quantity(lambda r, p: r.gradients(p)),
@@ -107,10 +125,10 @@ _QUANTITIES: dict[str, Quantity] = {
         lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"
     ),
     "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
-    "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="curvature"),
-    "diag_ggn_mc_batch": Quantity(lambda r, p: r.roots(p, 1).square().sum(0), needs="curvature"),
+    "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="sampling"),
+    "diag_ggn_mc_batch": Quantity(lambda r, p: r.roots(p, 1).square().sum(0), needs="sampling"),
     "sqrt_ggn_exact": Quantity(lambda r, p: r.ggn(p), _gram, needs="curvature"),
-    "sqrt_ggn_mc": Quantity(lambda r, p: _gram(r.roots(p, 1), r, p), _gram, needs="curvature"),
+    "sqrt_ggn_mc": Quantity(lambda r, p: _gram(r.roots(p, 1), r, p), _gram, needs="sampling"),
     "diag_h": Quantity(
         lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="second derivative"
     ),
@@ -121,9 +139,8 @@ _QUANTITIES: dict[str, Quantity] = {
     "hmp": Quantity(
         lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="second derivative"
     ),
-    "kfac": _factors,
-    "kflr": _factors,
-    "kfra": _factors,
+    "kfac": Quantity(_one, _factor_error(_sampled_ggn), needs="structure"),
+    "kflr": Quantity(_one, _factor_error(lambda r, p: r.ggn(p).sum(0)), needs="structure"),
 }
 
 

@@ -14,12 +14,8 @@ from torch.nn import Module, Parameter
 
 from backpack_core.context import disable
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import Arguments, seeded
+from backpack_core.testing.cases import FORWARD, Arguments, seeded
 from backpack_core.testing.network import CLASSES, fixed_mixing
-
-# The seed of a forward pass, so that layers that draw random numbers draw the same ones again.
-FORWARD = 2
-
 
 @dataclass(eq=False)
 class Reference:
@@ -109,10 +105,11 @@ class Reference:
     def _sampled_columns(self, samples: int) -> Tensor:
         """``Σ_c mixing_c √p_c (e_c - p)``, as the kit's loss draws them."""
         p = self._chosen(self._graph[0].detach()).softmax(1)
-        mean = getattr(self.loss, "reduction", "sum") == "mean"
-        mixing = fixed_mixing(samples, CLASSES) * (self.samples**-0.5 if mean else 1.0)
-        weighted = mixing.unsqueeze(1) * p.sqrt()
-        return weighted - weighted.sum(2, keepdim=True) * p
+        whole = (p - p.square()).sum(1)  # trace of diag p - p pᵀ, which the loss scales
+        factor = self._chosen(self._at_output[1]).diagonal(dim1=1, dim2=2).sum(1) / whole
+        weighted = fixed_mixing(samples, CLASSES).unsqueeze(1) * p.sqrt()
+        columns = weighted - weighted.sum(2, keepdim=True) * p
+        return columns * factor.sqrt().unsqueeze(1)
 
     def ggn(self, name: str) -> Tensor:
         """Generalised Gauss-Newton block of each sample. Shape ``[N, θ, θ]`` (flat)."""

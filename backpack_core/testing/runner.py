@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backpack_core.errors import AutodiffFallbackWarning, UsageError
-from backpack_core.plugins import ensure_loaded, temporary_plugin
 from backpack_core.testing import (
     extension_checks,  # noqa: F401 - these enter the implementations
     loss_checks,  # noqa: F401
@@ -17,7 +16,7 @@ from backpack_core.testing import (
     property_checks,  # noqa: F401
     rule_checks,  # noqa: F401
 )
-from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase
+from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
 from backpack_core.testing.implementations import IMPLEMENTED
 from backpack_core.testing.network import RULES
 from backpack_core.testing.promise import PROMISED
@@ -154,10 +153,7 @@ def perform(case: Case, name: str) -> None:
 @contextmanager
 def environment(case: Case) -> Iterator[None]:
     """The kit's own rules, and the rule under test, are installed within the block."""
-    ensure_loaded()
-    rule = getattr(case, "rule", None)
-    objects = [*RULES, rule] if rule is not None else list(RULES)
-    with temporary_plugin(*objects), warnings.catch_warnings():
+    with installed(*RULES, getattr(case, "rule", None)), warnings.catch_warnings():
         # Exact, and said already where the user's own nets run.
         warnings.simplefilter("ignore", AutodiffFallbackWarning)
         yield

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import lru_cache
 
 from backpack_core.rules import AffineRule, ElementwiseRule, LayerRule
-from backpack_core.testing.cases import Case, ExtensionCase, RuleCase
+from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.execution import Execution, shared_execution
-from backpack_core.testing.extensions_run import takes_subsampling
 from backpack_core.testing.promise import PROMISED, Promise
 
 
@@ -21,10 +21,11 @@ def promised(case: Case) -> tuple[Promise, ...]:
 def traits(case: Case) -> frozenset[str]:
     """Everything a check may need that this case has."""
     if isinstance(case, RuleCase):
-        with case.installed():
+        with installed(case.rule):
             return frozenset(_of_execution(shared_execution(case)))
-    if isinstance(case, ExtensionCase) and takes_subsampling(case.extension_factory):
-        return frozenset({"subsampling"})
+    if isinstance(case, ExtensionCase):
+        arguments = inspect.signature(case.extension_factory).parameters
+        return frozenset({"subsampling", "savefield"} & set(arguments))
     return frozenset()
 
 

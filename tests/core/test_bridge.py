@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BridgeError, SampleMixingError
+from backpack_core.errors import BridgeError, SampleMixingError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -138,7 +138,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "custom_function_vmap": VmapCube.apply,
     "custom_function_one_output": lambda x: Halves.apply(x)[1],
     "custom_function_two_outputs": lambda x: Halves.apply(x)[1] * Halves.apply(x)[0],
-    "checkpoint": lambda x: checkpoint(torch.sin, x, use_reentrant=False),
     "complex": lambda x: torch.fft.fft(x).abs(),
 }
 
@@ -246,26 +245,57 @@ def test_batch_norm_in_train_mode(functional: bool, extension: Any) -> None:
         classification(model, (3,)).run(extension())
 
 
-def checkpointed(reentrant: bool) -> Problem:
-    def forward(net: Any, x: Tensor) -> Tensor:
-        return net.last(checkpoint(net.block, net.first(x), use_reentrant=reentrant))
+class Checkpointed(nn.Module):
+    """A block whose activations are computed again in the backward pass."""
 
-    block = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(inplace=True))
-    model = Net(forward, first=nn.Linear(3, 4), block=block, last=nn.Linear(4, 3))
-    return classification(model, (3,))
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(3, 4), block, nn.Linear(4, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+        result: Tensor = self.last(h)
+        return result
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.ReLU(inplace=True))
 
 
 def test_checkpoint() -> None:
-    checkpointed(reentrant=False).check()
+    classification(Checkpointed(block(), reentrant=False), (3,)).check()
+
+
+def test_function_inside_checkpoint() -> None:
+    """Such a checkpoint gives each saved tensor once, and autograd itself wants it."""
+    model = Checkpointed(Net(lambda _, x: torch.sin(x)), reentrant=False)
+    classification(model, (3,)).check(second=False)
+    with pytest.raises(BridgeError, match="checkpoint.*into a module"):
+        classification(model, (3,)).run(DiagGGNExact())
 
 
 def test_reentrant_checkpoint_first_order() -> None:
-    checkpointed(reentrant=True).check(second=False)
+    model = Checkpointed(block(), reentrant=False)
+    problem = classification(model, (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    model.reentrant = True
+    problem.run(BatchGrad())
+    problem.compare("grad_batch", expected)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_reentrant_checkpoint_of_a_shared_layer(extension: Any) -> None:
+    """What lies inside is a graph of its own, so that the other use is not seen from there."""
+    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), reentrant=True)
+    model.last = nn.Sequential(model.block[0], nn.Linear(4, 3))
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        classification(model, (3,)).run(extension())
 
 
 def test_reentrant_checkpoint_second_order() -> None:
     with pytest.raises(BridgeError, match="use_reentrant=False"):
-        checkpointed(reentrant=True).run(DiagGGNExact())
+        classification(Checkpointed(block(), reentrant=True), (3,)).run(DiagGGNExact())
 
 
 def test_error_of_a_node_is_not_hidden() -> None:
@@ -280,28 +310,34 @@ def test_error_of_a_node_is_not_hidden() -> None:
 
 
 def test_gradient_hooks_of_the_user_change_the_gradient_only() -> None:
-    """They are no part of the model: the curvature does not see them, the gradient does."""
+    """They are no part of the model: the curvature does not see them."""
+
+    factor = 1
 
     def doubled(x: Tensor) -> Tensor:
-        x.register_hook(lambda grad: 2 * grad)
+        x.register_hook(lambda grad: factor * grad)
         return x
 
     model = Net(lambda net, x: net.b(doubled(net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3))
     problem = classification(model, (3,))
     diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
-    problem.run(BatchGrad(), DiagGGNExact())
+    factor = 2
+    problem.run(DiagGGNExact())
     problem.compare("diag_ggn_exact", diagonals)
-    problem.compare("grad", [g.sum(0) for g in problem.fields("grad_batch")])
 
 
 def test_full_backward_hooks_of_the_user() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     seen: list[str] = []
     problem = classification(model, (3,))
+    gradients = problem.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
     for module in model:
         module.register_full_backward_hook(lambda m, *_: seen.append(type(m).__name__))
     with pytest.warns(UserWarning, match="Full backward hook is firing"):
-        problem.check()
+        problem.run(BatchGrad(), DiagGGNExact())
+    problem.compare("grad_batch", gradients)
+    problem.compare("diag_ggn_exact", diagonals)
     assert seen == ["Linear", "Tanh", "Linear"]
 
 

@@ -75,9 +75,9 @@ def once(call: ModuleCall, key: str, compute: Callable[[], T]) -> T:
     A value from a pass without gradients is not handed to a pass that differentiates through it.
     """
     slot = (key, torch.is_grad_enabled(), call.dtype)
-    if slot not in call.memo:
-        call.memo[slot] = compute()
-    value: T = call.memo[slot]
+    if slot not in call.constants:
+        call.constants[slot] = compute()
+    value: T = call.constants[slot]
     return value
 
 

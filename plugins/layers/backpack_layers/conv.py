@@ -29,6 +29,7 @@ class ConvRule(AffineRule):
     """``Conv1d`` to ``Conv3d``; the positions that share the weight are the output's pixels."""
 
     module_types = (Conv1d, Conv2d, Conv3d)
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""
@@ -90,6 +91,7 @@ class ConvTransposeRule(AffineRule):
     """
 
     module_types = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""

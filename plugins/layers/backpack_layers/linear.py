@@ -14,6 +14,7 @@ class LinearRule(AffineRule):
     """``y = x Wᵀ + b``; the axes between batch and features are the shared positions."""
 
     module_types = (Linear,)
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""

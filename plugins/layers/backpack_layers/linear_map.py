@@ -42,6 +42,7 @@ class LinearMapRule(LayerRule):
     """A layer whose output is a linear (or affine) function of the input, without parameters."""
 
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     @abstractmethod
     def apply(self, call: ModuleCall, x: Tensor) -> Tensor:

@@ -1,0 +1,308 @@
+"""Checks of an extension against the oracle that its author states, on the kit's own nets."""
+
+from __future__ import annotations
+
+
+import pickle
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.calls import iter_tensors
+from backpack_core.context import backpack
+from backpack_core.errors import UnsupportedError
+from backpack_core.extension import Extension
+from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, seeded
+from backpack_core.testing.compare import close, require
+from backpack_core.testing.execution import draw
+from backpack_core.testing.extensions_run import (
+    Problem,
+    compare_quantity,
+    forward_loss,
+    installed_extensions,
+    no_calls_left,
+    values_of,
+)
+from backpack_core.testing.implementations import implements
+from backpack_core.testing.network import Mix, Readout, Shrink, SoftmaxLoss, Squash
+from backpack_core.testing.quantities import Quantity, quantity_of
+from backpack_core.testing.reference import Reference
+
+FEATURES = 2
+
+
+class ExtensionNet(Module):
+    """``Mix``, ``Shrink``, ``Squash``, ``Readout``, with branches as asked for.
+
+    Attributes:
+        residual: Add the output of ``Mix`` behind ``Squash``, by a functional sum.
+        twice: Apply ``Mix`` a second time.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], shrink: bool, residual: bool = False, twice: bool = False
+    ) -> None:
+        super().__init__()
+        self.mix = Mix(shape[-1])
+        self.shrink = Shrink(shape) if shrink else torch.nn.Identity()
+        self.squash = Squash()
+        self.readout = Readout(torch.Size(shape).numel())
+        self.residual, self.twice = residual, twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *shape] → [N, CLASSES]``."""
+        first = self.mix(x)
+        hidden = self.squash(self.shrink(first) if isinstance(self.shrink, Shrink) else first)
+        if self.residual:
+            hidden = hidden + first
+        if self.twice:
+            hidden = self.mix(hidden)
+        result: Tensor = self.readout(hidden)
+        return result
+
+
+def _quantity(case: ExtensionCase) -> Quantity | None:
+    return case.quantity or quantity_of(case.extension_factory().savefield)
+
+
+def _is_structural(case: ExtensionCase) -> bool:
+    """Whether the extension needs affine layers: then the net has no others."""
+    quantity = _quantity(case)
+    if quantity is not None:
+        return quantity.needs == "structure"
+    try:
+        _build(case, shrink=True).run([case.extension_factory()])
+    except UnsupportedError:
+        return True
+    return False
+
+
+def _build(
+    case: ExtensionCase,
+    shrink: bool,
+    reduction: str = "mean",
+    samples: int = SAMPLES,
+    shape: tuple[int, ...] = (FEATURES,),
+    **options: bool,
+) -> Problem:
+    def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
+        net = seeded(lambda: ExtensionNet(shape, shrink, **options), 8).to(dtype)
+        return net, Arguments((draw((samples, *shape), 1).to(dtype),)), SoftmaxLoss(reduction)
+
+    return Problem(build, Reference(*build(torch.float64)))
+
+
+@lru_cache(maxsize=16)
+def _cached_problem(case: ExtensionCase, options: tuple[tuple[str, Any], ...]) -> Problem:
+    return _build(case, not _is_structural(case), **dict(options))
+
+
+def _problem(case: ExtensionCase, **options: Any) -> Problem:
+    return _cached_problem(case, tuple(sorted(options.items())))
+
+
+def _compare(
+    case: ExtensionCase,
+    given: Problem,
+    extension: Extension | None = None,
+    reference: Reference | None = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> None:
+    """Run the extension on a net; each value against the oracle, or finite without one."""
+    extension = extension or case.extension_factory()
+    net, values = given.run([extension], **options)
+    _compare_values(case, net, values[extension.savefield], reference or given.reference, tolerance)
+
+
+def _compare_values(
+    case: ExtensionCase,
+    net: Module,
+    values: dict[str, Any],
+    reference: Reference,
+    tolerance: float | None = None,
+) -> None:
+    trained = {name for name, p in net.named_parameters() if p.requires_grad}
+    require(set(values) == trained, f"Values on {sorted(values)}, trained are {sorted(trained)}.")
+    quantity = _quantity(case)
+    for name, value in values.items():
+        what = f"{case.label()} of {name!r}"
+        if quantity is None:
+            finite = all(bool(torch.isfinite(t).all()) for t in iter_tensors(value))
+            require(finite, f"{what}: not all values are finite.")
+        else:
+            allowed = tolerance or case.tolerances.float64
+            compare_quantity(quantity, value, reference, name, what, allowed)
+
+
+@implements
+def value_mean(case: ExtensionCase) -> None:
+    """A mean loss."""
+    _compare(case, _problem(case))
+
+
+@implements
+def value_sum(case: ExtensionCase) -> None:
+    """A sum."""
+    _compare(case, _problem(case, reduction="sum"))
+
+
+@implements
+def value_batch_of_one(case: ExtensionCase) -> None:
+    """A single sample."""
+    _compare(case, _problem(case, samples=1))
+
+
+class _Scaled(Module):
+    def __init__(self, loss: Module, factor: float) -> None:
+        super().__init__()
+        self.loss, self.factor, self.reduction = loss, factor, loss.reduction
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.loss(x) * self.factor
+        return value
+
+
+@implements
+def value_loss_scaled(case: ExtensionCase) -> None:
+    """``0.25 * loss``: everything scales as the loss does."""
+    given = _problem(case)
+    whole = given.reference
+    reference = Reference(whole.net, whole.arguments, _Scaled(whole.loss, 0.25))
+    _compare(case, given, reference=reference, scale=0.25)
+
+
+@implements
+def value_residual(case: ExtensionCase) -> None:
+    """A functional sum between modules; an extension of chains may refuse."""
+    _value_or_refusal(case, _problem(case, residual=True), "gradient", "curvature", "sampling")
+
+
+@implements
+def value_shared_positions(case: ExtensionCase) -> None:
+    """An input ``[N, S, F]``."""
+    _compare(case, _problem(case, shape=(2, FEATURES)))
+
+
+@implements
+def value_overwritten(case: ExtensionCase) -> None:
+    """Two passes through one graph."""
+    given, extension = _problem(case), case.extension_factory()
+    net, arguments, loss = given.extended()
+    value = forward_loss(net, arguments, loss)
+    for keep in (True, False):
+        with backpack(extension, retain_graph=keep):
+            value.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+    stored = values_of(net, [extension])[extension.savefield]
+    _compare_values(case, net, stored, given.reference)
+
+
+@implements
+def value_frozen(case: ExtensionCase) -> None:
+    """The first layer is frozen."""
+
+    def freeze(net: Module) -> None:
+        net.get_submodule("mix").requires_grad_(False)
+
+    _compare(case, _problem(case), prepare=freeze)
+
+
+@implements
+def value_called_twice(case: ExtensionCase) -> None:
+    """A module that is called twice; refused where the quantity is not a function of the sum."""
+    given = _problem(case, twice=True)
+    if case.extension_factory().shared_parameters:
+        _value_or_refusal(case, given, "gradient", "curvature", "sampling")
+    else:
+        _value_or_refusal(case, given)
+
+
+def _value_or_refusal(case: ExtensionCase, given: Problem, *must: str) -> None:
+    """The value, or ``UnsupportedError`` unless the quantity's needs are among ``must``."""
+    quantity = _quantity(case)
+    try:
+        _compare(case, given)
+    except UnsupportedError:
+        if quantity is not None and quantity.needs in must:
+            raise
+
+
+@implements
+def value_float32(case: ExtensionCase) -> None:
+    """Single precision, against the reference in double precision."""
+    _compare(case, _problem(case), dtype=torch.float32, tolerance=case.tolerances.float32)
+
+
+@implements
+def value_subsampling(case: ExtensionCase) -> None:
+    """Samples 2 and 0, in this order."""
+    given = _problem(case)
+    extension = case.extension_factory(subsampling=[2, 0])
+    require(extension.subsampling == (2, 0), "subsampling is not what was asked for.")
+    _compare(case, given, extension, given.reference.restricted((2, 0)))
+
+
+@implements
+def beside_others(case: ExtensionCase) -> None:
+    """All installed extensions in one pass."""
+    given, extension = _problem(case), case.extension_factory()
+    others = [e for e in installed_extensions() if e.savefield != extension.savefield]
+    others = [e for e in others if _runs(given, e)]
+    net, values = given.run([*others, extension])
+    _compare_values(case, net, values[extension.savefield], given.reference)
+
+
+def _runs(given: Problem, extension: Extension) -> bool:
+    try:
+        given.run([extension])
+    except UnsupportedError:
+        return False
+    return True
+
+
+@implements
+def savefield(case: ExtensionCase) -> None:
+    """Under another name."""
+    extension = case.extension_factory(savefield="another_name")
+    _compare(case, _problem(case), extension)
+
+
+@implements
+def leaves_gradient_alone(case: ExtensionCase) -> None:
+    """``.grad`` with and without."""
+    given = _problem(case)
+    net, _ = given.run([case.extension_factory()])
+    plain, arguments, loss = given.build(torch.float64)
+    forward_loss(plain, arguments, loss).backward()  # type: ignore[no-untyped-call]
+    for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert with_it.grad is not None
+        assert without.grad is not None
+        close(with_it.grad, without.grad, f".grad of {name!r}", case.tolerances.float64)
+
+
+@implements
+def pickle_extension(case: ExtensionCase) -> None:
+    """The copy is an extension of the same kind that gives the same value."""
+    extension = case.extension_factory()
+    restored = pickle.loads(pickle.dumps(extension))
+    require(type(restored) is type(extension), "The restored extension has another type.")
+    require(restored.propagator == extension.propagator, "The propagators differ: make it a value.")
+    _compare(case, _problem(case), restored)
+
+
+@implements
+def extension_no_live_calls(case: ExtensionCase) -> None:
+    """After a backward pass, by reference count alone."""
+    given: Problem = _problem(case)
+    with no_calls_left("After a backward pass"):
+        net, values = given.run([case.extension_factory()])
+        del values
+        for parameter in net.parameters():
+            parameter.__dict__.clear()
+        del net, parameter
+
+

@@ -1,0 +1,362 @@
+"""Checks of a loss rule against the Hessian by autograd, in every reduction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.calls import ModuleCall, map_tensors
+from backpack_core.errors import UnsupportedError
+from backpack_core.rules import LossRule
+from backpack_core.testing import oracle
+from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
+from backpack_core.testing.compare import close, require
+from backpack_core.testing.execution import COLUMNS, draw, execute
+from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
+from backpack_core.testing.implementations import implements
+from backpack_core.testing.network import Shrink
+from backpack_core.testing.reference import Reference
+
+
+@dataclass(eq=False)
+class LossRun:
+    """One execution of a loss, as its rule sees it, and its Hessian.
+
+    Attributes:
+        rule: The rule.
+        call: The call, with an arriving gradient of one.
+        leaf: The prediction.
+        value: The loss, with its graph.
+    """
+
+    rule: LossRule
+    call: ModuleCall
+    leaf: Tensor
+    value: Tensor
+
+    @cached_property
+    def full_hessian(self) -> Tensor:
+        """Shape ``[N, D, N, D]``."""
+        samples = len(self.leaf)
+        return oracle.hessian(self.value, self.leaf).reshape(samples, -1, samples, self.features)
+
+    @property
+    def features(self) -> int:
+        """``D``, the size of one prediction."""
+        return self.leaf[0].numel()
+
+    @cached_property
+    def hessian(self) -> Tensor:
+        """Of each sample's loss. Shape ``[N, D, D]``."""
+        return torch.stack([self.full_hessian[n, :, n] for n in range(len(self.leaf))])
+
+    def columns(self) -> Tensor:
+        """Random columns at the prediction."""
+        return draw((COLUMNS, *self.leaf.shape), 3)
+
+    def product(self, mat: Tensor) -> Tensor:
+        """The Hessian times columns, by the oracle."""
+        return torch.einsum("nij,vnj->vni", self.hessian, mat.flatten(2)).reshape(mat.shape)
+
+
+def _constants(case: RuleCase) -> tuple[int, ...]:
+    """Every tensor but the prediction."""
+    return tuple(range(1, 16))
+
+
+def run_loss(
+    case: LossCase, reduction: str, samples: int = SAMPLES, strided: bool = False
+) -> LossRun:
+    """Run a loss on its case's inputs."""
+    layer = case.as_rule_case(reduction)
+    given = layer.arguments(samples)
+    if strided:
+        first = torch.stack([given.args[0]] * 2, -1).flatten(-2)[..., ::2]
+        given = Arguments((first, *given.args[1:]), given.kwargs)
+    constant = RuleCase(
+        layer.module_factory, layer.input_factory, rule=layer.rule, constants=_constants(layer)
+    )
+    run = execute(constant, given)
+    require(isinstance(run.rule, LossRule), f"{type(run.rule).__name__} is no LossRule.")
+    assert isinstance(run.rule, LossRule)
+    run.call.grad_output = torch.ones_like(run.output)
+    run.rule.check(run.call)
+    leaf = run.leaves[0]
+    assert leaf is not None
+    return LossRun(run.rule, run.call, leaf, run.output)
+
+
+@lru_cache(maxsize=8)
+def shared_run(case: LossCase, reduction: str) -> LossRun:
+    """A run that several checks look at, and none changes."""
+    return run_loss(case, reduction)
+
+
+def _outer(root: Tensor) -> Tensor:
+    """``Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[N, D, D]``."""
+    flat = root.flatten(2)
+    return torch.einsum("vni,vnj->nij", flat, flat)
+
+
+def _root(case: LossCase, run: LossRun) -> Tensor | None:
+    """The exact root, or ``None`` where the Hessian has none and the rule says so."""
+    try:
+        with torch.no_grad():
+            return run.rule.sqrt_hessian(run.call)
+    except UnsupportedError:
+        if run.rule.hessian_is_psd:
+            raise
+        return None
+
+
+def sqrt_hessian(case: LossCase, reduction: str) -> None:
+    """Outer products of the root."""
+    run = shared_run(case, reduction)
+    root = _root(case, run)
+    if root is not None:
+        close(_outer(root), run.hessian, "S Sᵀ", case.tolerances.float64)
+
+
+def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
+    """Means over many columns, in units of their standard error."""
+    run = shared_run(case, reduction)
+    if not case.sampled:
+        _refuses(lambda: run.rule.sqrt_hessian_sampled(run.call, 1), "sqrt_hessian_sampled")
+        return
+    with torch.no_grad():
+        root = seeded(lambda: run.rule.sqrt_hessian_sampled(run.call, case.samples), 9)
+    require(
+        root.shape == (case.samples, *run.leaf.shape),
+        f"sqrt_hessian_sampled returned shape {list(root.shape)}.",
+    )
+    flat = root.flatten(2) * case.samples**0.5
+    first = torch.einsum("vni,vnj->nij", flat, flat) / case.samples
+    second = torch.einsum("vni,vnj->nij", flat.square(), flat.square()) / case.samples
+    error = ((second - first.square()).clamp_min(0) / case.samples).sqrt()
+    allowed = case.tolerances.standard_errors * error + 1e-9 * run.hessian.abs().max()
+    worst = float(((first - run.hessian).abs() - allowed).max())
+    require(
+        worst <= 0,
+        f"The mean of {case.samples} sampled outer products is not the Hessian: it is more than "
+        f"{case.tolerances.standard_errors} standard errors off.",
+    )
+
+
+def hessian_mat_prod(case: LossCase, reduction: str) -> None:
+    """Against the dense Hessian."""
+    run = shared_run(case, reduction)
+    mat = run.columns()
+    with torch.no_grad():
+        found = run.rule.hessian_mat_prod(run.call, mat)
+    close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float64)
+
+
+def sum_hessian(case: LossCase, reduction: str) -> None:
+    """Against the dense Hessian, summed."""
+    run = shared_run(case, reduction)
+    with torch.no_grad():
+        found = run.rule.sum_hessian(run.call)
+    close(found, run.hessian.sum(0), "sum_hessian", case.tolerances.float64)
+
+
+def arriving_gradient(case: LossCase, reduction: str) -> None:
+    """Half the loss has half the Hessian; minus the loss has no root."""
+    run = run_loss(case, reduction)
+    mat, tolerance = run.columns(), case.tolerances.float64
+    run.call.grad_output = torch.full_like(run.value, 0.5)
+    with torch.no_grad():
+        root = _root(case, run)
+        if root is not None:
+            close(_outer(root), run.hessian / 2, "S Sᵀ of half the loss", tolerance)
+        found = run.rule.hessian_mat_prod(run.call, mat)
+        close(found, run.product(mat) / 2, "hessian_mat_prod of half the loss", tolerance)
+        summed = run.rule.sum_hessian(run.call)
+        close(summed, run.hessian.sum(0) / 2, "sum_hessian of half the loss", tolerance)
+        run.call.grad_output = torch.full_like(run.value, -1.0)
+        found = run.rule.hessian_mat_prod(run.call, mat)
+        close(found, -run.product(mat), "hessian_mat_prod of minus the loss", tolerance)
+    _refuses(lambda: run.rule.sqrt_hessian(run.call), "sqrt_hessian of minus the loss")
+
+
+def _refuses(function: object, what: str) -> None:
+    try:
+        function()  # type: ignore[operator]
+    except UnsupportedError:
+        return
+    require(False, f"{what} gives a value where none exists: raise UnsupportedError.")
+
+
+def started_extensions(case: LossCase, reduction: str) -> None:
+    """Every installed extension, on a single elementwise layer in front of the loss."""
+    given = _problem(case, reduction)
+    found = given.usable(installed_extensions())
+    _, values = given.run(found)
+    needs = [need for need in ALL_NEEDS if need != "sampling"]
+    given.compare(values, found, case.tolerances.float64, needs=needs)
+
+
+class _Bound(Module):
+    """A loss as a function of the flat prediction alone."""
+
+    def __init__(self, loss: Module, arguments: Arguments, flat: bool) -> None:
+        super().__init__()
+        self.loss, self.arguments, self.flat = loss, arguments, flat
+        self.reduction = loss.reduction
+
+    def forward(self, prediction: Tensor) -> Tensor:
+        """The loss of ``[N, *]`` or ``[N, D]``."""
+        first, *rest = self.arguments.args
+        value: Tensor = self.loss(prediction.reshape(first.shape), *rest, **self.arguments.kwargs)
+        return value
+
+
+def _problem(case: LossCase, reduction: str) -> Problem:
+    layer = case.as_rule_case(reduction)
+
+    def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
+        given = layer.arguments(dtype=dtype)
+        first = given.args[0]
+        net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
+        return net, Arguments((first,)), _Bound(layer.module(dtype), given, flat=False)
+
+    net, arguments, loss = build(torch.float64)
+    reference = Reference(torch.nn.Sequential(net, torch.nn.Flatten()), arguments, loss)
+    reference.parameters = {"weight": net.weight}
+    rule = shared_run(case, reduction).rule
+    may = {"structure"}
+    if not rule.hessian_is_psd:
+        may |= {"curvature", "sampling"}
+    if not case.sampled:
+        may.add("sampling")
+    return Problem(build, reference, frozenset(may))
+
+
+for _reduction in ("mean", "sum"):
+    for _check in (
+        sqrt_hessian,
+        sqrt_hessian_sampled,
+        hessian_mat_prod,
+        sum_hessian,
+        arriving_gradient,
+        started_extensions,
+    ):
+        implements(partial(_check, reduction=_reduction), f"{_check.__name__}_{_reduction}")
+
+
+@implements
+def hessian_is_psd(case: LossCase) -> None:
+    """Where it is declared, no eigenvalue is negative."""
+    run = shared_run(case, "sum")
+    smallest = float(torch.linalg.eigvalsh(run.hessian).min())
+    scale = float(run.hessian.abs().max())
+    require(
+        not run.rule.hessian_is_psd or smallest >= -1e-12 * max(scale, 1.0),
+        f"hessian_is_psd is declared, but the Hessian has the eigenvalue {smallest:.2e}.",
+    )
+
+
+@implements
+def samples_are_separate(case: LossCase) -> None:
+    """No blocks between samples."""
+    run = shared_run(case, "mean")
+    samples = len(run.leaf)
+    blocks = run.full_hessian.transpose(1, 2)[~torch.eye(samples, dtype=torch.bool)]
+    require(not bool(blocks.any()), "Predictions of different samples share a loss term.")
+
+
+@implements
+def loss_batch_of_one(case: LossCase) -> None:
+    """One sample, mean."""
+    run = run_loss(case, "mean", samples=1)
+    root, mat = _root(case, run), run.columns()
+    if root is not None:
+        close(_outer(root), run.hessian, "S Sᵀ of one sample", case.tolerances.float64)
+    found = run.rule.hessian_mat_prod(run.call, mat).detach()
+    close(found, run.product(mat), "hessian_mat_prod of one sample", case.tolerances.float64)
+
+
+@implements
+def loss_subsampled_call(case: LossCase) -> None:
+    """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
+    run, chosen = shared_run(case, "mean"), [2, 0]
+    view, mat = run.call.subsample(chosen), run.columns()
+    tolerance = case.tolerances.float64
+    with torch.no_grad():
+        found = run.rule.hessian_mat_prod(view, mat[:, chosen])
+        close(found, run.product(mat)[:, chosen], f"hessian_mat_prod of {chosen}", tolerance)
+        if _root(case, run) is not None:
+            outer = _outer(run.rule.sqrt_hessian(view))
+            close(outer, run.hessian[chosen], f"S Sᵀ of samples {chosen}", tolerance)
+        summed = run.rule.sum_hessian(view)
+        close(summed, run.hessian[chosen].sum(0), f"sum_hessian of {chosen}", tolerance)
+
+
+@implements
+def loss_non_contiguous_input(case: LossCase) -> None:
+    """A prediction that is every other entry of a larger tensor."""
+    run = run_loss(case, "mean", strided=True)
+    mat = run.columns()
+    with torch.no_grad():
+        found = run.rule.hessian_mat_prod(run.call, mat)
+        close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float64)
+        root = _root(case, run)
+    if root is not None:
+        close(_outer(root), run.hessian, "S Sᵀ", case.tolerances.float64)
+
+
+@implements
+def loss_float32(case: LossCase) -> None:
+    """Against the Hessian in double precision."""
+    run, layer = shared_run(case, "mean"), case.as_rule_case("mean")
+    given = layer.arguments(dtype=torch.float32)
+    single = _single_precision_call(run.call, layer.module(torch.float32), given)
+    mat = run.columns()
+    with torch.no_grad():
+        found = run.rule.hessian_mat_prod(single, mat.float())
+        require(found.dtype == torch.float32, f"hessian_mat_prod returned {found.dtype}.")
+        close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float32)
+        if _root(case, run) is not None:
+            root = run.rule.sqrt_hessian(single)
+            require(root.dtype == torch.float32, f"sqrt_hessian returned {root.dtype}.")
+            close(_outer(root.double()), run.hessian, "S Sᵀ", case.tolerances.float32)
+
+
+def _single_precision_call(call: ModuleCall, module: Module, given: Arguments) -> ModuleCall:
+    from dataclasses import replace
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.detach().float() if tensor.is_floating_point() else tensor
+
+    args, kwargs = map_tensors((call.args, call.kwargs), cast)
+    inputs, outputs = tuple(map(cast, call.inputs)), tuple(map(cast, call.outputs))
+    single = replace(
+        call,
+        module=module,
+        args=args,
+        kwargs=kwargs,
+        inputs=inputs,
+        outputs=outputs,
+        grad_output=torch.ones_like(outputs[0]),
+        memo={},
+    )
+    single._versions = tuple(t._version for t in (*inputs, *outputs))
+    return single
+
+
+@implements
+def loss_leaves_arguments_alone(case: LossCase) -> None:
+    """Prediction, target and columns come out as they went in."""
+    run = run_loss(case, "mean")
+    mat = run.columns()
+    held = [mat, *run.call.inputs]
+    before = [tensor.detach().clone() for tensor in held]
+    with torch.no_grad():
+        _root(case, run)
+        run.rule.hessian_mat_prod(run.call, mat)
+        run.rule.sum_hessian(run.call)
+    for tensor, copied in zip(held, before, strict=True):
+        require(torch.equal(tensor, copied), "A method wrote to a tensor that it was given.")

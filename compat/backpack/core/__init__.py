@@ -1,0 +1,1 @@
+"""Derivatives of layers, under the names of :mod:`backpack.core.derivatives`."""

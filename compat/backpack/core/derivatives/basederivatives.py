@@ -1,0 +1,382 @@
+"""Derivatives of layers by layer rules, with the incumbent's methods. Imports backpack_core only.
+
+The methods take a module with ``input0``, ``input1``, …, and ``output``, as it is after a forward pass
+and inside hooks. A subclass for a module of one's own overrides the methods with an underscore; what it
+leaves out is answered by the layer rule for the module's type.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import LayerRule, LossRule, ModuleCall, ParametricRule, ops
+from backpack_core.errors import SampleMixingError, StoredIOError
+from backpack_core.plugins import ensure_loaded
+from backpack_core.registry import registry
+
+Grads = Any  # tuple[Tensor, ...] | None
+Subsampling = Sequence[int] | None
+
+
+def call_of(module: Module, g_out: Grads = None) -> ModuleCall:
+    """The forward execution whose inputs and output are set on a module.
+
+    Args:
+        module: The module.
+        g_out: Gradients at the outputs; ``None`` for none.
+
+    Raises:
+        StoredIOError: Nothing is set on the module.
+    """
+    attributes = module.__dict__
+    inputs: list[Tensor] = []
+    while f"input{len(inputs)}" in attributes:
+        inputs.append(attributes[f"input{len(inputs)}"])
+    if not inputs or "output" not in attributes:
+        raise StoredIOError(
+            f"{type(module).__name__} has no input0 and output: extend it, run a forward pass, and "
+            "ask before the backward pass has freed them (or inside a hook)."
+        )
+    tensors = tuple(t for t in inputs if isinstance(t, Tensor))
+    outputs = (attributes["output"].detach(),)
+    grad = g_out[0] if g_out else None
+    return ModuleCall(
+        module=module,
+        args=tuple(inputs),
+        kwargs={},
+        inputs=tensors,
+        edges=(None,) * len(tensors),
+        outputs=outputs,
+        frame=None,
+        thread=threading.get_ident(),
+        training=module.training,
+        grad_output=grad,
+        _versions=tuple(t._version for t in (*tensors, *outputs)),
+    )
+
+
+class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
+    """First and second derivatives of a layer without parameters.
+
+    ``V`` columns, ``N`` samples. Products take a matrix ``[V, N, *]`` or a single vector ``[N, *]``, and
+    return what they were given. ``g_inp`` may be ``None`` everywhere, ``g_out`` where no second
+    derivative is asked for.
+    """
+
+    def jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        """Input Jacobian times columns: ``[V, N, *in] → [V, N, *out]``."""
+        return _columns(
+            lambda m: self._jac_mat_prod(module, g_inp, g_out, m), mat, _input(module), "input0"
+        )
+
+    def jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Subsampling = None,
+    ) -> Tensor:
+        """Transposed input Jacobian times columns: ``[V, N, *out] → [V, N, *in]``.
+
+        With ``subsampling``, columns and result hold those samples only.
+        """
+        return _columns(
+            lambda m: self._jac_t_mat_prod(module, g_inp, g_out, m, subsampling=subsampling),
+            mat,
+            _output_shape(module, subsampling),
+            "output",
+        )
+
+    def ea_jac_t_mat_jac_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        """``1/N Σ_n J_nᵀ mat J_n``: ``[D_out, D_out] → [D_in, D_in]``."""
+        samples, *features = _output_shape(module, None)
+        rows = mat.reshape(-1, 1, *features).expand(-1, samples, *features)
+        half = self._jac_t_mat_prod(module, g_inp, g_out, rows)  # [D_out, N, *in]
+        size = half.shape[2:].numel()
+        columns = half.reshape(-1, samples, size).permute(2, 1, 0)
+        whole = self._jac_t_mat_prod(
+            module, g_inp, g_out, columns.reshape(size, samples, *features)
+        )
+        return whole.reshape(size, samples, size).sum(1).T / samples
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Whether ``∂²output/∂input²`` vanishes."""
+        return _rule(module).hessian_is_zero
+
+    def hessian_is_diagonal(self, module: Module) -> bool:
+        """Whether ``∂²output_o/∂input_i∂input_j`` vanishes unless ``o = i = j``."""
+        return _rule(module).hessian_is_diagonal
+
+    def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
+        """``∂²output_i/∂input_i² · g_out_i``. Shape of the input."""
+        ones = torch.ones_like(module.input0).unsqueeze(0)  # type: ignore[arg-type]
+        return self._residual_mat_prod(module, g_in, g_out, ones).squeeze(0)
+
+    def hessian_is_psd(self) -> bool:
+        """Whether the Hessian is positive semi-definite."""
+        raise NotImplementedError(f"{type(self).__name__} says nothing about its Hessian's sign.")
+
+    def residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        """``Σ_o g_out_o ∂²output_o/∂input²`` times columns: ``[V, N, *in] → [V, N, *in]``."""
+        return _columns(
+            lambda m: self._residual_mat_prod(module, g_inp, g_out, m),
+            mat,
+            _input(module),
+            "input0",
+        )
+
+    @classmethod
+    def reshape_like_input(
+        cls, mat: Tensor, module: Module, subsampling: Subsampling = None
+    ) -> Tensor:
+        """Give a matrix the shape ``[V, *input]``, with fewer samples where ``subsampling`` says."""
+        shape = _input(module)
+        samples = shape[0] if subsampling is None else len(subsampling)
+        return mat.reshape(-1, samples, *shape[1:])
+
+    @classmethod
+    def reshape_like_output(cls, mat: Tensor, module: Module) -> Tensor:
+        """Give a matrix the shape ``[V, *output]``."""
+        return mat.reshape(-1, *_output_shape(module, None))
+
+    def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        call = _prepared(module, g_out)
+        return _rule(module).jac_mat_prod(call, mat)
+
+    def _jac_t_mat_prod(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        subsampling: Subsampling = None,
+    ) -> Tensor:
+        call = _prepared(module, g_out).subsample(subsampling)
+        product = _rule(module).jac_t_mat_prod(call, mat)[0]
+        assert product is not None
+        return product
+
+    def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        call = _prepared(module, g_out)
+        return _rule(module).second_derivative_mat_prod(call, g_out[0], mat)
+
+
+class BaseParameterDerivatives(BaseDerivatives, ABC):
+    """Derivatives of a layer with parameters."""
+
+    def param_mjp(
+        self,
+        param_str: str,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mat: Tensor,
+        sum_batch: bool = True,
+        subsampling: Subsampling = None,
+    ) -> Tensor:
+        """Transposed parameter Jacobian times columns.
+
+        A subclass may have a method ``_{param_str}_jac_t_mat_prod`` for a parameter.
+
+        Args:
+            param_str: Name of the parameter ``θ``.
+            module: The module, with inputs and output.
+            g_inp: Gradients at the inputs, or ``None``.
+            g_out: Gradients at the outputs, or ``None``.
+            mat: Columns ``[V, N, *out]``, or one vector ``[N, *out]``.
+            sum_batch: Whether to sum over samples.
+            subsampling: The samples that ``mat`` holds; ``None`` for all.
+
+        Returns:
+            ``[V, *θ]``, or ``[V, N, *θ]`` without the sum; without ``V`` for a vector.
+        """
+
+        def product(columns: Tensor) -> Tensor:
+            own = getattr(self, f"_{param_str}_jac_t_mat_prod", None)
+            if own is not None:
+                result: Tensor = own(
+                    module, g_inp, g_out, columns, sum_batch=sum_batch, subsampling=subsampling
+                )
+                return result
+            call = _prepared(module, g_out).subsample(subsampling)
+            rule = _parametric(module, param_str)
+            operation = ops.per_sample_sum if sum_batch else ops.per_sample
+            return operation(rule, call, param_str, columns)
+
+        return _columns(product, mat, _output_shape(module, subsampling), "output")
+
+    def weight_jac_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        """Weight Jacobian times columns: ``[V, *weight] → [V, N, *out]``."""
+        return self._param_jac("weight", module, g_inp, g_out, mat)
+
+    def bias_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        """Bias Jacobian times columns: ``[V, *bias] → [V, N, *out]``."""
+        return self._param_jac("bias", module, g_inp, g_out, mat)
+
+    def _param_jac(
+        self, name: str, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor
+    ) -> Tensor:
+        def product(columns: Tensor) -> Tensor:
+            own = getattr(self, f"_{name}_jac_mat_prod", None)
+            if own is not None:
+                result: Tensor = own(module, g_inp, g_out, columns)
+                return result
+            rule = _parametric(module, name)
+            return rule.param_jac_mat_prod(_prepared(module, g_out), name, columns)
+
+        parameter: Tensor = getattr(module, name)
+        return _columns(product, mat, parameter.shape, name)
+
+
+class BaseLossDerivatives(BaseDerivatives, ABC):
+    """Second derivatives of a loss. Where ``g_out`` is given, it scales them."""
+
+    module_type: ClassVar[type[Module] | None] = None
+
+    def sqrt_hessian(
+        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
+    ) -> Tensor:
+        """Columns ``S`` with ``∇²ℓ_n = Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[V, N, *in]``."""
+        return self._sqrt_hessian(module, g_inp, g_out, subsampling=subsampling)
+
+    def sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mc_samples: int = 1,
+        subsampling: Subsampling = None,
+    ) -> Tensor:
+        """The same in expectation, by sampled targets. Shape ``[mc_samples, N, *in]``."""
+        return self._sqrt_hessian_sampled(
+            module, g_inp, g_out, mc_samples=mc_samples, subsampling=subsampling
+        )
+
+    def make_hessian_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads
+    ) -> Callable[[Tensor], Tensor]:
+        """The function ``mat ↦ ∇²ℓ mat``, ``[V, N, *in] → [V, N, *in]``."""
+        product = self._make_hessian_mat_prod(module, g_inp, g_out)
+        shape = _input(module)
+        return lambda mat: _columns(product, mat, shape, "input0")
+
+    def sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        """``Σ_n ∇²ℓ_n``. Shape ``[D, D]``."""
+        return self._sum_hessian(module, g_inp, g_out)
+
+    def hessian_is_psd(self) -> bool:
+        """Whether the loss Hessian is positive semi-definite."""
+        if self.module_type is None:
+            return super().hessian_is_psd()
+        return _loss(self.module_type()).hessian_is_psd
+
+    def _sqrt_hessian(
+        self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
+    ) -> Tensor:
+        return _loss(module).sqrt_hessian(_loss_call(module, g_out).subsample(subsampling))
+
+    def _sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mc_samples: int = 1,
+        subsampling: Subsampling = None,
+    ) -> Tensor:
+        call = _loss_call(module, g_out).subsample(subsampling)
+        return _loss(module).sqrt_hessian_sampled(call, mc_samples)
+
+    def _make_hessian_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads
+    ) -> Callable[[Tensor], Tensor]:
+        rule, call = _loss(module), _loss_call(module, g_out)
+        return lambda mat: rule.hessian_mat_prod(call, mat)
+
+    def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        return _loss(module).sum_hessian(_loss_call(module, g_out))
+
+
+def _input(module: Module) -> torch.Size:
+    shape: torch.Size = module.input0.shape  # type: ignore[union-attr, assignment]
+    return shape
+
+
+def _output_shape(module: Module, subsampling: Subsampling) -> torch.Size:
+    shape: torch.Size = module.output.shape  # type: ignore[union-attr, assignment]
+    if subsampling is None:
+        return shape
+    return torch.Size([len(subsampling), *shape[1:]])
+
+
+def _columns(
+    product: Callable[[Tensor], Tensor], mat: Tensor, shape: torch.Size, like: str
+) -> Tensor:
+    """Apply a product of columns to columns or to a single vector of the given shape."""
+    is_vector = mat.dim() == len(shape)
+    columns = mat.unsqueeze(0) if is_vector else mat
+    if columns.shape[1:] != shape:
+        raise RuntimeError(
+            f"A matrix like {like} has shape [V, {', '.join(map(str, shape))}]. "
+            f"Got {list(mat.shape)}."
+        )
+    result = product(columns)
+    return result.squeeze(0) if is_vector else result
+
+
+def _rule(module: Module) -> LayerRule:
+    """The layer rule for a module's type."""
+    ensure_loaded()
+    resolved = registry.resolve(module)
+    if resolved.is_fallback:
+        raise NotImplementedError(
+            f"There is no layer rule for {type(module).__name__}: implement the method with an "
+            "underscore in a subclass, or write a layer rule."
+        )
+    return resolved.rule
+
+
+def _parametric(module: Module, name: str) -> ParametricRule:
+    rule = _rule(module)
+    if isinstance(rule, ParametricRule) and name in rule.params:
+        return rule
+    raise NotImplementedError(
+        f"The layer rule for {type(module).__name__} does not know the parameter {name!r}: "
+        f"implement _{name}_jac_t_mat_prod in a subclass."
+    )
+
+
+def _loss(module: Module) -> LossRule:
+    rule = _rule(module)
+    if not isinstance(rule, LossRule):
+        raise NotImplementedError(f"{type(module).__name__} is not a loss.")
+    return rule
+
+
+def _prepared(module: Module, g_out: Grads) -> ModuleCall:
+    """The module's call, checked for settings that have no exact answer."""
+    call, rule = call_of(module, g_out), _rule(module)
+    rule.check(call)
+    if rule.mixes_samples(call):
+        raise SampleMixingError(
+            f"{call.path} makes every sample of the batch influence every other: call eval()."
+        )
+    return call
+
+
+def _loss_call(module: Module, g_out: Grads) -> ModuleCall:
+    call = _prepared(module, g_out)
+    if call.grad_output is None:
+        call.grad_output = torch.ones_like(call.outputs[0])
+    return call

@@ -1,0 +1,177 @@
+"""Base class of third-party extensions, as an extension of the core. Imports backpack_core.
+
+Every extension of the core counts as a subclass of the base classes here, so that ``isinstance`` says
+what scripts expect, whoever provides the extension.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch.nn import Module
+
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.saved_quantities import SavedQuantities
+from backpack_core import Extension, LayerRule, LossRule, ModuleCall, Propagator
+from backpack_core.errors import UnsupportedError
+from backpack_core.extension import FailMode, OutputGradient, as_subsampling
+
+FAIL_ERROR = "ERROR"
+FAIL_WARN = "WARNING"
+FAIL_SILENT = "SILENT"
+
+# "autodiff" asks the extension even where there is no layer rule; it then raises by itself.
+_FAIL_MODES: dict[str, FailMode] = {
+    FAIL_ERROR: "autodiff",
+    FAIL_WARN: "warning",
+    FAIL_SILENT: "silent",
+}
+
+
+class IncumbentNames(Extension):
+    """What users of the incumbent expect of every extension beside its quantity."""
+
+    _saved: SavedQuantities | None = None
+
+    @property
+    def saved_quantities(self) -> SavedQuantities:
+        """A store for whatever an extension wants to keep."""
+        if self._saved is None:
+            self._saved = SavedQuantities()
+        return self._saved
+
+    @property
+    def _subsampling(self) -> list[int] | None:
+        return self.get_subsampling()
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """Whether something beside the gradient travels backwards."""
+        return not isinstance(self.propagator, OutputGradient)
+
+    def set_module_extension(  # type: ignore[override]  # other argument names
+        self, module: type[Module], extension: ModuleExtension, overwrite: bool = False
+    ) -> None:
+        """Use a module extension for one type of module.
+
+        Args:
+            module: The module's class.
+            extension: What computes the quantity there.
+            overwrite: Whether a previous choice may be replaced.
+
+        Raises:
+            ValueError: There is a choice already, and ``overwrite`` is off.
+        """
+        super().set_module_extension(module, extension, overwrite)
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """What reaches a tensor over two branches, put together. The engine does it by itself."""
+        return self.propagator.merge(existing, other)
+
+
+class HandedOn(Propagator):
+    """Whatever the module extensions of a third-party extension hand to each other."""
+
+    def __init__(self, extension: BackpropExtension, subsampling: tuple[int, ...] | None) -> None:
+        self.extension = extension
+        self.subsampling = subsampling
+
+    def __repr__(self) -> str:
+        return f"the quantity of {type(self.extension).__name__}"
+
+    def start(self, rule: LossRule, call: ModuleCall) -> Any:
+        """A loss without a module extension starts nothing."""
+        self.extension.missing(call)
+
+    def propagate(self, rule: LayerRule, call: ModuleCall, quantity: Any) -> dict[int, Any]:
+        """A module without a module extension stops the quantity."""
+        self.extension.missing(call)
+        return {}
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The extension's own way to accumulate."""
+        return self.extension.accumulate_backpropagated_quantities(first, second)
+
+
+class BackpropExtension(IncumbentNames):
+    """An extension given by a table of module extensions.
+
+    Every extension of the core is a virtual subclass.
+    """
+
+    core_base: ClassVar[type[Extension]] = Extension
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: dict[type[Module], ModuleExtension],
+        fail_mode: str = FAIL_ERROR,
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            savefield: Name of the attribute on parameters.
+            module_exts: A module extension for each module class.
+            fail_mode: What happens at a module whose class is not in the table: ``"ERROR"`` raises
+                ``NotImplementedError``, ``"WARNING"`` warns, ``"SILENT"`` goes on.
+            subsampling: Indices of the samples to take; default: all.
+
+        Raises:
+            AssertionError: The fail mode is unknown.
+        """
+        if fail_mode not in _FAIL_MODES:
+            raise AssertionError(f"no valid fail mode: {fail_mode}")
+        samples = as_subsampling(subsampling)
+        hands_on = self.expects_backpropagation_quantities()
+        propagator = HandedOn(self, samples) if hands_on else OutputGradient(samples)
+        super().__init__(propagator, savefield, _FAIL_MODES[fail_mode])
+        self.module_extensions = module_exts  # type: ignore[assignment]
+        self._fail_mode = fail_mode
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        """Extensions of the core count, by their base class there."""
+        if cls.__dict__.get("core_base") is not None and issubclass(other, cls.core_base):
+            return True
+        return NotImplemented
+
+    @abstractmethod
+    def expects_backpropagation_quantities(self) -> bool:
+        """Whether something beside the gradient travels backwards."""
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
+        """Only called where the table has no entry.
+
+        Raises:
+            UnsupportedError: Always; the fail mode says what becomes of it.
+        """
+        raise self._error(call)
+
+    def missing(self, call: ModuleCall) -> None:
+        """React to a module that the table does not have, as the fail mode says."""
+        if self._fail_mode == FAIL_ERROR:
+            raise self._error(call)
+
+    def _error(self, call: ModuleCall) -> UnsupportedError:
+        return UnsupportedError(
+            f"Extension saving to {self.savefield} does not have an extension for Module "
+            f"{type(call.module)}: add one to its table, or with set_module_extension."
+        )
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Put together what reaches a tensor over two branches.
+
+        Raises:
+            NotImplementedError: Not overridden.
+        """
+        raise NotImplementedError(
+            f"{self}: No accumulation rule for backpropagated info specified"
+        )
+
+
+class FirstOrderBackpropExtension(BackpropExtension):
+    """A first-order extension given by a table: only the gradient travels."""
+
+    core_base = OrderMarker = __import__("backpack_core").FirstOrderExtension

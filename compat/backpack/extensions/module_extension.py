@@ -1,0 +1,53 @@
+"""Base class of module extensions, with the incumbent's methods and errors. Imports backpack_core."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.nn import Module
+
+from backpack_core import module_extension as core
+
+
+class ModuleExtension(core.ModuleExtension):
+    """Computes the quantity of one extension for one type of module.
+
+    A subclass has a method for each parameter in ``params``, called as ``(extension, module, g_inp,
+    g_out, bpQuantities)``. A second-order one overrides :meth:`backpropagate`; what that returns goes
+    to every input of the module.
+    """
+
+    sends_to_every_input = True
+
+    def __init__(self, params: list[str] | None = None) -> None:
+        """Store the parameter names.
+
+        Args:
+            params: Names of the parameters.
+
+        Raises:
+            NotImplementedError: A parameter has no method.
+        """
+        self.params = [] if params is None else params
+        for param in self.params:
+            if not hasattr(self, param):
+                raise NotImplementedError(
+                    f"The module extension {type(self).__name__} has no method for {param!r}: write "
+                    f"{param}(extension, module, g_inp, g_out, bpQuantities)."
+                )
+
+    def check(self, ext: Any, module: Module, g_inp: Any, g_out: Any) -> None:
+        """See :meth:`check_hyperparameters_module_extension`."""
+        self.check_hyperparameters_module_extension(ext, module, g_inp, g_out)
+
+    def check_hyperparameters_module_extension(
+        self, ext: Any, module: Module, g_inp: Any, g_out: Any
+    ) -> None:
+        """Raise where the module's settings are not supported; accepts all of them by default."""
+
+    def backpropagate(
+        self, extension: Any, module: Module, g_inp: Any, g_out: Any, bpQuantities: Any
+    ) -> Any:
+        """The quantity at the inputs, from that at the output; ``None``, with a warning, by default."""
+        warnings.warn("Backpropagate has not been overwritten", stacklevel=2)

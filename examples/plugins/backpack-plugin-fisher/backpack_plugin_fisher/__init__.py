@@ -1,0 +1,95 @@
+"""The empirical Fisher matrix: outer products of individual gradients, as a root that travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from backpack_core import (
+    ColumnPropagator,
+    Columns,
+    LayerRule,
+    LossRule,
+    ModuleCall,
+    SecondOrderExtension,
+    ops,
+)
+from backpack_core.errors import UnsupportedError
+from backpack_core.extension import FailMode, as_subsampling
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EmpiricalFisherRoot(ColumnPropagator):
+    """One column ``S_n = √c ∇ℓ_n`` at the input of a loss ``c Σ_n ℓ_n``, pushed by ``Jᵀ``.
+
+    Its outer products are the empirical Fisher matrix of type 2, ``c Σ_n ∇ℓ_n ∇ℓ_nᵀ``, with targets
+    of the data in place of targets drawn from the model (Kunstner, Balles, Hennig, 2019,
+    arXiv:1905.12558, equation 3). ``c`` is the reduction of the loss times the gradient that arrives.
+
+    Attributes:
+        subsampling: The samples that take part; ``None`` for all.
+    """
+
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, call: ModuleCall) -> Columns:
+        """The column at the input of the loss, ``[1, N, *in]``.
+
+        Raises:
+            UnsupportedError: The loss is multiplied by a negative number.
+        """
+        factor = rule.factor(call)
+        if bool((factor < 0).any()):
+            raise UnsupportedError(
+                f"{call.path} is multiplied by a negative number, so its empirical Fisher matrix has "
+                "no real root: call backward() on the loss itself."
+            )
+        column = rule.gradient(call) / factor.sqrt()
+        return Columns.start("empirical Fisher", column.where(factor > 0, 0.0).unsqueeze(0))
+
+
+class _FisherExtension(SecondOrderExtension):
+    """An extension of the root of the empirical Fisher matrix."""
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule.
+        """
+        root = EmpiricalFisherRoot(as_subsampling(subsampling))
+        super().__init__(root, savefield, fail_mode)
+
+
+class DiagFisher(_FisherExtension):
+    """Diagonal of the empirical Fisher matrix.
+
+    Stored in ``diag_fisher``, shape ``[*θ]``: ``c Σ_n (∇_θ ℓ_n)²`` for a loss ``c Σ_n ℓ_n``.
+    """
+
+    savefield = "diag_fisher"
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """A contraction that never forms ``[V, N, *θ]`` where the rule knows one."""
+        return ops.square_sum(rule, call, name, mat)
+
+
+class SqrtFisher(_FisherExtension):
+    """Root of the empirical Fisher matrix.
+
+    Stored in ``sqrt_fisher``, shape ``[N, *θ]``: ``√c ∇_θ ℓ_n`` for a loss ``c Σ_n ℓ_n``.
+    """
+
+    savefield = "sqrt_fisher"
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """The products themselves."""
+        return ops.per_sample(rule, call, name, mat).squeeze(0)

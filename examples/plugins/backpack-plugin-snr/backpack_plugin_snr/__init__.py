@@ -1,0 +1,36 @@
+"""The signal-to-noise ratio of the gradient."""
+
+from __future__ import annotations
+
+from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
+from backpack_core.errors import UnsupportedError
+from torch import Tensor
+
+
+class SNR(FirstOrderExtension):
+    """Signal-to-noise ratio of the individual gradients, elementwise.
+
+    Stored in ``snr``, shape ``[*θ]``: ``m² / (s - m²)`` with the mean ``m = 1/N Σ_n g_n`` and the
+    second moment ``s = 1/N Σ_n g_n²`` of the gradients ``g_n`` (squared mean over variance; Balles
+    and Hennig, 2018, arXiv:1705.07774, section 2). The scale of the loss cancels. Infinite where
+    all gradients agree, and zero where all of them vanish.
+    """
+
+    savefield = "snr"
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """From two contractions, which are computed once for all extensions that share them.
+
+        Raises:
+            UnsupportedError: A single sample has no variance.
+        """
+        samples = mat.shape[1]
+        if samples < 2:
+            raise UnsupportedError(
+                f"{call.path} saw a single sample, which has no variance: SNR needs two or more."
+            )
+        total = ops.shared(ops.per_sample_sum, rule, call, name, mat).squeeze(0)
+        squares = ops.shared(ops.square_sum, rule, call, name, mat)
+        signal = (total / samples).square()
+        noise = (squares / samples - signal).clamp_min(0)  # rounding may leave it below zero
+        return (signal / noise).where(signal > 0, signal)

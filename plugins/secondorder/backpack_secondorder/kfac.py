@@ -1,0 +1,130 @@
+"""Kronecker-factored approximations of the generalised Gauss-Newton matrix from its square root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from torch import Tensor
+
+from backpack_core import LayerRule, ModuleCall, ops
+from backpack_core.errors import UsageError
+from backpack_core.extension import FailMode
+from backpack_core.kronecker import KroneckerFactors
+from backpack_core.ops.kronecker import WeightSharing
+from backpack_secondorder.square_root import ExactExtension, SampledExtension
+
+
+class KFAC(SampledExtension):
+    """Kronecker-factored curvature with a sampled loss Hessian.
+
+    Stored in ``kfac``, a :class:`~backpack_core.kronecker.KroneckerFactors`, which is a list of
+    matrices whose Kronecker product approximates the block of the generalised Gauss-Newton matrix:
+
+    - weights of affine layers (``Linear``, convolutions): ``[B, A]``, of shapes ``[O, O]`` and
+      ``[I, I]``. ``B = Σ_v Σ_n g gᵀ`` from the columns at the layer's output, with the scale of the
+      loss (``1/N`` for a mean); ``A`` is an average over samples.
+    - biases, and vectors that a layer is linear in (``LayerNorm``): ``[B]``, the block itself.
+
+    With positions ``s`` that share the weight (pixels, tokens), ``weight_sharing`` chooses between
+
+    - ``"kfc"``: ``A = 1/N Σ_n Σ_s x xᵀ`` and ``B`` from ``Σ_s g``, the block of the bias. For one
+      position it is all there is; for convolutions it is Grosse and Martens (2016), eq. 32, with
+      their ``Γ`` multiplied by the number of positions.
+    - ``"expand"``: ``A = 1/(N S) Σ_n Σ_s x xᵀ`` and ``B = Σ_v Σ_n Σ_s g gᵀ``: positions are treated
+      like samples (Eschenhagen et al., 2023, eq. 19).
+    - ``"reduce"``: ``A`` from the mean of ``x`` over positions, ``B`` from ``Σ_s g`` (eq. 22).
+
+    A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``: blocks between groups
+    are left out. Martens and Grosse (2015) for fully connected layers.
+    """
+
+    savefield = "kfac"
+    shared_parameters = False
+    columns_add = True
+
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        weight_sharing: WeightSharing = "kfc",
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            mc_samples: Number of samples from the model's likelihood for each datum.
+            weight_sharing: ``"kfc"``, ``"expand"`` or ``"reduce"``; see the class.
+            subsampling: Indices of the samples to take; default: all. ``B`` sums over them with the
+                scale of the whole batch, ``A`` averages over them.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+        """
+        super().__init__(mc_samples, subsampling, savefield, fail_mode)
+        self.weight_sharing = as_weight_sharing(weight_sharing)
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
+        """The factors."""
+        return ops.kronecker_factors(rule, call, name, mat, self.weight_sharing)
+
+    def combine(self, first: Any, second: Any) -> KroneckerFactors:
+        """Columns enter the first factor only."""
+        return add_columns(first, second)
+
+
+class KFLR(ExactExtension):
+    """Kronecker-factored curvature with the exact loss Hessian (low rank: a column per output).
+
+    Stored in ``kflr``: as ``kfac`` of :class:`KFAC` in expectation, and the same for one sample in
+    the batch and one position as the block itself. Botev et al. (2017), section 3.3.
+    """
+
+    savefield = "kflr"
+    shared_parameters = False
+    columns_add = True
+
+    def __init__(
+        self,
+        weight_sharing: WeightSharing = "kfc",
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        chunk_size: int | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            weight_sharing: ``"kfc"``, ``"expand"`` or ``"reduce"``; see :class:`KFAC`.
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+            chunk_size: How many columns to carry at once; default: by the memory budget.
+        """
+        super().__init__(subsampling, savefield, fail_mode, chunk_size)
+        self.weight_sharing = as_weight_sharing(weight_sharing)
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
+        """The factors."""
+        return ops.kronecker_factors(rule, call, name, mat, self.weight_sharing)
+
+    def combine(self, first: Any, second: Any) -> KroneckerFactors:
+        """Columns enter the first factor only."""
+        return add_columns(first, second)
+
+
+def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
+    """Factors for the columns of both: ``B`` adds up, ``A`` is the same."""
+    return first.with_factors([first[0] + second[0], *first[1:]])
+
+
+def as_weight_sharing(value: WeightSharing) -> WeightSharing:
+    """The argument, if it is a known setting.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if value not in get_args(WeightSharing):
+        known = ", ".join(map(repr, get_args(WeightSharing)))
+        raise UsageError(f"weight_sharing must be one of {known}. Got {value!r}.")
+    return value

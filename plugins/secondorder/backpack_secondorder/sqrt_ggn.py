@@ -1,0 +1,49 @@
+"""Square roots of the generalised Gauss-Newton matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core import LayerRule, ModuleCall, ops
+from backpack_secondorder.square_root import ExactExtension, SampledExtension
+
+
+class SqrtGGNExact(ExactExtension):
+    """Square root of the generalised Gauss-Newton matrix, exact.
+
+    Stored in ``sqrt_ggn_exact``, shape ``[V, N, *θ]`` with ``V`` outputs of the model: for each
+    sample ``J_nᵀ S_n`` with ``S_n S_nᵀ = ∇²ℓ_n``, so that the outer products, summed over ``V`` and
+    ``N``, are the matrix. For a mean loss each entry carries the square root of the loss's ``1/N``.
+    Columns are the same for every parameter: products between parameters give off-diagonal blocks.
+    """
+
+    savefield = "sqrt_ggn_exact"
+    columns_add = True
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """``M`` itself."""
+        return ops.per_sample(rule, call, name, mat)
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """Columns side by side."""
+        return torch.cat([first, second])
+
+
+class SqrtGGNMC(SampledExtension):
+    """Square root of the generalised Gauss-Newton matrix, by Monte Carlo.
+
+    Stored in ``sqrt_ggn_mc``, shape ``[mc_samples, N, *θ]``: as :class:`SqrtGGNExact`, with outer
+    products that are the matrix in expectation.
+    """
+
+    savefield = "sqrt_ggn_mc"
+    columns_add = True
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """``M`` itself."""
+        return ops.per_sample(rule, call, name, mat)
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """Columns side by side."""
+        return torch.cat([first, second])

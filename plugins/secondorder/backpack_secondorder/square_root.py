@@ -1,0 +1,73 @@
+"""What extensions of the loss's square root share: constructors with the usual settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backpack_core import SecondOrderExtension
+from backpack_core.errors import UsageError
+from backpack_core.extension import FailMode, as_subsampling
+from backpack_secondorder.propagators import LossSqrt
+
+
+class ExactExtension(SecondOrderExtension):
+    """An extension of the exact square root of the loss Hessian: a column for every output."""
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        chunk_size: int | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all. The scale stays that of the
+                whole batch.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+            chunk_size: How many columns to carry at once; default: as many as fit into the memory
+                budget. Extensions that share the columns go by the smallest number.
+        """
+        super().__init__(LossSqrt(subsampling=as_subsampling(subsampling)), savefield, fail_mode)
+        self.chunk_size = as_chunk_size(chunk_size)
+
+
+class SampledExtension(SecondOrderExtension):
+    """An extension of the sampled square root of the loss Hessian: a column for every sample."""
+
+    def __init__(
+        self,
+        mc_samples: int = 1,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            mc_samples: Number of samples from the model's likelihood for each datum. Random numbers
+                come from torch's default generator.
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+        """
+        propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
+        super().__init__(propagator, savefield, fail_mode)
+
+    def get_num_mc_samples(self) -> int:
+        """Number of Monte-Carlo samples."""
+        assert isinstance(self.propagator, LossSqrt) and self.propagator.samples is not None
+        return self.propagator.samples
+
+
+def as_chunk_size(size: int | None) -> int | None:
+    """The argument, if it is ``None`` or a positive integer.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        return size
+    raise UsageError(f"chunk_size must be a positive integer or None. Got {size!r}.")
