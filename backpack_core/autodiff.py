@@ -7,14 +7,15 @@ Exact for every module that can be replayed: one that draws random numbers insid
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call, vjp, vmap
 
+from backpack_core.bridge import quiet_vmap
 from backpack_core.calls import ModuleCall, iter_tensors, map_tensors
 from backpack_core.context import disable
 from backpack_core.errors import UnsupportedError
@@ -48,41 +49,28 @@ class AutodiffRule(ParametricRule):
         return product
 
 
-def forward_mode_parameter(call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-    """``J_θ mat`` by forward mode: ``[V, *θ] → [V, N, *out]``."""
-    forward = _replay(call, name)
-    parameter = call.parameter(name)
+def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor) -> Tensor:
+    """The transpose of a linear map, applied to a vector.
 
-    def one_sample(column: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-        result: Tensor = jvp(lambda p: forward(p, inputs), (parameter,), (column,))[1]
-        return result
+    The gradient of ``⟨A w, v⟩`` in ``w`` is ``Aᵀ v``, at any ``w``. Unlike forward mode through the
+    module, this needs no second run of it: random numbers, padding and fused kernels do not matter.
 
-    with _replaying(call):
-        batched, axes = _batched_inputs(call)
-        over_samples = vmap(one_sample, in_dims=(None, axes), randomness="error")
-        result: Tensor = vmap(over_samples, in_dims=(0, None))(mat, batched)
-    return result
+    Args:
+        function: The linear map ``w ↦ A w``, in differentiable operations.
+        shape: Shape of ``w``.
+        vector: ``v``, of the shape of ``A w``.
 
-
-def forward_mode_input(call: ModuleCall, mat: Tensor) -> Tensor:
-    """``J_x mat`` by forward mode: ``[V, N, *in] → [V, N, *out]``."""
-    forward = _replay(call, None)
-
-    def one_sample(columns: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-        def of_first(x: Tensor) -> Tensor:
-            return forward(None, (x, *inputs[1:]))
-
-        def product(column: Tensor) -> Tensor:
-            result: Tensor = jvp(of_first, (inputs[0],), (column,))[1]
-            return result
-
-        result: Tensor = vmap(product)(columns)
-        return result
-
-    with _replaying(call):
-        batched, axes = _batched_inputs(call)
-        result: Tensor = vmap(one_sample, in_dims=(1, axes), out_dims=1, randomness="error")(
-            mat, batched
+    Returns:
+        ``Aᵀ v``, of the given shape.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        w = vector.new_zeros(tuple(shape), requires_grad=True)
+        image = function(w)
+        if not image.requires_grad:  # the map is zero
+            return vector.new_zeros(tuple(shape))
+        (result,) = torch.autograd.grad(
+            image, w, vector, create_graph=create_graph, materialize_grads=True
         )
     return result
 
@@ -142,7 +130,7 @@ def _replaying(call: ModuleCall) -> Iterator[None]:
     attributes = [(module, dict(module.__dict__)) for module in call.module.modules()]
     call.module._forward_hooks = OrderedDict()
     try:
-        with disable():
+        with disable(), quiet_vmap():
             yield
     except RuntimeError as error:
         if isinstance(error, NotImplementedError):

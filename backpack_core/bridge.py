@@ -9,6 +9,8 @@ the tensor they belong to (broadcasting), and cast to its dtype.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -152,12 +154,24 @@ def _over_columns(call: Any, mats: list[Tensor]) -> dict[int, Tensor]:
     if columns == 1:
         return {i: g.unsqueeze(0) for i, g in call(*(m[0] for m in mats)).items()}
     try:
-        result: dict[int, Tensor] = torch.vmap(call)(*mats)
+        with quiet_vmap():
+            result: dict[int, Tensor] = torch.vmap(call)(*mats)
     except RuntimeError:
         # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
         singles = [call(*(m[v] for m in mats)) for v in range(columns)]
         return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
     return result
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """No warning where torch has no batching rule: that costs time, not exactness."""
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def _fit(product: Tensor, edge: tuple[Any, int]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -170,10 +171,19 @@ class ModuleCall:
 
     @property
     def output(self) -> Tensor:
-        """The output tensor that is differentiated, detached, in the dtype of the gradient."""
+        """The output tensor that is differentiated, in the dtype of the gradient.
+
+        Detached, except while quantities are differentiable (``create_graph=True``).
+
+        Raises:
+            OverwrittenInputError: The tensor was changed in place since the forward pass, or it
+                cannot be computed again for ``create_graph=True``.
+            ReleasedIOError: An earlier backward pass freed it.
+        """
         self._check_released()
         slot = len(self.inputs) + self.output_nr
-        return self._read(self.outputs[self.output_nr], slot, "output")
+        stored = self._read(self.outputs[self.output_nr], slot, "output")
+        return self._attached(stored) if torch.is_grad_enabled() else stored
 
     @property
     def output_shape(self) -> torch.Size:
@@ -240,7 +250,7 @@ class ModuleCall:
             axis 0 is not the batch are left as they are.
 
         Raises:
-            UsageError: An index is out of range.
+            UsageError: An index is out of range, or two mean the same sample.
         """
         if indices is None:
             return self
@@ -250,6 +260,10 @@ class ModuleCall:
             raise UsageError(
                 f"subsampling asks for sample {bad[0]}, but {self.path} saw a batch of {size} "
                 f"samples: use indices from 0 to {size - 1}."
+            )
+        if len({i % size for i in indices}) < len(indices):
+            raise UsageError(
+                f"subsampling names a sample of a batch of {size} twice: {list(indices)}."
             )
         known = range(size) if self.indices is None else self.indices
         pick = torch.as_tensor(list(indices), device=self.outputs[0].device, dtype=torch.long)
@@ -298,6 +312,21 @@ class ModuleCall:
         )
         return view
 
+    def retained(self) -> ModuleCall:
+        """A copy that keeps inputs and outputs when this call is released, until it is dropped.
+
+        It lets go of the graph, except while quantities are differentiable (``create_graph=True``).
+        """
+        kept = copy(self)
+        kept.memo, kept.constants = {}, {}
+        if not torch.is_grad_enabled():
+            kept.edges, kept.frame = (None,) * len(self.edges), None
+            kept.inputs = tuple(tensor.detach() for tensor in self.inputs)
+            kept.args = map_tensors(self.args, Tensor.detach)
+            kept.kwargs = map_tensors(self.kwargs, Tensor.detach)
+        kept._whole = None if self._whole is None else self._whole.retained()
+        return kept
+
     @property
     def full(self) -> ModuleCall:
         """The call with all samples: itself, unless it is a view made by :meth:`subsample`."""
@@ -323,6 +352,28 @@ class ModuleCall:
                 "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
                 "backward()) in every backward pass but the last."
             )
+
+    def _attached(self, stored: Tensor) -> Tensor:
+        """The output as a function of inputs and parameters, by running the forward once more.
+
+        Storing the output with its graph instead would be a cycle.
+        """
+        whole = self.full
+        key = ("attached", self.output_nr)
+        if key not in whole.memo:
+            for slot, tensor in enumerate(whole.inputs):
+                whole._read(tensor, slot, "input")
+            result = whole.module.forward(*whole.args, **whole.kwargs)
+            whole.memo[key] = list(iter_tensors(result))[self.output_nr]
+        again = self._cast(whole.memo[key])
+        if self.indices is not None:
+            again = again[list(self.indices)]
+        if again.shape != stored.shape or not torch.allclose(again, stored):
+            raise OverwrittenInputError(
+                f"{self.path}: create_graph=True needs its output as a function of its input, but "
+                "its forward pass gives another output when it runs again."
+            )
+        return again
 
     def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
         if tensor._version != self._versions[slot]:

@@ -68,6 +68,12 @@ class Columns:
         sizes = [len(block) for block in self.blocks.values()]
         return Columns(dict(zip(self.blocks, mat.split(sizes), strict=True)))
 
+    def to(self, dtype: torch.dtype) -> Columns:
+        """The same columns in another precision."""
+        if self.mat.dtype == dtype:
+            return self
+        return Columns({root: block.to(dtype) for root, block in self.blocks.items()})
+
     def merge(self, other: Columns) -> Columns:
         """The sum of what arrived over two branches, root by root."""
         blocks = dict(self.blocks)

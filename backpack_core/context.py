@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -67,6 +68,33 @@ def current(forward_thread: int) -> Context | None:
         if stack is None and len(_STACKS) == 1 and not _is_alive(forward_thread):
             (stack,) = _STACKS.values()
     return stack[-1] if stack else None
+
+
+def exchange(before: Context | None, after: Context | None) -> None:
+    """Put a context in the place of the innermost one of this thread.
+
+    Args:
+        before: The innermost context, or ``None`` outside of any block.
+        after: The new one, made from it by ``dataclasses.replace``; ``None`` removes it.
+    """
+    ident = threading.get_ident()
+    stack = _STACKS.get(ident, ())
+    outer = stack if before is None else stack[:-1]
+    _STACKS[ident] = outer if after is None else (*outer, after)
+    if not _STACKS[ident]:
+        del _STACKS[ident]
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """No context applies to the backward passes of this thread inside the ``with`` block."""
+    ident = threading.get_ident()
+    stack = _STACKS.pop(ident, None)
+    try:
+        yield
+    finally:
+        if stack is not None:
+            _STACKS[ident] = stack
 
 
 def _is_foreign_thread() -> bool:
@@ -165,7 +193,8 @@ class backpack:
         """
         context = self._entered.pop()
         ident = threading.get_ident()
-        remaining = tuple(c for c in _STACKS.get(ident, ()) if c is not context)
+        # By what they have seen: exchange() may have put another context in the place of ours.
+        remaining = tuple(c for c in _STACKS.get(ident, ()) if c.seen is not context.seen)
         if remaining:
             _STACKS[ident] = remaining
         else:
@@ -220,7 +249,10 @@ def _check_extension(extension: object) -> None:
 def _group(
     extensions: tuple[Extension, ...],
 ) -> tuple[tuple[Propagator, tuple[Extension, ...]], ...]:
-    """Group extensions by equal propagators, except where one goes its own way at some modules."""
+    """Group extensions by equal propagators, except where one goes its own way at some modules.
+
+    Within a group, those that form products come first: the others reduce what is there.
+    """
     from backpack_core.registry import registry
 
     groups: dict[object, tuple[Propagator, list[Extension]]] = {}
@@ -228,4 +260,7 @@ def _group(
         alone = extension.module_extensions or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
         groups.setdefault(key, (extension.propagator, []))[1].append(extension)
-    return tuple((propagator, tuple(members)) for propagator, members in groups.values())
+    return tuple(
+        (propagator, tuple(sorted(members, key=lambda extension: not extension.forms_products)))
+        for propagator, members in groups.values()
+    )

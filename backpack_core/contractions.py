@@ -62,11 +62,7 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
-        if _in_place(result):
-            for product in piece.transpose(1, 2).flatten(0, 1):
-                result.addcmul_(product, product)
-        else:
-            result = result + _squared(piece).sum((0, 2))
+        result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
     return result
 
 
@@ -80,13 +76,20 @@ def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
         return _squared(products(out, inp)).sum(0)
     result = out.new_zeros(samples, *out.shape[3:], inp.shape[3])
     for _, rows, piece in pieces(out, inp):
-        if _in_place(result[0]):
-            for target, product in zip(result[rows], piece, strict=True):
-                for column in product.transpose(0, 1):
-                    target.addcmul_(column, column)
-        else:
-            result[rows] += _squared(piece).sum(2)
+        for target, product in zip(result[rows], piece, strict=True):
+            add_squares(target, product.transpose(0, 1))
     return result
+
+
+def add_squares(total: Tensor, rows: Tensor) -> Tensor:
+    """``total + Σ_k rows[k]²`` for ``rows`` ``[K, *]``; changes ``total`` unless autograd records."""
+    if torch.is_grad_enabled():
+        return total + rows.square().sum(0)
+    if total.numel() < LARGE:
+        return total.add_(rows.square().sum(0))
+    for row in rows:
+        total.addcmul_(row, row)
+    return total
 
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:
@@ -121,8 +124,9 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
     """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
     columns, samples, positions, groups, features = out.shape
     size, count = inp.shape[3], columns * samples
-    pairwise = count * positions * (count * features + samples * size) * positions
-    if pairwise <= count * features * size * (positions + count):
+    rows, pairs = samples * positions, (count * positions) ** 2
+    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
+    if is_cheaper and pairs * out.element_size() <= memory_budget():
         return _gram_by_positions(out, inp[:])
     total = out.new_zeros(count, count)
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
@@ -190,10 +194,6 @@ def _squared(piece: Tensor) -> Tensor:
     return piece.square() if torch.is_grad_enabled() else piece.square_()
 
 
-def _in_place(product: Tensor) -> bool:
-    return product.numel() >= LARGE and not torch.is_grad_enabled()
-
-
 def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
     parts = []
@@ -214,4 +214,29 @@ def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
         outer = (left @ left.T).reshape(2 * (columns, samples, positions))
         inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
         total = total + (outer * inner).sum((2, 5))
+    return total
+
+
+def outer_sum(inp: Rows, like: Tensor, mean: bool = False) -> Tensor:
+    """``Σ_n Σ_s inp ⊗ inp``. Shape ``[G, I, I]``.
+
+    Args:
+        inp: Shape ``[N, S, G, I]``.
+        like: A tensor of the same dtype, on the same device.
+        mean: Average over the positions ``s`` first: ``Σ_n (mean_s inp) ⊗ (mean_s inp)``.
+    """
+    _, positions, groups, size = inp.shape
+    total = like.new_zeros(groups, size, size)
+    for rows in _row_steps(inp, like.element_size()):
+        part = inp[rows]
+        if mean:
+            part = part.mean(1, keepdim=True)
+        if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
+            flat = part.flatten(0, 1).transpose(0, 1)
+            total = torch.baddbmm(total, flat.mT, flat)
+            continue
+        # Patches lie as [I, S]: a product for each sample is cheaper than copying them together.
+        for sample in part:
+            flat = sample.transpose(0, 1)
+            total = torch.baddbmm(total, flat.mT, flat)
     return total

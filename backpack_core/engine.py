@@ -43,7 +43,7 @@ class OutputHook:
         """Called by autograd with the gradient of the output."""
         context = current(self.records[0][0].thread)
         if context is None:
-            if not torch.is_grad_enabled():  # with create_graph=True the graph lives on
+            if not _keeps_graph():
                 for call, _ in self.records:
                     call.release()
             return
@@ -72,9 +72,14 @@ class BackwardPass(Traversal):
         self._release_last: list[ModuleCall] = []
         self.visiting: ModuleCall | None = None
         self._unshared: set[int] = set()
+        self._summed: dict[tuple[Extension, int], tuple[Parameter, int]] = {}
         # A pass inside another one (re-entrant checkpointing) must not compute for its parameters.
         outer: BackwardPass | None = next(iter(context.passes.values()), None)
         self._owners: dict[int, int] = {} if outer is None else outer._owners
+        self._is_outermost = outer is None
+        self._deferred: dict[Extension, dict[Parameter, Any]] = {}
+        if outer is not None:
+            self._deferred = outer._deferred
         context.passes[task] = self
         context.seen.add("ran")
         # Autograd owns the pass: it ends when autograd is through, or has failed.
@@ -85,6 +90,15 @@ class BackwardPass(Traversal):
         self.context.passes.pop(self.task, None)
         for call in self._release_last:
             call.release()
+        if not self._is_outermost:
+            return
+        for extension, values in self._deferred.items():
+            for parameter, value in extension.finish(values).items():
+                setattr(parameter, extension.savefield, value)
+        # With backward(inputs=...), some of the calls that share a parameter may not be reached.
+        for (extension, key), (parameter, calls) in self._summed.items():
+            if calls < self.survey.uses[key]:
+                delattr(parameter, extension.savefield)
 
     def visit(self, call: ModuleCall, index: int, node: Node, output_nr: int, grad: Tensor) -> None:
         """Everything that happens at one output of one call."""
@@ -119,10 +133,16 @@ class BackwardPass(Traversal):
             )
         if self.survey.uses.get(key) == 1:
             self._unshared.add(key)
+        else:
+            _, calls = self._summed.get((extension, key), (parameter, 0))
+            self._summed[extension, key] = (parameter, calls + 1)
         before = self._partial.get((extension, key))
         if before is not None:
             value = extension.combine(before, value)
-        setattr(parameter, extension.savefield, value)
+        if extension.is_deferred:
+            self._deferred.setdefault(extension, {})[parameter] = value
+        else:
+            setattr(parameter, extension.savefield, value)
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""
@@ -184,6 +204,13 @@ class BackwardPass(Traversal):
                 "parameter of the module whose forward() uses it.",
                 UncoveredParameterWarning,
             )
+
+
+def _keeps_graph() -> bool:
+    """Whether the graph outlives the backward pass under way."""
+    # With create_graph=True, grad mode is on inside hooks.
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled)
+    return torch.is_grad_enabled() or bool(asked())
 
 
 def _log(call: ModuleCall) -> None:

@@ -36,6 +36,10 @@ from backpack_core.registry import registry
 
 M = TypeVar("M", bound=Module)
 
+# Our place among a module's hooks. Torch counts from zero in every process, so that a key of its own
+# could be given out again to a module that was pickled.
+_KEY = -1
+
 
 def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """Make a module, and all modules in it, report to active extensions.
@@ -79,22 +83,18 @@ def unextend(module: M) -> M:
         The same object.
     """
     for part in module.modules():
-        for hooks, ours in (
-            (part._forward_pre_hooks, _before_forward),
-            (part._forward_hooks, _after_forward),
-        ):
-            for key in [k for k, hook in hooks.items() if hook is ours]:
-                del hooks[key]
-                part._forward_pre_hooks_with_kwargs.pop(key, None)
-                part._forward_hooks_with_kwargs.pop(key, None)
-                part._forward_hooks_always_called.pop(key, None)
+        part._forward_pre_hooks.pop(_KEY, None)
+        part._forward_pre_hooks_with_kwargs.pop(_KEY, None)
+        part._forward_hooks.pop(_KEY, None)
+        part._forward_hooks_with_kwargs.pop(_KEY, None)
+        part._forward_hooks_always_called.pop(_KEY, None)
         part.__dict__.pop(PATH_ATTRIBUTE, None)
     return module
 
 
 def is_extended(module: Module) -> bool:
     """Whether this very module reports to extensions."""
-    return _after_forward in module._forward_hooks.values()
+    return _KEY in module._forward_hooks
 
 
 def _extend(module: Module, path: str, debug: bool) -> None:
@@ -114,11 +114,11 @@ def _extend(module: Module, path: str, debug: bool) -> None:
 def _install(module: Module, path: str) -> None:
     if is_extended(module):
         return
-    module.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    # First among the forward hooks: a hook that changes the output is an operation after the module.
-    module.register_forward_hook(
-        _after_forward, with_kwargs=True, always_call=True, prepend=True
-    )
+    module._forward_pre_hooks[_KEY] = _before_forward
+    module._forward_pre_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks[_KEY] = _after_forward
+    module._forward_hooks_with_kwargs[_KEY] = True
+    module._forward_hooks_always_called[_KEY] = True
     if path:
         module.__dict__[PATH_ATTRIBUTE] = path
 
@@ -135,6 +135,10 @@ def _before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Open a frame: what only the moment before the forward can tell."""
     if getattr(_local, "disabled", 0) or not torch.is_grad_enabled():
         return
+    hooks: Any = module._forward_hooks
+    if next(iter(hooks)) != _KEY:
+        # A hook of the user's that changes the output is an operation after the module.
+        hooks.move_to_end(_KEY, last=False)
     frames = _frames()
     tensors = list(iter_tensors(args))
     if kwargs:
@@ -149,12 +153,13 @@ def _after_forward(
     if getattr(_local, "disabled", 0):
         return
     frames = _frames()
-    while frames:
-        frame = frames.pop()
-        if frame.module is module:
-            break
-    else:
+    depth = len(frames)
+    while depth and frames[depth - 1].module is not module:
+        depth -= 1
+    if not depth:  # recording was off when it began
         return
+    frame = frames[depth - 1]
+    del frames[depth - 1 :]  # those above it ended in exceptions
     if not torch.is_grad_enabled():
         return
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
@@ -199,6 +204,8 @@ def _record(
         if tensor.grad_fn is not None and any(tensor.grad_fn is n for n in nodes):
             # The module returned or rewrote its input: holding it would hold our own node.
             stored = replaced[id(tensor)] = tensor.detach()
+            if slot is None:  # what it was before, nobody saw
+                version, is_rewired = -1, True
             is_rewired |= tensor._is_view() and tensor._version != version
         if edge is not None and any(edge.node is n for n in nodes):
             edge = Edge(None, edge.output_nr, edge.depth)

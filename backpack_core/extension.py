@@ -8,11 +8,11 @@ from __future__ import annotations
 import operator
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack_core import bridge
 from backpack_core.calls import ModuleCall, Node
@@ -203,6 +203,13 @@ class Extension(ABC):
             that it has a meaning for a parameter that several calls use.
         columns_add: Whether values for disjoint sets of columns can be put together by
             :meth:`combine`, so that columns may go through the net in chunks.
+        forms_products: Whether :meth:`read` asks for :func:`ops.per_sample`. Such extensions read
+            first, so that the others reduce what is formed already.
+        reads_quantity: Whether :meth:`read` wants the propagator's quantity itself (the
+            :class:`~backpack_core.columns.Columns` with their roots, say) and not what
+            :meth:`Propagator.present` makes of it.
+        is_deferred: Whether nothing can be stored before the whole backward pass is through: then
+            what :meth:`read` returns is handed to :meth:`finish`.
 
     Attributes:
         propagator: What travels backwards for this extension.
@@ -215,6 +222,9 @@ class Extension(ABC):
     savefield: str = ""
     shared_parameters: ClassVar[bool] = True
     columns_add: ClassVar[bool] = False
+    forms_products: ClassVar[bool] = False
+    reads_quantity: ClassVar[bool] = False
+    is_deferred: ClassVar[bool] = False
     chunk_size: int | None = None
 
     def __init__(
@@ -240,6 +250,11 @@ class Extension(ABC):
             raise UsageError(
                 f"{type(self).__name__} needs a savefield that is a Python identifier. "
                 f"Got {self.savefield!r}."
+            )
+        if hasattr(Tensor, self.savefield):
+            raise UsageError(
+                f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the parameters: "
+                "give it another savefield."
             )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode
@@ -268,6 +283,17 @@ class Extension(ABC):
     def combine(self, first: Any, second: Any) -> Any:
         """The value for all columns from those for two disjoint sets; see ``columns_add``."""
         return first + second
+
+    def finish(self, values: Mapping[Parameter, Any]) -> Mapping[Parameter, Any]:
+        """What to store, once the backward pass is through; called only if ``is_deferred``.
+
+        Args:
+            values: What :meth:`read` returned last for each parameter.
+
+        Returns:
+            The values to store.
+        """
+        return values
 
     @property
     def subsampling(self) -> tuple[int, ...] | None:
@@ -350,7 +376,7 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
         result = tuple(operator.index(i) for i in indices)
     except TypeError:
         raise UsageError(f"subsampling must be a sequence of integers. Got {indices!r}.") from None
-    if any(isinstance(i, bool) for i in indices):
+    if any(isinstance(i, bool) or str(getattr(i, "dtype", "")) == "torch.bool" for i in indices):
         raise UsageError(f"subsampling takes indices of samples, not a mask. Got {indices!r}.")
     if not result:
         raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")

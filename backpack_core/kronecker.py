@@ -79,6 +79,14 @@ class KroneckerEigenbasis:
         self.values = values
         self.order = order
 
+    def with_values(self, values: Tensor) -> KroneckerEigenbasis:
+        """Other eigenvalues for the same eigenvectors."""
+        return KroneckerEigenbasis(self.vectors, values, self.order)
+
+    def rotate(self, vectors: Tensor) -> Tensor:
+        """``Qᵀ`` times vectors: coordinates in the eigenbasis, ``[*θ]`` or ``[V, *θ]`` to ``[V, P]``."""
+        return multiply([q.mT for q in self.vectors], self.order.rows(vectors))
+
     def matmul(self, vectors: Tensor) -> Tensor:
         """Multiply. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
         return self._apply(self.values, vectors)
@@ -107,8 +115,7 @@ class KroneckerEigenbasis:
         return self.matmul(eye.reshape(size, *self.order.shape)).reshape(size, size)
 
     def _apply(self, values: Tensor, vectors: Tensor) -> Tensor:
-        rotated = multiply([q.mT for q in self.vectors], self.order.rows(vectors))
-        scaled = rotated * values.flatten()
+        scaled = self.rotate(vectors) * values.flatten()
         return self.order.vectors(multiply(self.vectors, scaled), vectors)
 
 

@@ -13,34 +13,44 @@ from backpack_core.rules import LossRule
 
 
 class SampleProbe(ColumnPropagator):
-    """Sends a random column of the first sample from every call to the calls before it.
+    """Sends random columns of some samples from every call to the calls before it.
 
-    Where it arrives at another sample too, an operation on the way mixes samples.
+    Where they arrive at other samples, an operation on the way mixes samples. There are two columns
+    for every binary digit of the sample's index: one on the samples that have it, one on the rest.
+    Any two samples differ in a digit, so no influence of one on another stays unseen.
     """
 
     def start(self, rule: LossRule, call: ModuleCall) -> Columns:
-        """The same as at any other call: a column at the first sample."""
+        """The same as at any other call."""
         return self.arrive(call, None)
 
     def arrive(self, call: ModuleCall, columns: Columns | None) -> Columns:
-        """Check what arrived at a call; send a fresh column on.
+        """Check what arrived at a call; send fresh columns on.
 
         Args:
             call: The call.
             columns: What came from the calls behind it.
 
         Raises:
-            SampleMixingError: It reaches beyond the first sample.
+            SampleMixingError: It reaches beyond the samples it was sent from.
         """
-        if columns is not None and bool(columns.mat[:, 1:].any()):
+        output = call.outputs[call.output_nr]
+        like: Tensor = call.inputs[0] if output.dim() == 0 else output
+        sent = _masks(like)
+        if columns is not None and bool(columns.mat.masked_fill(sent, 0).any()):
             raise SampleMixingError(
                 f"Between {call.path} and the modules that use its output, samples of the batch "
-                "influence each other (a gradient of the first sample reaches another one): "
-                "per-sample quantities do not exist. Look for an operation over axis 0."
+                "influence each other (a gradient of one sample reaches another one): per-sample "
+                "quantities do not exist. Look for an operation over axis 0."
             )
-        output = call.outputs[call.output_nr]
-        at_input = output.dim() == 0
-        like: Tensor = call.inputs[0] if at_input else output
-        column = torch.zeros(1, *like.shape, dtype=call.dtype, device=like.device)
-        column[:, :1] = torch.rand_like(column[:, :1]) + 0.5
-        return Columns.start("probe", column)
+        values = torch.rand(len(sent), *like.shape, dtype=call.dtype, device=like.device) + 0.5
+        return Columns.start("probe", values * sent)
+
+
+def _masks(like: Tensor) -> Tensor:
+    """Which samples each column is sent from. Shape ``[V, N, 1, ...]``."""
+    samples = torch.arange(len(like), device=like.device)
+    digits = range(max(1, (len(like) - 1).bit_length()))
+    has = torch.stack([(samples >> digit) % 2 == 1 for digit in digits])
+    masks = torch.cat([has, ~has])
+    return masks.reshape(*masks.shape, *[1] * (like.dim() - 1))

@@ -159,10 +159,15 @@ class LayerRule(ABC):
         """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
 
     def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        """``[V, N, *in] → [V, N, *out]``. Default: forward mode through the module."""
-        from backpack_core.autodiff import forward_mode_input
+        """``[V, N, *in] → [V, N, *out]``. Default: the transpose of ``_jac_t_mat_prod``."""
+        from backpack_core.autodiff import transpose
 
-        return forward_mode_input(call, mat)
+        def first(out: Tensor) -> Tensor:
+            found = self._jac_t_mat_prod(call, out)
+            product = found[0] if isinstance(found, tuple) else found
+            return torch.zeros_like(mat) if product is None else product
+
+        return transpose(first, (len(mat), *call.output_shape), mat)
 
     def _second_derivative_mat_prod(
         self, call: ModuleCall, grad_output: Tensor, mat: Tensor
@@ -245,10 +250,12 @@ class ParametricRule(LayerRule):
         """``[V, N, *out] → [V, N, *θ]``."""
 
     def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        """``[V, *θ] → [V, N, *out]``. Default: forward mode through the module."""
-        from backpack_core.autodiff import forward_mode_parameter
+        """``[V, *θ] → [V, N, *out]``. Default: the transpose of ``_param_jac_t_mat_prod``."""
+        from backpack_core.autodiff import transpose
 
-        return forward_mode_parameter(call, name, mat)
+        shape = (len(mat), *call.output_shape)
+        shared = mat.unsqueeze(1).expand(-1, shape[1], *mat.shape[1:])
+        return transpose(lambda out: self._param_jac_t_mat_prod(call, name, out), shape, shared)
 
 
 class ElementwiseRule(LayerRule):
@@ -295,7 +302,9 @@ class AffinePairsRule(ParametricRule):
     """
 
     @abstractmethod
-    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+    def affine_pair(
+        self, call: ModuleCall, name: str, mat: Tensor
+    ) -> tuple[Tensor, contractions.Rows | None]:
         """What determines the Jacobian of one parameter.
 
         Args:
@@ -357,9 +366,18 @@ class AffineRule(AffinePairsRule):
         lead = mat.shape[: mat.dim() - weight.dim()]
         return mat.reshape(*lead, groups, weight.shape[0] // groups, -1)
 
-    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+    def affine_rows(self, call: ModuleCall) -> contractions.Rows:
+        """The inputs again, for contractions that take some samples at a time.
+
+        A layer whose :meth:`affine_input` is no view overrides it, so that the copy is never whole.
+        """
+        return self.affine_input(call)
+
+    def affine_pair(
+        self, call: ModuleCall, name: str, mat: Tensor
+    ) -> tuple[Tensor, contractions.Rows | None]:
         """The columns at the output, and the inputs."""
-        return self.affine_output(call, mat), None if name == "bias" else self.affine_input(call)
+        return self.affine_output(call, mat), None if name == "bias" else self.affine_rows(call)
 
 
 class LossRule(LayerRule):

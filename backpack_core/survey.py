@@ -41,7 +41,7 @@ class Survey:
     calls: set[tuple[ModuleCall, int]] = field(default_factory=set)
     uses: dict[int, int] = field(default_factory=dict)
     bare: dict[int, tuple[Parameter, str]] = field(default_factory=dict)
-    _nodes: set[Node] = field(default_factory=set)
+    _nodes: set[tuple[Node, Frame | None]] = field(default_factory=set)
 
     def add(self, call: ModuleCall, node: Node, output_nr: int) -> None:
         """Walk everything behind an output of a call.
@@ -96,9 +96,10 @@ class Survey:
             call, index = records_at(node, output_nr)[edge.depth - 1]
             yield from self._visit_call(call, index, node, output_nr)
             return
-        if node in self._nodes:
+        # Twice, where it is reached from inside an execution and from outside past its output.
+        if (node, frame) in self._nodes:
             return
-        self._nodes.add(node)
+        self._nodes.add((node, frame))
         if bridge.mixes_samples(node):
             raise SampleMixingError(
                 f"The graph contains a batch normalisation in train mode ({node.name()}): every "
@@ -123,6 +124,7 @@ class Survey:
             self.bare[id(parameter)] = (parameter, bridge.name_of(node))
 
     def _check(self, call: ModuleCall, index: int, resolved: Resolved) -> None:
+        _check_parameters(call, resolved)
         if resolved.rule.mixes_samples(call):
             raise SampleMixingError(
                 f"{call.path} makes every sample of the batch influence every other (a batch "
@@ -155,6 +157,21 @@ class Survey:
                 f"{self.batch_size}: the first dimension must be the samples in every module. "
                 "Where positions were merged into the batch (as in logits.flatten(0, 1)), keep "
                 "them as extra dimensions: Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
+            )
+
+
+def _check_parameters(call: ModuleCall, resolved: Resolved) -> None:
+    """Refuse a call whose parts have parameters that nobody would look at."""
+    if resolved.rule.transparent or not call.module._modules:
+        return
+    covered = {id(parameter) for _, parameter, _ in parameters_of(call.module, resolved)}
+    for name, parameter in call.module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in covered:
+            raise UnsupportedError(
+                f"{call.path} has the trained parameter {name!r}, which the rule "
+                f"{type(resolved.rule).__name__} knows nothing of. If it belongs to a "
+                "parametrization, remove that (torch.nn.utils.parametrize.remove_parametrizations), "
+                "or freeze the parameter."
             )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core.autodiff import AutodiffRule
@@ -105,7 +106,8 @@ class Traversal(ABC):
         for extension in extensions:
             with _context_of(call, resolved, extension):
                 if legacy is not None:
-                    legacy.read(self._refuse_shared, propagator.present(quantity))
+                    arrived = None if quantity is None else propagator.present(quantity)
+                    legacy.read(self._refuse_shared, arrived)
                 else:
                     self._read(slot, extension, resolved, view, quantity)
         if not isinstance(propagator, OutputGradient):
@@ -141,6 +143,8 @@ class Traversal(ABC):
         if isinstance(propagator, SampleProbe):
             return propagator.arrive(call, waiting)
         if waiting is not None:
+            if isinstance(waiting, Columns):  # under autocast, neighbours differ in precision
+                waiting = waiting.to(call.dtype)
             axis = resolved.rule.batch_axis(call.full, index)
             return propagator.move_batch_axis(waiting, axis) if axis else waiting
         if legacy is not None and call.outputs[index].dim() == 0:
@@ -175,6 +179,8 @@ class Traversal(ABC):
                     key = (type(call.module), type(extension), name)
                     warn_once(_warned, key, f"{call.path}: {error}", BackpackWarning)
                 continue
+            if isinstance(value, Tensor) and value.dtype != parameter.dtype:
+                value = value.to(parameter.dtype)
             self.store(extension, parameter, value)
 
     def _value(
@@ -189,7 +195,7 @@ class Traversal(ABC):
     ) -> Any:
         propagator = self.groups[slot][0]
         if self.survey.uses[id(parameter)] == 1:
-            return extension.read(rule, call, name, propagator.present(quantity))
+            return extension.read(rule, call, name, _presented(extension, quantity))
         if not extension.shared_parameters or not isinstance(propagator, ColumnPropagator):
             raise UnsupportedError(
                 f"{type(extension).__name__} has no meaning for the parameter {name!r}, which "
@@ -207,7 +213,7 @@ class Traversal(ABC):
             call.memo[memo] = self._shared[key] = summed
         total: Columns = call.memo[memo]
         stated = MaterializedRule(total.mat)
-        return extension.read(stated, call, name, propagator.present(total))
+        return extension.read(stated, call, name, _presented(extension, total))
 
     def _refuse_shared(self, parameter: Parameter, name: str) -> None:
         if self.survey.uses.get(id(parameter), 1) > 1 or id(parameter) in self.survey.bare:
@@ -294,6 +300,10 @@ class Traversal(ABC):
                 if child is not None and child.name() != ACCUMULATE:
                     edge = Edge(child, number, len(records_at(child, number)))
                     self.deliver(slot, edge, quantity, is_wide=True)
+
+
+def _presented(extension: Extension, quantity: Any) -> Any:
+    return quantity if extension.reads_quantity else extension.propagator.present(quantity)
 
 
 def _fallback(call: ModuleCall, extension: Extension) -> ParametricRule | None:

@@ -64,7 +64,7 @@ def jacobians(
     """Jacobian of each sample's output. Shape ``[N, D, P]``, with flattened output and parameter."""
 
     def of_sample(sample: Tensor) -> Tensor:
-        unit = torch.eye(sample.numel()).reshape(-1, *sample.shape)
+        unit = torch.eye(sample.numel(), dtype=sample.dtype).reshape(-1, *sample.shape)
         return torch.stack([gradient(sample, parameter, e).flatten() for e in unit])
 
     return torch.stack([of_sample(sample) for sample in rows(forward, inputs, whole)])
@@ -100,5 +100,6 @@ def ggn_diagonals(
     """Diagonal of each sample's generalised Gauss-Newton matrix. Shape ``[N, *θ]``."""
     jacobian = jacobians(forward, inputs, parameter, whole)
     hessian = loss_hessians(loss, torch.stack(rows(forward, inputs, whole)))
+    jacobian = jacobian.to(hessian.dtype)
     diagonal = torch.einsum("ncp,ncd,ndp->np", jacobian, hessian, jacobian)
-    return diagonal.reshape(-1, *parameter.shape)
+    return diagonal.reshape(-1, *parameter.shape).to(parameter.dtype)

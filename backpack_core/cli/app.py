@@ -110,13 +110,17 @@ def support(
             help="A function that returns a model, or a model and a loss. It is imported and called.",
         ),
     ] = None,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option("--extension", "-e", help="Only this one; may be given several times."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what is supported: by every rule and extension, or in one model.
 
     Nothing of yours is imported unless it is named here.
 
-    Examples: `backpack support`, `backpack support mypackage.nets:make_resnet`
+    Examples: `backpack support`, `backpack support mypackage.nets:make_resnet -e KFAC`
     """
     from backpack_core.cli import output
 
@@ -127,7 +131,7 @@ def support(
     else:
         from backpack_core.cli.support import model_report
 
-        header, lines = model_report(model)
+        header, lines = model_report(model, tuple(extension or ()))
     if as_json:
         output.print_json([dict(zip(header, line, strict=True)) for line in lines])
     else:

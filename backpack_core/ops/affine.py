@@ -13,9 +13,8 @@ from backpack_core.rules import AffinePairsRule
 @generic.square_sum.register
 def square_sum_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.square_sum`."""
-    existing = generic.formed(call, name, mat)
-    if existing is not None:
-        return existing.square().sum((0, 1))
+    if generic.formed(call, name, mat) is not None:
+        return generic.square_sum.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum((0, 1)))
@@ -27,9 +26,8 @@ def per_sample_square_sum_affine(
     rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor
 ) -> Tensor:
     """By :func:`contractions.per_sample_square_sum`."""
-    existing = generic.formed(call, name, mat)
-    if existing is not None:
-        return existing.square().sum(0)
+    if generic.formed(call, name, mat) is not None:
+        return generic.per_sample_square_sum.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum(0))
@@ -39,10 +37,34 @@ def per_sample_square_sum_affine(
 @generic.squared_norm.register
 def squared_norm_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.squared_norm`."""
-    existing = generic.formed(call, name, mat)
-    if existing is not None:
-        return existing.flatten(2).square().sum(2)
+    if generic.formed(call, name, mat) is not None:
+        return generic.squared_norm.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
     if inp is None:
         return out.sum(2).flatten(2).square().sum(2)
     return contractions.squared_norm(out, inp)
+
+
+@generic.per_sample_sum.register
+def per_sample_sum_affine(
+    rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor
+) -> Tensor:
+    """By :func:`contractions.sums`."""
+    if generic.formed(call, name, mat) is not None:
+        return generic.per_sample_sum.dispatch(object)(rule, call, name, mat)
+    out, inp = rule.affine_pair(call, name, mat)
+    if inp is None:
+        return rule.from_matrix(call, name, out.sum((1, 2)))
+    return rule.from_matrix(call, name, contractions.sums(out, inp))
+
+
+@generic.gram.register
+def gram_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """By :func:`contractions.gram`."""
+    if generic.formed(call, name, mat) is not None:
+        return generic.gram.dispatch(object)(rule, call, name, mat)
+    out, inp = rule.affine_pair(call, name, mat)
+    if inp is None:
+        flat = out.sum(2).flatten(2).flatten(0, 1)
+        return (flat @ flat.T).reshape(2 * mat.shape[:2])
+    return contractions.gram(out, inp)

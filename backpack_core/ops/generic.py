@@ -12,31 +12,11 @@ from math import prod
 
 from torch import Tensor
 
+from backpack_core.budget import memory_budget as memory_budget
+from backpack_core.budget import set_memory_budget as set_memory_budget
 from backpack_core.calls import ModuleCall
-from backpack_core.errors import UsageError
+from backpack_core.contractions import CACHE, add_squares
 from backpack_core.rules import LayerRule, ParametricRule
-
-_budget = 64 * 2**20
-
-
-def memory_budget() -> int:
-    """Bytes that an intermediate product of an operation may take. Default: 64 MiB."""
-    return _budget
-
-
-def set_memory_budget(size: int) -> None:
-    """Set how many bytes an intermediate product may take; results agree to rounding.
-
-    Args:
-        size: Number of bytes. Smaller saves memory, down to one product per sample and column.
-
-    Raises:
-        UsageError: It is not positive.
-    """
-    global _budget
-    if size <= 0:
-        raise UsageError(f"The memory budget is a positive number of bytes. Got {size}.")
-    _budget = size
 
 
 class MaterializedRule(ParametricRule):
@@ -123,7 +103,13 @@ def shared(
 @singledispatch
 def square_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """``Σ_v Σ_n M[v, n]²``. Shape ``[*θ]``. Arguments as in :func:`per_sample`."""
-    return _total(part.square().sum((0, 1)) for _, _, part in chunks(rule, call, name, mat))
+    result: Tensor | None = None
+    for _, _, part in chunks(rule, call, name, mat):
+        if result is None:
+            result = part.new_zeros(part.shape[2:])
+        result = add_squares(result, part.flatten(0, 1))
+    assert result is not None
+    return result
 
 
 @singledispatch
@@ -162,6 +148,18 @@ def per_sample_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) ->
     return result
 
 
+@singledispatch
+def gram(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``⟨M[v, n], M[w, m]⟩``. Shape ``[V, N, V, N]``. Arguments as in :func:`per_sample`."""
+    product = rule.product if isinstance(rule, MaterializedRule) else formed(call, name, mat)
+    if product is None:
+        assert isinstance(rule, ParametricRule)
+        product = rule.param_jac_t_mat_prod(call, name, mat)
+    flat = product.flatten(2).flatten(0, 1)
+    lead = mat.shape[:2]
+    return (flat @ flat.T).reshape(*lead, *lead)
+
+
 def chunks(
     rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -174,7 +172,10 @@ def chunks(
     whole = slice(None)
     existing = rule.product if isinstance(rule, MaterializedRule) else formed(call, name, mat)
     if existing is not None:
-        yield whole, whole, existing
+        step = max(1, CACHE // max(1, existing[:, :1].nbytes))
+        for start in range(0, existing.shape[1], step):
+            rows = slice(start, start + step)
+            yield whole, rows, existing[:, rows]
         return
     assert isinstance(rule, ParametricRule)
     size = prod(call.parameter(name).shape) * mat.element_size()
@@ -191,9 +192,3 @@ def chunks(
             columns = slice(first, first + fitting)
             yield columns, rows, rule.param_jac_t_mat_prod(part, name, mat[columns, rows])
 
-
-def _total(parts: Iterator[Tensor]) -> Tensor:
-    result = next(parts)
-    for part in parts:
-        result = result + part
-    return result

@@ -14,11 +14,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from backpack_core import contractions
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
-from backpack_core.kronecker import KroneckerFactors, ParameterOrder
+from backpack_core.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
 from backpack_core.ops import generic
-from backpack_core.rules import AffineRule, LayerRule, ParametricRule
+from backpack_core.rules import AffinePairsRule, LayerRule, ParametricRule
 
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 
@@ -59,14 +60,73 @@ def kronecker_factors(
 
 @kronecker_factors.register
 def kronecker_factors_affine(
-    rule: AffineRule, call: ModuleCall, name: str, mat: Tensor, sharing: WeightSharing = "kfc"
+    rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor, sharing: WeightSharing = "kfc"
 ) -> KroneckerFactors:
-    """``[B, A]`` for the weight, the exact block for the bias."""
+    """``[B, A]`` for a weight, the exact block for a bias."""
     shape = call.parameter(name).shape
-    if name == "bias":
+    if name in rule.biases(call):
         return KroneckerFactors([block(rule, call, name, mat)], ParameterOrder(shape))
-    factors = [output_covariance(rule, call, mat, sharing), input_covariance(rule, call, sharing)]
-    return KroneckerFactors(factors, weight_order(rule, call))
+    out, inp = rule.affine_pair(call, name, mat)
+    assert inp is not None
+    factors = [output_covariance(out, sharing), input_covariance(call, name, inp, sharing)]
+    sizes = (out.shape[3], out.shape[4], inp.shape[3])
+    return KroneckerFactors(factors, weight_order(rule, call, name, sizes))
+
+
+@singledispatch
+def corrected_eigenbasis(
+    rule: LayerRule, call: ModuleCall, name: str, mat: Tensor, sharing: WeightSharing = "kfc"
+) -> KroneckerEigenbasis:
+    """Eigenvectors ``Q`` of the Kronecker product, with ``diag(Qᵀ G Q)`` as eigenvalues.
+
+    ``G = Σ_v Σ_n M[v, n] M[v, n]ᵀ`` is the block that :func:`kronecker_factors` approximates, so this
+    is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
+    Arguments as there.
+    """
+    basis = kronecker_factors(rule, call, name, mat, sharing).eigenbasis()
+    if len(basis.vectors) == 1:
+        return basis  # of the block itself
+    total: Tensor | None = None
+    for _, _, part in generic.chunks(rule, call, name, mat):
+        rotated = basis.rotate(part.flatten(0, 1)).square().sum(0)
+        total = rotated if total is None else total + rotated
+    assert total is not None
+    return basis.with_values(total.reshape(basis.values.shape))
+
+
+@corrected_eigenbasis.register
+def corrected_eigenbasis_affine(
+    rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor, sharing: WeightSharing = "kfc"
+) -> KroneckerEigenbasis:
+    """By :func:`contractions.square_sum` of rotated columns and inputs."""
+    basis = kronecker_factors(rule, call, name, mat, sharing).eigenbasis()
+    if len(basis.vectors) == 1:
+        return basis
+    out, inp = rule.affine_pair(call, name, mat)
+    assert inp is not None
+    outer, inner = basis.vectors
+    values = contractions.square_sum(_rotate(out, outer), RotatedRows(inp, inner))
+    return basis.with_values(values.reshape(basis.values.shape))
+
+
+class RotatedRows:
+    """Inputs ``[N, S, G, I]`` times a matrix ``[I, I]`` or ``[G, I, I]``, for some samples at a time."""
+
+    def __init__(self, inp: contractions.Rows, matrix: Tensor) -> None:
+        """Store both."""
+        self._inp, self._matrix = inp, matrix
+        self.shape = inp.shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """The rotated inputs of some samples."""
+        return _rotate(self._inp[rows], self._matrix)
+
+
+def _rotate(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``[..., G, D]`` times ``[D, D]`` or ``[G, D, D]``."""
+    if matrix.dim() == 2:
+        return rows @ matrix
+    return (rows.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
 def block(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
@@ -80,21 +140,23 @@ def block(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     return total
 
 
-def output_covariance(
-    rule: AffineRule, call: ModuleCall, mat: Tensor, sharing: WeightSharing = "kfc"
-) -> Tensor:
+def output_covariance(out: Tensor, sharing: WeightSharing = "kfc") -> Tensor:
     """``B``: ``Σ_v Σ_n g gᵀ`` with ``g`` summed over positions, or for each position if expanded.
+
+    Args:
+        out: Columns in affine form. Shape ``[V, N, S, G, O]``.
+        sharing: How positions are treated.
 
     Returns:
         Shape ``[O, O]``, or ``[G, O, O]`` for a layer with groups.
     """
-    out = rule.affine_output(call, mat)  # [V, N, S, G, O]
     rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
-    return _gram(rows)
+    grouped = rows.transpose(0, 1)  # [G, M, O]
+    return _without_groups(grouped.mT @ grouped)
 
 
 def input_covariance(
-    rule: AffineRule, call: ModuleCall, sharing: WeightSharing = "kfc"
+    call: ModuleCall, name: str, inp: contractions.Rows, sharing: WeightSharing = "kfc"
 ) -> Tensor:
     """``A``, an average over the ``N`` samples that the call shows.
 
@@ -102,32 +164,36 @@ def input_covariance(
     Σ_n Σ_s x xᵀ``; ``"reduce"``: ``1/N Σ_n x̄ x̄ᵀ`` with the mean ``x̄`` over positions (Eschenhagen et
     al., 2023, eq. 19 and 22).
 
+    Args:
+        call: The forward execution.
+        name: Name of the weight.
+        inp: What the weight multiplies. Shape ``[N, S, G, I]``.
+        sharing: How positions are treated.
+
     Returns:
         Shape ``[I, I]``, or ``[G, I, I]`` for a layer with groups.
     """
     known = {} if torch.is_grad_enabled() else _covariances.setdefault(call.full, {})
-    key = (sharing, call.indices, call.dtype)
+    key = (name, sharing, call.indices, call.dtype)
     if key not in known:
-        inp = rule.affine_input(call)  # [N, S, G, I]
-        rows = inp.mean(1) if sharing == "reduce" else inp.flatten(0, 1)
-        count = len(rows) if sharing == "expand" else call.batch_size
-        known[key] = _gram(rows) / count
+        samples, positions = inp.shape[:2]
+        count = samples * positions if sharing == "expand" else samples
+        total = contractions.outer_sum(inp, call.output, mean=sharing == "reduce")
+        known[key] = _without_groups(total / count)
     return known[key]
 
 
-def weight_order(rule: AffineRule, call: ModuleCall) -> ParameterOrder:
-    """How the rows of ``B ⊗ A`` number the entries of the weight."""
-    weight = call.parameter("weight")
-    if type(rule).weight_to_matrix is AffineRule.weight_to_matrix:
+def weight_order(
+    rule: AffinePairsRule, call: ModuleCall, name: str, sizes: tuple[int, int, int]
+) -> ParameterOrder:
+    """How the rows of ``B ⊗ A`` number the entries of a weight of ``sizes = (G, O, I)``."""
+    weight = call.parameter(name)
+    if type(rule).from_matrix is AffinePairsRule.from_matrix:
         return ParameterOrder(weight.shape)
-    positions = torch.arange(weight.numel(), device=weight.device).reshape(weight.shape)
-    return ParameterOrder(weight.shape, rule.weight_to_matrix(call, positions).flatten())
+    rows = torch.arange(weight.numel(), device=weight.device).reshape(sizes)
+    return ParameterOrder(weight.shape, rule.from_matrix(call, name, rows).flatten().argsort())
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """``Σ_m x_m x_mᵀ`` for ``[M, G, D]``: ``[D, D]``, or ``[G, D, D]`` for several groups."""
-    if rows.shape[1] == 1:
-        flat = rows.squeeze(1)
-        return flat.T @ flat
-    grouped = rows.transpose(0, 1)
-    return grouped.mT @ grouped
+def _without_groups(factor: Tensor) -> Tensor:
+    """``[1, D, D]`` as ``[D, D]``."""
+    return factor.squeeze(0) if len(factor) == 1 else factor

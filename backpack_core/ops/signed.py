@@ -15,7 +15,7 @@ from torch import Tensor
 from backpack_core import contractions
 from backpack_core.calls import ModuleCall
 from backpack_core.ops import generic
-from backpack_core.rules import AffineRule, LayerRule
+from backpack_core.rules import AffinePairsRule, AffineRule, LayerRule
 
 
 @singledispatch
@@ -56,7 +56,7 @@ def signed_square_sum(
 
 @signed_square_sum.register
 def signed_square_sum_affine(
-    rule: AffineRule,
+    rule: AffinePairsRule,
     call: ModuleCall,
     name: str,
     mat: Tensor,
@@ -64,23 +64,22 @@ def signed_square_sum_affine(
     per_sample: bool = False,
 ) -> Tensor:
     """Without ``M`` where no positions are shared, else in pieces that fit into the cache."""
-    out = rule.affine_output(call, mat)  # [V, N, S, G, O]
-    if name == "bias":
-        squares = weighted_squares(out.sum(2).flatten(2), signs)
-        return squares if per_sample else squares.sum(0)
-    inp = rule.affine_input(call)  # [N, S, G, I]
+    out, inp = rule.affine_pair(call, name, mat)
+    if inp is None:
+        squares = weighted_squares(out.sum(2), signs)
+        return rule.from_matrix(call, name, squares if per_sample else squares.sum(0))
     if out.shape[2] == 1:
         product = _of_positions(weighted_squares(out, signs), inp, per_sample)
-        return rule.weight_from_matrix(call, product)
+        return rule.from_matrix(call, name, product)
     lead = out.shape[1:2] if per_sample else ()
     result = out.new_zeros(*lead, *out.shape[3:], inp.shape[3])
-    for rows, piece in contractions.pieces(out, inp):  # [n, G, V, O, I]
-        weighted = piece.square_() * signs[:, rows].T[:, None, :, None, None]
+    for columns, rows, piece in contractions.pieces(out, inp):  # [n, G, v, O, I]
+        weighted = piece.square() * signs[columns, rows].T[:, None, :, None, None]
         if per_sample:
             result[rows] += weighted.sum(2)
         else:
             result += weighted.sum((0, 2))
-    return rule.weight_from_matrix(call, result)
+    return rule.from_matrix(call, name, result)
 
 
 @singledispatch
@@ -113,18 +112,26 @@ def diagonal_square_sum_affine(
     """``Σ_n Σ_s d[n, s] ⊗ x[n, s]²``."""
     out = rule.affine_output(call, diagonal.unsqueeze(0)).squeeze(0)  # [N, S, G, O]
     if name == "bias":
-        squares = out.sum(1).flatten(1)
-        return squares if per_sample else squares.sum(0)
-    product = _of_positions(out, rule.affine_input(call), per_sample)
-    return rule.weight_from_matrix(call, product)
+        squares = out.sum(1)
+        return rule.from_matrix(call, name, squares if per_sample else squares.sum(0))
+    product = _of_positions(out, rule.affine_rows(call), per_sample)
+    return rule.from_matrix(call, name, product)
 
 
-def _of_positions(out: Tensor, inp: Tensor, per_sample: bool) -> Tensor:
+def _of_positions(out: Tensor, inp: contractions.Rows, per_sample: bool) -> Tensor:
     """``Σ_n Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
-    squares = inp.square()
-    if per_sample:
-        return out.permute(0, 2, 3, 1) @ squares.transpose(1, 2)
-    return out.flatten(0, 1).permute(1, 2, 0) @ squares.flatten(0, 1).transpose(0, 1)
+    parts = []
+    total: Tensor | None = None
+    for rows in contractions._row_steps(inp, out.element_size()):
+        left = out[rows].permute(0, 2, 3, 1)  # [n, G, O, S]
+        right = inp[rows].square().transpose(1, 2)  # [n, G, S, I]
+        if per_sample:
+            parts.append(left @ right)
+            continue
+        stacked = left.permute(1, 2, 0, 3).flatten(2), right.transpose(0, 1).flatten(1, 2)
+        product = stacked[0] @ stacked[1]
+        total = product if total is None else total + product
+    return torch.cat(parts) if total is None else total
 
 
 def unit_columns(diagonal: Tensor, budget: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -107,6 +107,10 @@ class RuleCase(Case):
         constants: Positions, among the tensors passed, of floating-point ones that are not to be
             differentiated (a mask, say).
         output_nr: Which of several output tensors to differentiate.
+        twice_differentiable: Whether torch can differentiate the layer twice, so that there is an
+            oracle for second derivatives. If not, torch has to refuse.
+        overwrites_input: Whether the layer writes to its input although the rule needs it. Then
+            the rule has to raise on it, and nets are carried through by their autograd nodes.
     """
 
     kind: ClassVar[str] = "rule"
@@ -115,6 +119,8 @@ class RuleCase(Case):
     rule: type[LayerRule] | None = None
     constants: tuple[int, ...] = ()
     output_nr: int = 0
+    twice_differentiable: bool = True
+    overwrites_input: bool = False
 
     def label(self) -> str:
         """The given name, or the module's representation on one line."""

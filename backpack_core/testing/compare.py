@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Errors are relative to the largest expected entry, but not to less than this.
+# Of a quantity that happens to vanish.
 SMALLEST_SCALE = 1e-4
 
 
@@ -23,15 +23,17 @@ def require(condition: bool, message: str) -> None:
         raise CheckFailure(message)
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest deviation in units of the largest expected entry."""
+def relative_error(found: Tensor, expected: Tensor, floor: float = SMALLEST_SCALE) -> float:
+    """Largest deviation in units of the largest expected entry, or of the floor."""
     if expected.numel() == 0:
         return 0.0
-    scale = float(expected.abs().max().clamp_min(SMALLEST_SCALE))
+    scale = max(float(expected.abs().max()), floor)
     return float((found - expected).abs().max()) / scale
 
 
-def close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
+def close(
+    found: Tensor, expected: Tensor, what: str, tolerance: float, floor: float = SMALLEST_SCALE
+) -> None:
     """Require equal shapes, finite values, and a small relative error.
 
     Args:
@@ -39,6 +41,7 @@ def close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
         expected: What the oracle says.
         what: Name of the quantity, for the message.
         tolerance: Relative error that is allowed.
+        floor: Errors are relative to the largest expected entry, but not to less than this.
 
     Raises:
         CheckFailure: They differ.
@@ -49,7 +52,7 @@ def close(found: Tensor, expected: Tensor, what: str, tolerance: float) -> None:
     )
     found, expected = found.detach().to(expected.dtype), expected.detach()
     require(bool(torch.isfinite(found).all()), f"{what}: not all values are finite.")
-    error = relative_error(found, expected)
+    error = relative_error(found, expected, floor)
     require(
         error <= tolerance,
         f"{what}: relative error {error:.1e}, allowed {tolerance:.0e}.{_hint(found, expected)}",
@@ -63,6 +66,6 @@ def _hint(found: Tensor, expected: Tensor) -> str:
     norm = float(expected.square().sum())
     if norm:
         factor = float((found * expected).sum()) / norm
-        if factor and relative_error(found / factor, expected) < 1e-6:
+        if factor and abs(factor - 1) > 1e-3 and relative_error(found / factor, expected) < 1e-6:
             return f" It is {factor:.6g} times the right value: a wrong factor."
     return ""

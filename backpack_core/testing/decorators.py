@@ -62,7 +62,7 @@ def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]
         cases: The layers, each in one configuration.
 
     Raises:
-        UsageError: There are no cases, or two of one name, or the function is no test.
+        UsageError: There are no cases, or the function does not take a check.
     """
     return _parametrize(cases, RuleCase)
 
@@ -87,8 +87,7 @@ def _parametrize(cases: Sequence[Case], kind: type[Case]) -> Callable[[Test], Te
         if "check" not in inspect.signature(test).parameters:
             raise UsageError(f"{name} needs an argument named 'check', and has to call it.")
         parameters = []
-        for case in cases:
-            label = case.label()
+        for case, label in zip(cases, _labels(cases), strict=True):
             names = promised_names(case)
             group = LEDGER.promise(name, label, names)
             parameters += [
@@ -107,7 +106,12 @@ def _check_cases(cases: Sequence[Case], kind: type[Case]) -> None:
     wrong = [case for case in cases if not isinstance(case, kind)]
     if wrong:
         raise UsageError(f"Expected instances of {kind.__name__}. Got {wrong[0]!r}.")
-    labels = [case.label() for case in cases]
-    twice = {label for label in labels if labels.count(label) > 1}
-    if twice:
-        raise UsageError(f"Several cases are called {sorted(twice)}: pass name=... to them.")
+
+
+def _labels(cases: Sequence[Case]) -> list[str]:
+    """A name for each case; equal ones are numbered."""
+    found = [case.label() for case in cases]
+    return [
+        name if found.count(name) == 1 else f"{name} #{found[: position + 1].count(name)}"
+        for position, name in enumerate(found)
+    ]

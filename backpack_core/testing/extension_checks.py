@@ -22,6 +22,7 @@ from backpack_core.testing.execution import draw
 from backpack_core.testing.extensions_run import (
     Problem,
     compare_quantity,
+    forget,
     forward_loss,
     installed_extensions,
     no_calls_left,
@@ -127,6 +128,7 @@ def _compare_values(
     tolerance: float | None = None,
 ) -> None:
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
+    reference = reference.trained(name for name in reference.parameters if name in trained)
     require(set(values) == trained, f"Values on {sorted(values)}, trained are {sorted(trained)}.")
     quantity = _quantity(case)
     for name, value in values.items():
@@ -301,8 +303,7 @@ def extension_no_live_calls(case: ExtensionCase) -> None:
     with no_calls_left("After a backward pass"):
         net, values = given.run([case.extension_factory()])
         del values
-        for parameter in net.parameters():
-            parameter.__dict__.clear()
-        del net, parameter
+        forget(net)
+        del net
 
 

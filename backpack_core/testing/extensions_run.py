@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -19,7 +21,7 @@ from backpack_core.extension import Extension
 from backpack_core.plugins import ensure_loaded
 from backpack_core.registry import registry
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
-from backpack_core.testing.compare import CheckFailure, close, require
+from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, require
 from backpack_core.testing.quantities import Needs, Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 
@@ -28,27 +30,47 @@ ALL_NEEDS = get_args(Needs)
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 
 
+def installed_factories() -> list[Callable[..., Extension]]:
+    """Makes of every installed extension that the kit can make.
+
+    One whose constructor has arguments without defaults needs a row in the table of quantities that
+    states them.
+    """
+    ensure_loaded()
+    factories = []
+    for name, claims in sorted(registry.extensions.items()):
+        kind = registry.choose(claims, name, "extension").value
+        known = quantity_of(kind.savefield)
+        factory = partial(kind, **known.arguments) if known and known.arguments else kind
+        if not _required(factory):
+            factories.append(factory)
+    return factories
+
+
 def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:
-    """An instance of every installed extension, with its defaults.
+    """An instance of every installed extension.
 
     Args:
         subsampling: Samples to take; extensions without that argument are left out then.
     """
-    ensure_loaded()
-    classes = [
-        registry.choose(claims, name, "extension").value
-        for name, claims in sorted(registry.extensions.items())
-    ]
+    factories = installed_factories()
     if subsampling is None:
-        return [kind() for kind in classes]
-    return [kind(subsampling=list(subsampling)) for kind in classes if takes_subsampling(kind)]  # type: ignore[call-arg]
+        return [factory() for factory in factories]
+    return [
+        factory(subsampling=list(subsampling))
+        for factory in factories
+        if "subsampling" in inspect.signature(factory).parameters
+    ]
 
 
-def takes_subsampling(factory: Callable[..., Extension]) -> bool:
-    """Whether an extension's constructor has an argument ``subsampling``."""
-    import inspect
-
-    return "subsampling" in inspect.signature(factory).parameters
+def _required(factory: Callable[..., Extension]) -> list[str]:
+    """Arguments without a default."""
+    return [
+        name
+        for name, parameter in inspect.signature(factory).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 @dataclass
@@ -134,6 +156,7 @@ class Problem:
         reference: Reference | None = None,
         needs: Iterable[str] = ALL_NEEDS,
         trained: Callable[[str], bool] = lambda name: True,
+        coarse: bool = False,
     ) -> None:
         """Every value against its oracle; where there is none, it must be finite.
 
@@ -144,19 +167,22 @@ class Problem:
             reference: The oracle, if not this problem's own.
             needs: Quantities with other needs are only checked to be finite.
             trained: Whether a parameter was to get a value.
+            coarse: Errors are relative to the largest value in the net, not on the parameter: what
+                vanishes by cancellation does so in no finite precision.
         """
         reference = reference or self.reference
+        reference = reference.trained(filter(trained, reference.parameters))
         for extension in extensions:
             stored = values[extension.savefield]
-            expected = {name for name in reference.parameters if trained(name)}
-            _same_parameters(extension, set(stored), expected)
+            _same_parameters(extension, set(stored), set(reference.parameters))
             quantity = quantity_of(extension.savefield)
             for name, value in stored.items():
                 what = f"{type(extension).__name__} of {name!r}"
                 if quantity is None or quantity.needs not in needs or _is_costly(quantity, name):
                     _finite(value, what)
                 else:
-                    compare_quantity(quantity, value, reference, name, what, tolerance)
+                    floor = largest_expected(quantity, reference) if coarse else SMALLEST_SCALE
+                    compare_quantity(quantity, value, reference, name, what, tolerance, floor)
 
 
 def compare_quantity(
@@ -166,10 +192,17 @@ def compare_quantity(
     name: str,
     what: str,
     tolerance: float,
+    floor: float = SMALLEST_SCALE,
 ) -> None:
     """One value against its oracle."""
     found = quantity.observe(value, reference, name)
-    close(found, quantity.expected(reference, name), what, tolerance)
+    close(found, quantity.expected(reference, name), what, tolerance, floor)
+
+
+def largest_expected(quantity: Quantity, reference: Reference) -> float:
+    """The largest entry of a quantity over the parameters of a net, for the scale of errors."""
+    names = [name for name in reference.parameters if not _is_costly(quantity, name)]
+    return max(float(quantity.expected(reference, name).abs().max()) for name in names)
 
 
 def forward_loss(net: Module, arguments: Arguments, loss: Module) -> Tensor:
@@ -189,6 +222,12 @@ def values_of(net: Module, extensions: Iterable[Extension]) -> Values:
         }
         for extension in extensions
     }
+
+
+def forget(net: Module) -> None:
+    """Take what extensions stored off the parameters: a stored function holds on to its call."""
+    for parameter in net.parameters():
+        parameter.__dict__.clear()
 
 
 def _is_costly(quantity: Quantity, name: str) -> bool:

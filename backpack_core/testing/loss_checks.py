@@ -195,7 +195,8 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     given = _problem(case, reduction)
     found = given.usable(installed_extensions())
     _, values = given.run(found)
-    needs = [need for need in ALL_NEEDS if need != "sampling"]
+    # What starts at random columns has no exact value here.
+    needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
     given.compare(values, found, case.tolerances.float64, needs=needs)
 
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -19,7 +20,10 @@ from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, s
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import execute, shared_execution
 from backpack_core.testing.extensions_run import (
+    ALL_NEEDS,
     Problem,
+    Values,
+    forget,
     forward_loss,
     installed_extensions,
     no_calls_left,
@@ -87,8 +91,11 @@ def _may_refuse(case: RuleCase) -> frozenset[str]:
     rule = shared_execution(case).rule
     may = set()
     own = traits(case)
-    linear = not isinstance(rule, ParametricRule) or set(rule.params) <= set(rule.linear_in_params)
-    if not linear or ("input" in own and "second derivative" not in own):
+    declared = rule.linear_in_params if isinstance(rule, ParametricRule) else ()
+    linear = set(shared_execution(case).parameters) <= set(declared)
+    differentiable = any(leaf is not None for leaf in shared_execution(case).leaves)
+    curved = differentiable and "second derivative" not in own
+    if not linear or curved or case.overwrites_input:
         may.add("second derivative")
     if not isinstance(rule, AffineRule):
         may.add("structure")
@@ -101,11 +108,24 @@ def usable(case: RuleCase) -> tuple[Extension, ...]:
     return tuple(problem(case).usable(installed_extensions()))
 
 
+def _exact(
+    case: RuleCase,
+    given: Problem,
+    values: Values,
+    extensions: Sequence[Extension],
+    **options: Any,
+) -> None:
+    """Compare in double precision, as far as torch gives an oracle."""
+    missing = () if case.twice_differentiable else ("second derivative",)
+    needs = [need for need in ALL_NEEDS if need not in missing]
+    given.compare(values, extensions, case.tolerances.float64, needs=needs, **options)
+
+
 def _compare(case: RuleCase, reduction: str = "mean", samples: int = SAMPLES) -> None:
     given = problem(case, reduction, samples)
     extensions = usable(case)
     _, values = given.run(extensions)
-    given.compare(values, extensions, case.tolerances.float64)
+    _exact(case, given, values, extensions)
 
 
 @implements
@@ -134,7 +154,7 @@ def subsampling(case: RuleCase) -> None:
     extensions = [e for e in installed_extensions(chosen) if type(e) in names]
     _, values = given.run(extensions)
     reference = given.reference.restricted(chosen)
-    given.compare(values, extensions, case.tolerances.float64, reference)
+    _exact(case, given, values, extensions, reference=reference)
 
 
 def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
@@ -146,9 +166,7 @@ def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
 
     extensions = usable(case)
     _, values = given.run(extensions, prepare=freeze)
-    given.compare(
-        values, extensions, case.tolerances.float64, trained=lambda name: not frozen(name)
-    )
+    _exact(case, given, values, extensions, trained=lambda name: not frozen(name))
 
 
 @implements
@@ -169,7 +187,7 @@ def _compare_precision(
     given = problem(case)
     extensions = _with_needs(usable(case), needs)
     _, values = given.run(extensions, dtype=dtype, autocast=autocast)
-    given.compare(values, extensions, tolerance, needs=needs)
+    given.compare(values, extensions, tolerance, needs=needs, coarse=True)
 
 
 def _with_needs(extensions: Sequence[Extension], needs: Sequence[str]) -> list[Extension]:
@@ -182,7 +200,7 @@ def _with_needs(extensions: Sequence[Extension], needs: Sequence[str]) -> list[E
 @implements
 def float32(case: RuleCase) -> None:
     """Single precision, against the reference in double precision."""
-    needs = (*COARSE, "second derivative")
+    needs = (*COARSE, *(["second derivative"] if case.twice_differentiable else []))
     _compare_precision(case, torch.float32, case.tolerances.float32, needs, autocast=False)
 
 
@@ -210,7 +228,7 @@ def retain_graph(case: RuleCase) -> None:
                 parameter.__dict__.pop(extension.savefield, None)
         with backpack(*extensions, retain_graph=keep):
             value.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
-        given.compare(values_of(net, extensions), extensions, case.tolerances.float64)
+        _exact(case, given, values_of(net, extensions), extensions)
 
 
 @implements
@@ -224,7 +242,7 @@ def called_twice(case: RuleCase) -> None:
     ]
     extensions = _with_needs(extensions, COARSE)
     _, values = given.run(extensions)
-    given.compare(values, extensions, case.tolerances.float64)
+    _exact(case, given, values, extensions)
 
 
 def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None:
@@ -235,7 +253,7 @@ def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None
     net, loss = duplicate(net), duplicate(loss)
     with backpack(*extensions):
         forward_loss(net, arguments, loss).backward()  # type: ignore[no-untyped-call]
-    given.compare(values_of(net, extensions), extensions, case.tolerances.float64)
+    _exact(case, given, values_of(net, extensions), extensions)
 
 
 @implements
@@ -261,8 +279,8 @@ def no_live_calls(case: RuleCase) -> None:
         value = forward_loss(*given_net)
         del value, given_net
     with no_calls_left("After a backward pass"):
-        first_order = [e for e in extensions if e in _with_needs(extensions, COARSE)]
-        net, values = given.run(first_order)
+        net, values = given.run(extensions)
+        forget(net)
         del net, values
 
 

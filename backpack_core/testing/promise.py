@@ -33,9 +33,11 @@ def _rows(needs: str, table: dict[str, str]) -> tuple[Promise, ...]:
 
 _PRODUCTS = (
     _rows("", {"mixes_samples": "the answer agrees with the Jacobian's blocks between samples"})
-    + _rows("separate", {"accepts": "check() lets the call pass, and the rule keeps no state"})
+    + _rows("once", {"not_twice_differentiable": "torch refuses the second derivative"})
+    + _rows("overwritten", {"overwritten_input": "the rule raises instead of using what is left"})
+    + _rows("separate, kept", {"accepts": "check() lets the call pass; the rule has no state"})
     + _rows(
-        "separate, input",
+        "separate, kept, input",
         {
             "jac_t_mat_prod": "transposed input Jacobian, for every input tensor",
             "jac_mat_prod": "input Jacobian",
@@ -43,7 +45,7 @@ _PRODUCTS = (
         },
     )
     + _rows(
-        "separate, parameters",
+        "separate, kept, parameters",
         {
             "param_jac_t_mat_prod": "transposed parameter Jacobian of each sample",
             "param_jac_mat_prod": "parameter Jacobian of each sample",
@@ -53,30 +55,30 @@ _PRODUCTS = (
         },
     )
     + _rows(
-        "separate, elementwise",
+        "separate, kept, elementwise",
         {"derivative": "φ'(x)"},
     )
-    + _rows("separate, elementwise, second derivative", {"second_derivative": "φ''(x)"})
+    + _rows("separate, kept, twice, elementwise, second derivative", {"second_derivative": "φ''(x)"})
     + _rows(
-        "separate, second derivative",
+        "separate, kept, twice, second derivative",
         {"second_derivative_mat_prod": "second derivative contracted with a gradient"},
     )
-    + _rows("separate, zero hessian", {"hessian_is_zero": "the second derivative vanishes"})
-    + _rows("separate, diagonal hessian", {"hessian_is_diagonal": "∂²f_o/∂x_i∂x_j = 0 but for i = j = o"})
-    + _rows("separate, linear parameters", {"linear_in_params": "∂²f/∂θ² = 0 for the declared parameters"})
+    + _rows("separate, kept, twice, zero hessian", {"hessian_is_zero": "the second derivative vanishes"})
+    + _rows("separate, kept, twice, diagonal hessian", {"hessian_is_diagonal": "∂²f_o/∂x_i∂x_j = 0 but for i = j = o"})
+    + _rows("separate, kept, twice, linear parameters", {"linear_in_params": "∂²f/∂θ² = 0 for the declared parameters"})
     + _rows(
-        "separate, affine",
+        "separate, kept, affine",
         {
             "affine_form": "affine_input and affine_output reproduce the layer, W x + b",
             "affine_weight": "weight_to_matrix and from_matrix are inverse",
         },
     )
     + _rows(
-        "separate, batch first",
+        "separate, kept, batch first",
         {"subsampled_call": "products of a subsampled call are those of the chosen samples"},
     )
     + _rows(
-        "separate",
+        "separate, kept",
         {
             "leaves_arguments_alone": "no method writes to the call, the parameters or its columns",
             "non_contiguous_columns": "strides of the columns do not matter",

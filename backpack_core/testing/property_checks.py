@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backpack_core.errors import OverwrittenInputError
 from backpack_core.rules import AffineRule, ElementwiseRule, ParametricRule
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import RuleCase
@@ -27,6 +28,31 @@ def _contracted(run: Execution, target: Tensor, weights: Tensor) -> Tensor:
 
 def _weights(run: Execution) -> Tensor:
     return draw(tuple(run.output.shape), 7)
+
+
+@implements
+def not_twice_differentiable(case: RuleCase) -> None:
+    """The oracle for second derivatives raises, as the case declares."""
+    run = shared_execution(case)
+    targets = [leaf for leaf in run.leaves if leaf is not None] or list(run.parameters.values())
+    try:
+        for target in targets:
+            _contracted(run, target, _weights(run))
+    except RuntimeError:
+        return
+    require(False, "twice_differentiable=False is declared, but torch can: remove it.")
+
+
+@implements
+def overwritten_input(case: RuleCase) -> None:
+    """The stored input is no longer what the layer received."""
+    run = shared_execution(case)
+    try:
+        with torch.no_grad():
+            run.rule.jac_t_mat_prod(run.call, run.columns())
+    except OverwrittenInputError:
+        return
+    require(False, "overwrites_input is declared, but the rule does not raise on it.")
 
 
 @implements
@@ -100,7 +126,8 @@ def linear_in_params(case: RuleCase) -> None:
     """No second derivative in the declared parameters."""
     run = shared_execution(case)
     assert isinstance(run.rule, ParametricRule)
-    unknown = set(run.rule.linear_in_params) - set(run.rule.params)
+    covered = {*run.rule.params, *run.parameters}
+    unknown = set(run.rule.linear_in_params) - covered
     require(not unknown, f"linear_in_params names {sorted(unknown)}, which params does not.")
     for name in set(run.rule.linear_in_params) & set(run.parameters):
         found = _contracted(run, run.parameters[name], _weights(run))

@@ -6,8 +6,8 @@ An extension whose save field has no row is checked to be finite and the same ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,11 +31,13 @@ class Quantity:
         needs: What a net must offer for the extension to have a value there. Every layer has a
             gradient and curvature; one without the rest may refuse. "sampling" is curvature that
             starts at random columns: exact only for the kit's own loss.
+        arguments: What the extension's constructor needs, where it has no defaults.
     """
 
     expected: Callable[[Reference, str], Tensor]
     observed: Callable[[Any, Reference, str], Tensor] | None = None
     needs: Needs = "gradient"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
         """The tensor to compare."""
@@ -55,6 +57,13 @@ def _variance(reference: Reference, name: str) -> Tensor:
     """``1/N Σ_n g_n² - (1/N Σ_n g_n)²`` of the gradients as the loss scales them."""
     gradients = reference.gradients(name)
     return gradients.square().mean(0) - gradients.mean(0).square()
+
+
+def _clipped(reference: Reference, name: str) -> Tensor:
+    """Gradients shortened to the norm 0.1 over all parameters, summed."""
+    squares = [reference.gradients(p).flatten(1).square().sum(1) for p in reference.parameters]
+    factors = (0.1 / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
+    return torch.einsum("n,n...->...", factors, reference.gradients(name))
 
 
 def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
@@ -121,6 +130,7 @@ _QUANTITIES: dict[str, Quantity] = {
     "sum_grad_squared": Quantity(lambda r, p: r.gradients(p).square().sum(0)),
     "variance": Quantity(_variance),
     "batch_dot": Quantity(lambda r, p: r.gradients(p).flatten(1) @ r.gradients(p).flatten(1).T),
+    "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1}),
     "diag_ggn_exact": Quantity(
         lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"
     ),

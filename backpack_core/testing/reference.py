@@ -5,6 +5,8 @@ Conventions are those of the documentation: a mean loss carries its ``1/N``.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -60,7 +62,9 @@ class Reference:
         with disable():
             value = self.loss(output)
         (gradient,) = oracle.gradients(value, [output], again=True)
-        full = oracle.jacobians(gradient, {0: output})[0]
+        full = torch.zeros(*output.shape, *output.shape, dtype=output.dtype)
+        if gradient.requires_grad:
+            full = oracle.jacobians(gradient, {0: output})[0]
         blocks = torch.stack([full[n, :, n] for n in range(len(output))])
         return gradient.detach(), blocks
 
@@ -77,6 +81,12 @@ class Reference:
     def restricted(self, indices: tuple[int, ...]) -> Reference:
         """The same for some samples."""
         return Reference(self.net, self.arguments, self.loss, indices)
+
+    def trained(self, names: Iterable[str]) -> Reference:
+        """The same where only some parameters are trained."""
+        other = copy.copy(self)
+        other.parameters = {name: self.parameters[name] for name in names}
+        return other
 
     def jacobian(self, name: str) -> Tensor:
         """Of the net's output in a parameter. Shape ``[N, C, *θ]``."""

@@ -92,10 +92,16 @@ def promised_names(case: Case) -> list[str]:
     """Names of the checks that must run for a case, in order.
 
     Raises:
-        UsageError: The case expects a failure of a check that it does not have.
+        UsageError: The case cannot be run, or expects a failure of a check that it does not have.
         VanishedCheckError: A promised check has no implementation.
     """
-    names = [row.name for row in promised(case)]
+    try:
+        names = [row.name for row in promised(case)]
+    except Exception as error:
+        raise UsageError(
+            f"{case.label()} cannot be run, so there is nothing to check: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     unknown = set(case.expected_failures) - set(names)
     if unknown:
         raise UsageError(

@@ -137,7 +137,8 @@ def test_child_used_by_its_parameter() -> None:
     assert not hasattr(model.b.weight, "grad_batch")
 
 
-def test_intermediate_of_a_module_used_outside() -> None:
+@pytest.mark.parametrize("outside_first", [True, False])
+def test_intermediate_of_a_module_used_outside(outside_first: bool) -> None:
     """A path from the parameter to the loss that does not pass the module's output."""
 
     class Leaky(nn.Module):
@@ -149,10 +150,12 @@ def test_intermediate_of_a_module_used_outside() -> None:
             self.hidden = x * self.scale
             return torch.sin(self.hidden)
 
+    def forward(net: Any, x: Tensor) -> Tensor:
+        y, hidden = net.leaky(net.a(x)), net.leaky.hidden
+        return hidden + y if outside_first else y + hidden  # type: ignore[no-any-return]
+
     leaky = Leaky()
-    model = Net(
-        lambda net, x: net.leaky(net.a(x)) + net.leaky.hidden, a=nn.Linear(3, 3), leaky=leaky
-    )
+    model = Net(forward, a=nn.Linear(3, 3), leaky=leaky)
     with (
         pytest.raises(UnsupportedError, match="'scale' is also used"),
         pytest.warns(UserWarning, match="no layer rule"),

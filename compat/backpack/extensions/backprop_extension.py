@@ -1,4 +1,4 @@
-"""Base class of third-party extensions, as an extension of the core. Imports backpack_core.
+"""Base classes of third-party extensions, as an extension of the core. Imports backpack_core.
 
 Every extension of the core counts as a subclass of the base classes here, so that ``isinstance`` says
 what scripts expect, whoever provides the extension.
@@ -14,7 +14,15 @@ from torch.nn import Module
 
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
-from backpack_core import Extension, LayerRule, LossRule, ModuleCall, Propagator
+from backpack_core import (
+    Extension,
+    FirstOrderExtension,
+    LayerRule,
+    LossRule,
+    ModuleCall,
+    Propagator,
+    SecondOrderExtension,
+)
 from backpack_core.errors import UnsupportedError
 from backpack_core.extension import FailMode, OutputGradient, as_subsampling
 
@@ -166,12 +174,34 @@ class BackpropExtension(IncumbentNames):
         Raises:
             NotImplementedError: Not overridden.
         """
-        raise NotImplementedError(
-            f"{self}: No accumulation rule for backpropagated info specified"
-        )
+        raise NotImplementedError(f"{self}: No accumulation rule for backpropagated info specified")
 
 
 class FirstOrderBackpropExtension(BackpropExtension):
     """A first-order extension given by a table: only the gradient travels."""
 
-    core_base = OrderMarker = __import__("backpack_core").FirstOrderExtension
+    core_base = FirstOrderExtension
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: dict[type[Module], ModuleExtension],
+        fail_mode: str = FAIL_WARN,
+        subsampling: Sequence[int] | None = None,
+    ) -> None:
+        """See :class:`BackpropExtension`."""
+        super().__init__(savefield, module_exts, fail_mode=fail_mode, subsampling=subsampling)
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """It does not."""
+        return False
+
+
+class SecondOrderBackpropExtension(BackpropExtension):
+    """A second-order extension given by a table: its module extensions hand on a quantity."""
+
+    core_base = SecondOrderExtension
+
+    def expects_backpropagation_quantities(self) -> bool:
+        """It does."""
+        return True

@@ -1,4 +1,4 @@
-"""Individual gradients and their second moment."""
+"""Individual gradients, and what is read off pairs of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,49 @@ class BatchGrad(FirstOrderExtension):
     Stored in ``grad_batch``, shape ``[N, *θ]``: the gradient of sample ``n``'s part of the loss,
     ``∇_θ ℓ_n`` for a sum and ``1/N ∇_θ ℓ_n`` for a mean, so that ``Σ_n grad_batch[n] = grad``.
     With ``subsampling``, only the chosen samples, scaled as in the whole batch.
+
+    Exact for every net whose samples do not influence each other (Dangel et al., 2020, BackPACK,
+    ICLR, section 2.2).
     """
 
     savefield = "grad_batch"
+    forms_products = True
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """The per-sample product itself."""
         return ops.per_sample(rule, call, name, mat).squeeze(0)
 
 
-class SumGradSquared(FirstOrderExtension):
-    """Sum of the squared individual gradients, an uncentred second moment.
+class BatchL2Grad(FirstOrderExtension):
+    """Squared Euclidean norms of the individual gradients.
 
-    Stored in ``sum_grad_squared``, shape ``[*θ]``: ``Σ_n (∇_θ ℓ_n)²`` elementwise for a sum, and
-    ``1/N² Σ_n (∇_θ ℓ_n)²`` for a mean.
+    Stored in ``batch_l2``, shape ``[N]``: ``‖∇_θ ℓ_n‖²`` for a sum, and ``1/N² ‖∇_θ ℓ_n‖²`` for a
+    mean. The norm of a gradient in several parameters follows from the sum over them.
+
+    No individual gradient is formed for a layer whose positions share no weight (Goodfellow, 2015,
+    arXiv:1510.01799), nor where Gram matrices over positions are cheaper (Li et al., 2022,
+    arXiv:2110.05679, section 4).
     """
 
-    savefield = "sum_grad_squared"
+    savefield = "batch_l2"
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        """A contraction that forms no individual gradients where the rule knows one."""
-        return ops.square_sum(rule, call, name, mat)
+        """A contraction per sample."""
+        return ops.shared(ops.squared_norm, rule, call, name, mat).squeeze(0)
+
+
+class BatchDotGrad(FirstOrderExtension):
+    """Inner products of all pairs of individual gradients.
+
+    Stored in ``batch_dot``, shape ``[N, N]``: ``⟨∇_θ ℓ_n, ∇_θ ℓ_m⟩`` for a sum, and ``1/N²`` times
+    that for a mean. Its diagonal is ``batch_l2``. Summed over parameters it is the Gram matrix of
+    the gradients, an empirical neural tangent kernel contracted with the loss's gradients.
+
+    Individual gradients are formed only where Gram matrices over positions would cost more.
+    """
+
+    savefield = "batch_dot"
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        """A Gram matrix over samples."""
+        return ops.gram(rule, call, name, mat)[0, :, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -44,6 +44,10 @@ class ConvRule(AffineRule):
         x = call.input
         patches = once(call, "patches", lambda: self._patches(call, x))
         return patches.permute(0, 3, 1, 2)
+
+    def affine_rows(self, call: ModuleCall) -> Patches:
+        """The unfolded input, for some samples at a time."""
+        return Patches(call, self._patches)
 
     def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
         """The columns, a view."""
@@ -106,6 +110,10 @@ class ConvTransposeRule(AffineRule):
         x = call.input
         patches = once(call, "patches", lambda: self._patches(call, x))
         return patches.permute(0, 3, 1, 2)
+
+    def affine_rows(self, call: ModuleCall) -> Patches:
+        """The unfolded input, for some samples at a time."""
+        return Patches(call, self._patches)
 
     def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
         """The columns, a view."""
@@ -172,6 +180,21 @@ class ConvTransposeRule(AffineRule):
         conv = _conv(call)
         padding, size = cast("tuple[int, ...]", conv.padding), call.output_shape[2:]
         return over_columns(lambda m: _transpose(conv, m, weight, padding, size), mat)
+
+
+class Patches:
+    """The unfolded input ``[N, S, G, I]``, made when samples are asked for: it is never whole."""
+
+    def __init__(self, call: ModuleCall, unfold: Callable[[ModuleCall, Tensor], Tensor]) -> None:
+        self._call, self._unfold, self._input = call, unfold, call.input
+        conv = _conv(call)
+        size = conv.in_channels // conv.groups * torch.Size(conv.kernel_size).numel()
+        positions = call.output_shape[2:].numel()
+        self.shape = torch.Size((len(self._input), positions, conv.groups, size))
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """What the samples ``rows`` show to the kernel, ``[n, S, G, I]``."""
+        return self._unfold(self._call, self._input[rows]).permute(0, 3, 1, 2)
 
 
 def _conv(call: ModuleCall) -> _ConvNd:

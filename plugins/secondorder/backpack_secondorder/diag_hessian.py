@@ -9,7 +9,6 @@ from torch import Tensor
 
 from backpack_core import (
     AffineRule,
-    Columns,
     LayerRule,
     ModuleCall,
     ParametricRule,
@@ -18,7 +17,8 @@ from backpack_core import (
 )
 from backpack_core.errors import UnsupportedError
 from backpack_core.extension import FailMode, as_subsampling
-from backpack_secondorder.signed_sqrt import Hessian, Residual, SignedSqrt, block_columns
+from backpack_secondorder.hessian import Hessian
+from backpack_secondorder.signed_sqrt import Residual, SignedSqrt
 
 
 class HessianExtension(SecondOrderExtension):
@@ -92,27 +92,28 @@ def read_diagonal(
         Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
     """
     require_linear(rule, call, name)
-    hessian = _without_block(rule, call, hessian)
-    parts = []
-    signed = hessian.signed_columns()
-    if signed is not None:
-        parts.append(ops.signed_square_sum(rule, call, name, *signed, per_sample))
+    hessian = _local(rule, call, hessian)
+    squares = ops.per_sample_square_sum if per_sample else ops.square_sum
+    parts = [
+        squares(rule, call, name, mat)
+        if signs is None
+        else ops.signed_square_sum(rule, call, name, mat, signs, per_sample)
+        for mat, signs in hessian.signed_columns()
+    ]
     if hessian.diagonal is not None:
         parts.append(ops.diagonal_square_sum(rule, call, name, hessian.diagonal, per_sample))
     return sum(parts[1:], parts[0])
 
 
-def _without_block(rule: LayerRule, call: ModuleCall, hessian: Hessian) -> Hessian:
-    """The Hessian for diagonals in parameter space: of a block, the diagonal may be enough."""
-    block = hessian.block
-    if block is None:
+def _local(rule: LayerRule, call: ModuleCall, hessian: Hessian) -> Hessian:
+    """Columns and a diagonal; without shared positions, a diagonal for all but the columns."""
+    if hessian.spread is None and hessian.block is None:
         return hessian
-    if isinstance(rule, AffineRule) and rule.affine_output(call, block[:1]).shape[2] == 1:
-        flat = block.flatten(2).diagonal(dim1=0, dim2=2)  # [N, D]
-        local = Hessian(diagonal=flat.reshape(block.shape[1:]))
-    else:
-        local = Hessian(Columns.start("block", *block_columns(block)))
-    return replace(hessian, block=None).merge(local)
+    like = call.output.unsqueeze(0)
+    if isinstance(rule, AffineRule) and rule.affine_output(call, like).shape[2] == 1:
+        return Hessian(hessian.columns, hessian.own_diagonal())
+    blocks = replace(hessian, diagonal=None).as_columns()
+    return replace(blocks, diagonal=hessian.diagonal)
 
 
 def require_linear(rule: LayerRule, call: ModuleCall, name: str) -> None:

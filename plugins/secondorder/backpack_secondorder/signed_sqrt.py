@@ -1,4 +1,4 @@
-"""The Hessian at every tensor: columns with signs, a diagonal, and a dense block.
+"""Sends the Hessian of the loss backwards, from tensor to tensor.
 
 At a call ``y = f(x)`` the Hessian of the loss in ``x`` is ``J_xᵀ H_y J_x + Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``
 (Dangel et al., 2020, BackPACK, eq. 20 and appendix A.3). The second term, the *residual*, is new at
@@ -8,7 +8,6 @@ else than an elementwise function comes along.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -20,96 +19,9 @@ from backpack_core.bridge import cross_columns, is_linear, refuse
 from backpack_core.calls import Node
 from backpack_core.columns import Root
 from backpack_core.errors import UnsupportedError
-from backpack_core.ops.signed import unit_columns
+from backpack_secondorder.hessian import Hessian, Spread, add, unit_vectors
 
 Residual: TypeAlias = Literal["exact", "clip", "abs"]
-
-
-@dataclass(frozen=True, eq=False)
-class Hessian:
-    """``Σ_v σ_v S_v S_vᵀ + diag(d) + H`` for each sample, at one tensor.
-
-    What comes from one root over several branches has to be added before it is squared. Only columns
-    can do that. So the diagonal and the block hold what has come, and will go, over a single path.
-
-    Attributes:
-        columns: ``S``, with signs in the roots; ``None`` for none.
-        diagonal: ``d``, shape ``[N, *]``; ``None`` for zero.
-        block: ``H``, as its rows ``[D, N, *]``; ``None`` for zero.
-        branched: Roots of columns that went separate ways somewhere.
-    """
-
-    columns: Columns | None = None
-    diagonal: Tensor | None = None
-    block: Tensor | None = None
-    branched: frozenset[Root] = frozenset()
-
-    def signed_columns(self) -> tuple[Tensor, Tensor] | None:
-        """``S`` and ``σ``: ``[V, N, *]`` and ``[V, N]``; ``None`` for none."""
-        if self.columns is None:
-            return None
-        mat, signs = self.columns.mat, self.columns.signs
-        return mat, mat.new_ones(mat.shape[:2]) if signs is None else signs
-
-    def matmul(self, mat: Tensor) -> Tensor:
-        """The product with ``[V, N, *]``."""
-        result = torch.zeros_like(mat)
-        signed = self.signed_columns()
-        if signed is not None:
-            columns = signed[0].flatten(2)
-            inner = torch.einsum("cnd,vnd->cnv", columns, mat.flatten(2))
-            inner = inner * signed[1].unsqueeze(-1)
-            result = result + torch.einsum("cnd,cnv->vnd", columns, inner).reshape(mat.shape)
-        if self.diagonal is not None:
-            result = result + mat * self.diagonal
-        if self.block is not None:
-            product = torch.einsum("dnk,vnd->vnk", self.block.flatten(2), mat.flatten(2))
-            result = result + product.reshape(mat.shape)
-        return result
-
-    def as_columns(self) -> Hessian:
-        """The same with columns only."""
-        columns, merged = self.columns, []
-        if self.diagonal is not None:
-            ((mat, signs),) = unit_columns(self.diagonal)
-            merged.append(Columns.start("residual", mat, signs))
-        if self.block is not None:
-            merged.append(Columns.start("block", *block_columns(self.block)))
-        for more in merged:
-            columns = more if columns is None else columns.merge(more)
-        return Hessian(columns, branched=self.branched)
-
-    def as_block(self) -> Hessian:
-        """The same with all that did not branch in the dense block."""
-        kept: dict[Root, Tensor] = {}
-        block = self.block
-        for root, mat in {} if self.columns is None else self.columns.blocks.items():
-            if root in self.branched:
-                kept[root] = mat
-                continue
-            flat = mat.flatten(2)
-            signed = flat if root.signs is None else flat * root.signs.unsqueeze(-1)
-            product = (signed.permute(1, 2, 0) @ flat.transpose(0, 1)).transpose(0, 1)
-            product = product.reshape(flat.shape[2], *mat.shape[1:])
-            block = product if block is None else block + product
-        if self.diagonal is not None:
-            flat = self.diagonal.flatten(1)
-            dense = torch.diag_embed(flat).transpose(0, 1)
-            dense = dense.reshape(flat.shape[1], *self.diagonal.shape)
-            block = dense if block is None else block + dense
-        return Hessian(Columns(kept) if kept else None, None, block, self.branched)
-
-    def merge(self, other: Hessian) -> Hessian:
-        """The sum of what arrived over two branches."""
-        columns = self.columns or other.columns
-        if self.columns is not None and other.columns is not None:
-            columns = self.columns.merge(other.columns)
-        return Hessian(
-            columns,
-            _add(self.diagonal, other.diagonal),
-            _add(self.block, other.block),
-            self.branched | other.branched,
-        )
 
 
 @dataclass(frozen=True)
@@ -133,7 +45,7 @@ class SignedSqrt(Propagator):
                 return Hessian(Columns.start("loss", rule.sqrt_hessian(call)))
             except UnsupportedError:  # negative weights, or a negative factor behind the loss
                 pass
-        eye = _unit(call.input)
+        eye = unit_vectors(call.input)
         return Hessian(self._eigen_columns("loss", rule.hessian_mat_prod(call, eye)))
 
     def propagate(self, rule: LayerRule, call: ModuleCall, quantity: Hessian) -> dict[int, Hessian]:
@@ -190,18 +102,18 @@ class SignedSqrt(Propagator):
             whole[:, chosen] = mat
             return whole
 
-        return _map_columns(quantity.as_columns(), embed)
+        return quantity.as_columns().map_columns(embed)
 
     def narrow(self, quantity: Hessian) -> Hessian:
         """The chosen samples."""
         if self.subsampling is None:
             return quantity
         chosen = list(self.subsampling)
-        return _map_columns(quantity, lambda mat: mat[:, chosen])
+        return quantity.map_columns(lambda mat: mat[:, chosen])
 
     def move_batch_axis(self, quantity: Hessian, axis: int) -> Hessian:
         """``[V, *, N, *] → [V, N, *, *]``."""
-        return _map_columns(quantity.as_columns(), lambda mat: mat.movedim(axis + 1, 1))
+        return quantity.as_columns().map_columns(lambda mat: mat.movedim(axis + 1, 1))
 
     def adopt(self, value: Hessian, like: Hessian) -> Hessian:
         """Module extensions may send on a :class:`Hessian`.
@@ -221,17 +133,12 @@ class SignedSqrt(Propagator):
     ) -> Hessian:
         """A diagonal stays one, and a block is scaled from both sides."""
         slope = rule.derivative(call)
-        result = _map_columns(quantity, lambda mat: mat * slope)
-        diagonal = None if quantity.diagonal is None else quantity.diagonal * slope.square()
-        if not rule.hessian_is_zero:
-            assert call.grad_output is not None
-            curvature = self._modify(rule.second_derivative(call) * call.grad_output)
-            diagonal = _add(diagonal, curvature)
-        block = quantity.block
-        if block is not None:
-            rows = slope.flatten(1).T.reshape(len(block), len(slope), *[1] * (slope.dim() - 1))
-            block = block * slope * rows
-        return replace(result, diagonal=diagonal, block=block)
+        result = quantity.scaled(slope)
+        if rule.hessian_is_zero:
+            return result
+        assert call.grad_output is not None
+        curvature = self._modify(rule.second_derivative(call) * call.grad_output)
+        return replace(result, diagonal=add(result.diagonal, curvature))
 
     def _pull_back(
         self, rule: LayerRule, call: ModuleCall, quantity: Hessian, live: list[int]
@@ -249,26 +156,23 @@ class SignedSqrt(Propagator):
                 if p is not None
             }
         (position,) = live
-        quantity = _cheapest(quantity, call, position)
-        residual = None
-        if quantity.diagonal is not None and not rule.jacobian_is_constant:
-            quantity = quantity.as_columns()
-        elif quantity.diagonal is not None:
-            residual = _spread_diagonal(rule, call, quantity.diagonal, position)
 
         def push(mat: Tensor) -> Tensor:
             product = rule.jac_t_mat_prod(call, mat)[position]
             assert product is not None
             return product
 
-        result = replace(_map_columns(quantity, push), diagonal=None, block=None)
-        if residual is not None:
-            result = result.merge(Hessian(residual))
+        quantity = _cheapest(quantity, call, position)
         if quantity.block is not None:
             half = push(quantity.block)  # [D_out, N, *in]
             turned = half.flatten(2).transpose(0, 2)  # [D_in, N, D_out]
-            result = replace(result, block=push(turned.reshape(*turned.shape[:2], *call.output_shape[1:])))
-        return {position: result}
+            block = push(turned.reshape(*turned.shape[:2], *call.output_shape[1:]))
+            return {position: replace(quantity, block=block).map_columns(push)}
+        spread = None
+        if quantity.diagonal is not None and rule.jacobian_is_constant:
+            spread = _spread(rule, call, quantity.diagonal, position)
+            quantity = replace(quantity, diagonal=None)
+        return {position: replace(quantity.as_columns().map_columns(push), spread=spread)}
 
     def _residual(self, rule: LayerRule, call: ModuleCall) -> Hessian:
         """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``."""
@@ -278,7 +182,7 @@ class SignedSqrt(Propagator):
             ones = torch.ones_like(call.input).unsqueeze(0)
             curvature = rule.second_derivative_mat_prod(call, grad, ones).squeeze(0)
             return Hessian(diagonal=self._modify(curvature))
-        mat = rule.second_derivative_mat_prod(call, grad, _unit(call.input))
+        mat = rule.second_derivative_mat_prod(call, grad, unit_vectors(call.input))
         if self.residual == "exact":
             return Hessian(block=mat)
         return Hessian(self._eigen_columns("residual", mat))
@@ -298,63 +202,18 @@ class SignedSqrt(Propagator):
         return values.clamp(min=0) if self.residual == "clip" else values.abs()
 
 
-def block_columns(block: Tensor) -> tuple[Tensor, Tensor]:
-    """A dense block ``H`` as ``2 D`` columns with signs, without an eigendecomposition.
-
-    ``H = Σ_d e_d h_dᵀ = 1/4 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ`` with the rows ``h_d``. The
-    scale ``a² = ‖h_d‖`` balances both parts.
-
-    Args:
-        block: Rows ``[D, N, *]``.
-
-    Returns:
-        Columns ``[2 D, N, *]`` and signs ``[2 D, N]``.
-    """
-    size, samples = block.shape[:2]
-    rows = block.reshape(size, samples, size)
-    tiny = torch.finfo(block.dtype).tiny
-    scale = rows.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
-    unit = torch.eye(size, dtype=block.dtype, device=block.device).unsqueeze(1) * scale
-    mat = torch.cat([unit + rows / scale, unit - rows / scale]) / 2
-    signs = block.new_ones(2 * size, samples)
-    signs[size:] = -1
-    return mat.reshape(2 * size, *block.shape[1:]), signs
-
-
 def _cheapest(quantity: Hessian, call: ModuleCall, position: int) -> Hessian:
     """Collect in a block, if pushing one from both sides takes fewer columns than there are."""
     size_out = call.output_shape[1:].numel()
     size_in = call.inputs[position].shape[1:].numel()
-    columns = 0 if quantity.columns is None else len(quantity.columns.mat)
-    columns += 0 if quantity.diagonal is None else size_out
-    if quantity.block is not None or columns > size_out + size_in:
+    if quantity.block is not None or quantity.width > size_out + size_in:
         return quantity.as_block()
     return quantity
 
 
-def _spread_diagonal(rule: LayerRule, call: ModuleCall, diagonal: Tensor, position: int) -> Columns:
-    """``Jᵀ diag(d) J`` as columns, where one Jacobian serves all samples."""
-    one = call.subsample([0])
-    product = rule.jac_t_mat_prod(one, _unit(diagonal[:1]))[position]
+def _spread(rule: LayerRule, call: ModuleCall, diagonal: Tensor, position: int) -> Spread:
+    """``Jᵀ diag(d) J``, where one Jacobian serves all samples."""
+    product = rule.jac_t_mat_prod(call.subsample([0]), unit_vectors(diagonal[:1]))[position]
     assert product is not None
-    flat = diagonal.flatten(1).T  # [D, N]
-    weights = flat.abs().sqrt().reshape(*flat.shape, *[1] * (product.dim() - 2))
-    return Columns.start("residual", product * weights, flat.sign())
-
-
-def _unit(like: Tensor) -> Tensor:
-    """All unit vectors at a tensor ``[N, *]``, for each sample: ``[D, N, *]``."""
-    size = like.shape[1:].numel()
-    eye = torch.eye(size, dtype=like.dtype, device=like.device)
-    return eye.reshape(size, 1, *like.shape[1:]).expand(-1, *like.shape)
-
-
-def _map_columns(quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
-    columns = None if quantity.columns is None else quantity.columns.map(function)
-    return replace(quantity, columns=columns)
-
-
-def _add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+    scale = product.new_ones(len(diagonal), *product.shape[2:])
+    return Spread(product, diagonal.flatten(1).T, scale)

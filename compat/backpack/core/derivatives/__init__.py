@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from backpack.core.derivatives import basederivatives, families
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.families import (
@@ -22,7 +24,6 @@ from backpack.core.derivatives.families import (
     with_dimensions,
 )
 from backpack.submodules import make_class, submodule
-from torch import nn
 
 # Submodule: class name and base class.
 _CLASSES: dict[str, tuple[str, type]] = {

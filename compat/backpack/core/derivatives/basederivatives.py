@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import LayerRule, LossRule, ModuleCall, ParametricRule, ops
+from backpack_core.calls import Edge
 from backpack_core.errors import SampleMixingError, StoredIOError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.registry import registry
@@ -52,7 +53,7 @@ def call_of(module: Module, g_out: Grads = None) -> ModuleCall:
         args=tuple(inputs),
         kwargs={},
         inputs=tensors,
-        edges=(None,) * len(tensors),
+        edges=tuple(Edge(None, 0, 0) if t.requires_grad else None for t in tensors),
         outputs=outputs,
         frame=None,
         thread=threading.get_ident(),

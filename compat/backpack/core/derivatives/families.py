@@ -7,6 +7,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module
+
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseLossDerivatives,
@@ -17,9 +20,6 @@ from backpack.core.derivatives.basederivatives import (
     _prepared,
     _rule,
 )
-from torch import Tensor
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module
-
 from backpack_core import AffineRule, ElementwiseRule, ModuleCall
 from backpack_core.errors import UsageError
 

@@ -1,0 +1,1 @@
+"""Compares time and memory with a plain gradient, with other libraries, and with a lower bound."""

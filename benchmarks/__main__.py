@@ -1,0 +1,67 @@
+"""The comparison as one command: ``python -m benchmarks``, see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from benchmarks.cells import Cell, measure
+from benchmarks.growth import Growth, study
+from benchmarks.measure import write_rate
+from benchmarks.peers import PEERS
+from benchmarks.problems import PROBLEMS
+from benchmarks.quantities import QUANTITIES
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    peers = [name for name in PEERS if name != "gradient"]
+    add = parser.add_argument
+    add("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="default: all")
+    add("--quantity", nargs="+", choices=QUANTITIES, default=list(QUANTITIES), help="default: all")
+    add("--peer", nargs="+", choices=peers, default=peers, help="default: all")
+    add("--seconds", type=float, default=5.0, help="how long to repeat a cell (default: 5)")
+    add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    add("--no-memory", action="store_true", help="measure time only")
+    add("--growth", nargs="*", choices=QUANTITIES, help="study the growth of these quantities")
+    add("--output", type=Path, default=Path("benchmarks/results"), help="folder of the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print a line for each cell, and write ``results.json`` and ``results.png``."""
+    options = _arguments()
+    torch.set_num_threads(options.threads)
+    options.output.mkdir(parents=True, exist_ok=True)
+    rate = write_rate()
+    print(f"first write to fresh memory: {rate / 2**30:.1f} GiB/s, threads: {options.threads}")
+    cells: list[Cell] = []
+    growth: list[Growth] = []
+    if options.growth is None:
+        print(report.header())
+        for problem in options.problem:
+            for quantity in options.quantity:
+                cell = measure(
+                    PROBLEMS[problem],
+                    QUANTITIES[quantity],
+                    options.peer,
+                    options.seconds,
+                    rate,
+                    memory=not options.no_memory,
+                )
+                cells.append(cell)
+                print(report.row(cell), flush=True)
+                report.save(options.output / "results.json", cells, growth, rate)
+        report.plot(options.output / "results.png", cells)
+    else:
+        for found in study(options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, rate):
+            growth.append(found)
+            print(found, flush=True)
+        report.save(options.output / "growth.json", cells, growth, rate)
+
+
+if __name__ == "__main__":
+    main()

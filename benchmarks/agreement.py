@@ -1,0 +1,280 @@
+"""Compares what two packages named ``backpack`` compute, for every extension, layer and reduction.
+
+Both are imported as ``backpack``, so each needs an environment of its own. In each of them:
+
+    python benchmarks/agreement.py dump FILE
+
+and then, in any of them:
+
+    python benchmarks/agreement.py compare FILE FILE [--markdown]
+
+Inputs, parameters and seeds are the same in both. A cell of the table is the largest deviation over all
+parameters, relative to the largest entry; ``a!`` and ``b!`` say that the first or the second raises an
+error there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+# The incumbent imports it for its examples only.
+if "torchvision" not in sys.modules:
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        for name, names in (("", ""), (".datasets", "MNIST"), (".transforms", "Compose ToTensor")):
+            stand_in = types.ModuleType("torchvision" + name)
+            for attribute in (*names.split(), *(["Normalize"] if "Compose" in names else [])):
+                setattr(stand_in, attribute, object)
+            sys.modules["torchvision" + name] = stand_in
+
+Case = tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]
+
+N = 4
+MC_SAMPLES = 2000
+
+
+def rand(*shape: int) -> torch.Tensor:
+    """Random inputs in double precision."""
+    return torch.randn(N, *shape, dtype=torch.float64)
+
+
+class First(nn.Module):
+    """A recurrent layer whose states are dropped."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        from backpack.custom_module.reduce_tuple import ReduceTuple
+
+        self.layer, self.reduce = layer, ReduceTuple(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs."""
+        return self.reduce(self.layer(x))
+
+
+def body(*layers: nn.Module) -> Callable[[], nn.Module]:
+    """Marks a table entry; the layers are made when it is called."""
+    return lambda: nn.Sequential(*layers)
+
+
+def layers() -> dict[str, Case]:
+    """The layer under test, between a layer with parameters and the head."""
+    from backpack.custom_module.branching import Parallel
+    from backpack.custom_module.pad import Pad
+    from backpack.custom_module.permute import Permute
+    from backpack.custom_module.scale_module import ScaleModule
+    from backpack.custom_module.slicing import Slicing
+
+    def around(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.Linear(6, 5), middle(), nn.Flatten())
+
+    def image(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.Conv2d(1, 2, 2), middle(), nn.Flatten())
+
+    flat, pixels = lambda: rand(6), lambda: rand(1, 6, 6)
+    table: dict[str, Case] = {
+        "Linear": (around(lambda: nn.Linear(5, 4)), flat),
+        "Linear, 3d": (around(lambda: nn.Linear(5, 2)), lambda: rand(3, 6)),
+    }
+    for name in "ReLU Sigmoid Tanh LeakyReLU LogSigmoid ELU SELU Dropout Identity".split():
+        table[name] = around(getattr(nn, name)), flat
+    for n in (1, 2, 3):
+        size = (2, *[5] * n)
+        for kind, settings in (
+            (f"Conv{n}d", {"stride": 2, "padding": 1}),
+            (f"Conv{n}d groups", {"groups": 2, "dilation": 2}),
+            (f"ConvTranspose{n}d", {"stride": 2, "padding": 1}),
+        ):
+            cls = getattr(nn, kind.split()[0])
+            table[kind] = (
+                lambda cls=cls, settings=settings: nn.Sequential(
+                    cls(2, 4, 2, **settings), nn.Sigmoid(), nn.Flatten()
+                ),
+                lambda size=size: rand(*size),
+            )
+        for kind, arguments in (("MaxPool", (2,)), ("AvgPool", (2,)), ("AdaptiveAvgPool", (2,))):
+            pool, conv = getattr(nn, f"{kind}{n}d"), getattr(nn, f"Conv{n}d")
+            table[f"{kind}{n}d"] = (
+                lambda pool=pool, conv=conv, arguments=arguments: nn.Sequential(
+                    conv(2, 2, 2), pool(*arguments), nn.Flatten()
+                ),
+                lambda size=size: rand(*size),
+            )
+    table |= {
+        "BatchNorm1d, eval": (around(lambda: nn.BatchNorm1d(5).eval()), flat),
+        "BatchNorm2d, eval": (image(lambda: nn.BatchNorm2d(2).eval()), pixels),
+        "ZeroPad2d": (image(lambda: nn.ZeroPad2d(1)), pixels),
+        "Pad": (image(lambda: Pad((1, 0, 0, 2))), pixels),
+        "Slicing": (image(lambda: Slicing((slice(None), slice(None), 1))), pixels),
+        "Permute": (image(lambda: Permute(0, 2, 1, 3)), pixels),
+        "ScaleModule": (around(lambda: ScaleModule(0.3)), flat),
+        "SumModule": (around(lambda: Parallel(nn.Linear(5, 3), nn.Linear(5, 3))), flat),
+        "Embedding": (
+            lambda: nn.Sequential(nn.Embedding(7, 3), nn.Flatten()),
+            lambda: torch.randint(0, 7, (N, 2)),
+        ),
+        "RNN": (
+            lambda: nn.Sequential(First(nn.RNN(3, 2, batch_first=True)), nn.Flatten()),
+            lambda: rand(3, 3),
+        ),
+        "LSTM": (
+            lambda: nn.Sequential(First(nn.LSTM(3, 2, batch_first=True)), nn.Flatten()),
+            lambda: rand(3, 3),
+        ),
+    }
+    return table
+
+
+def extensions() -> dict[str, Callable[[], Any]]:
+    """Every extension, by the name in the table."""
+    from backpack import extensions as e
+
+    sampled = ("DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC")
+    names = [n for n in e.__all__ if n not in ("HBP", *sampled)]
+    table = {name: getattr(e, name) for name in sorted(names)}
+    for name in sampled:
+        table[f"{name}"] = lambda name=name: getattr(e, name)(mc_samples=MC_SAMPLES)
+    table["PCHMP, abs"] = lambda: e.PCHMP(modify="abs")
+    return table
+
+
+def evaluate(value: Any, parameter: torch.Tensor, sampled: str) -> list[torch.Tensor]:
+    """What an extension stored, as tensors that can be compared."""
+    if callable(value):
+        vectors = torch.arange(2.0 * parameter.numel(), dtype=torch.float64)
+        return [value(vectors.reshape(2, *parameter.shape).sin())]
+    tensors = list(value) if isinstance(value, (list, tuple)) else [value]
+    if sampled == "SqrtGGNMC":  # the columns differ, what they are a root of does not
+        flat = tensors[0].flatten(2)
+        tensors = [torch.einsum("vni,vnj->ij", flat, flat)]
+    if sampled == "SqrtGGNExact":
+        flat = tensors[0].flatten(2)
+        tensors = [torch.einsum("vni,vnj->ij", flat, flat)]
+    return [t.detach().clone() for t in tensors]
+
+
+def run(case: Case, loss: str, reduction: str, name: str, make: Callable[[], Any]) -> Any:
+    """One cell: the values of all parameters, or the error as text."""
+    from backpack import backpack, extend
+
+    build, draw = case
+    torch.manual_seed(0)
+    x = draw()
+    net = build().double()
+    features = net(x).shape[1]
+    outputs = 1 if loss == "BCEWithLogitsLoss" else 3
+    model = extend(nn.Sequential(net, nn.Linear(features, outputs).double()))
+    lossfunc = extend(getattr(nn, loss)(reduction=reduction))
+    target = {
+        "CrossEntropyLoss": torch.arange(N) % outputs,
+        "MSELoss": rand(outputs),
+        "BCEWithLogitsLoss": (torch.arange(N) % 2).double().unsqueeze(1),
+    }[loss]
+    torch.manual_seed(1)
+    try:
+        extension = make()
+        value = lossfunc(model(x), target)
+        with backpack(extension):
+            value.backward()
+        stored = [
+            evaluate(getattr(p, extension.savefield), p, name)
+            for p in model.parameters()
+            if p.requires_grad
+        ]
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''}"
+    return stored
+
+
+def dump(path: str, only: str) -> None:
+    """Compute every cell and write the file."""
+    warnings.simplefilter("ignore")
+    import backpack
+
+    cells: dict[tuple[str, str, str, str], Any] = {}
+    for layer, case in layers().items():
+        for name, make in extensions().items():
+            if only and only not in name and only not in layer:
+                continue
+            losses = ("CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss")
+            for loss in losses if layer == "Linear" else losses[:1]:
+                for reduction in ("mean", "sum"):
+                    cells[layer, loss, reduction, name] = run(case, loss, reduction, name, make)
+    torch.save({"package": backpack.__file__, "cells": cells}, path)
+    errors = sum(isinstance(value, str) for value in cells.values())
+    print(f"{len(cells)} cells, {errors} of them errors, from {backpack.__file__}")
+
+
+def deviation(first: list[list[torch.Tensor]], second: list[list[torch.Tensor]]) -> float:
+    """Largest deviation relative to the largest entry; infinite where shapes differ."""
+    worst = 0.0
+    for one, other in zip(first, second, strict=True):
+        if [t.shape for t in one] != [t.shape for t in other]:
+            return float("inf")
+        for a, b in zip(one, other, strict=True):
+            scale = b.abs().max().item() or 1.0
+            worst = max(worst, (a - b).abs().max().item() / scale)
+    return worst
+
+
+def compare(first: str, second: str, markdown: bool) -> None:
+    """Print the table: rows are layers, columns are extensions."""
+    one, other = (torch.load(path, weights_only=False) for path in (first, second))
+    print(f"a: {one['package']}\nb: {other['package']}\n")
+    names = list(dict.fromkeys(key[3] for key in one["cells"]))
+    rows = list(dict.fromkeys(key[:3] for key in one["cells"]))
+    notes: dict[str, list[str]] = {}
+    lines = []
+    for row in rows:
+        entries = []
+        for name in names:
+            a, b = one["cells"][(*row, name)], other["cells"][(*row, name)]
+            if isinstance(a, str) or isinstance(b, str):
+                entries.append(" ".join(m for m, v in (("a!", a), ("b!", b)) if isinstance(v, str)))
+                for mark, value in (("a", a), ("b", b)):
+                    if isinstance(value, str):
+                        notes.setdefault(f"{mark}: {value}", []).append(f"{row[0]}/{name}")
+            else:
+                entries.append(f"{deviation(a, b):.0e}")
+        lines.append((f"{row[0]}, {row[1][:3]}, {row[2]}", entries))
+    width = max(len(label) for label, _ in lines)
+    mark = " | " if markdown else "  "
+    print(mark.join([" " * width, *[n[:12].rjust(12) for n in names]]))
+    if markdown:
+        print("|".join(["---"] * (len(names) + 1)))
+    for label, entries in lines:
+        print(mark.join([label.ljust(width), *[entry.rjust(12) for entry in entries]]))
+    print("\nErrors:")
+    for text, where in sorted(notes.items()):
+        print(f"  {text}\n      at {len(where)} cells: {', '.join(dict.fromkeys(where[:6]))}")
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    dumping = commands.add_parser("dump")
+    dumping.add_argument("path")
+    dumping.add_argument("--only", default="", help="part of a layer's or an extension's name")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("first")
+    comparing.add_argument("second")
+    comparing.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.command == "dump":
+        dump(arguments.path, arguments.only)
+    else:
+        compare(arguments.first, arguments.second, arguments.markdown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""One cell of the comparison: a quantity on a problem, by every peer that can."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.limit import limit
+from benchmarks.measure import alternate, peak_memory
+from benchmarks.peers import PEERS, Step, Unsupported
+from benchmarks.problems import Problem
+from benchmarks.quantities import Quantity
+
+
+@dataclass
+class Cell:
+    """What was measured.
+
+    Attributes:
+        problem: Its name.
+        quantity: Its name.
+        batch: Number of samples.
+        gradient: Seconds of a plain gradient.
+        time: For each peer, time relative to the gradient.
+        to_ours: For each peer, its time relative to ours, measured next to each other.
+        memory: For each peer, bytes at its peak above those of a plain gradient.
+        limit: The least time that is needed, relative to the gradient.
+        difference: Largest relative difference between the incumbent's numbers and ours.
+        refused: Why a peer is missing.
+    """
+
+    problem: str
+    quantity: str
+    batch: int
+    gradient: float = 0.0
+    time: dict[str, float] = field(default_factory=dict)
+    to_ours: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    limit: float | None = None
+    difference: float | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the results file."""
+        return asdict(self)
+
+
+def measure(
+    problem: Problem,
+    quantity: Quantity,
+    peers: Sequence[str],
+    seconds: float,
+    rate: float,
+    memory: bool = True,
+    batch: int | None = None,
+) -> Cell:
+    """Measure one cell.
+
+    Args:
+        problem: The problem.
+        quantity: The quantity.
+        peers: Which peers besides the gradient.
+        seconds: How long to repeat.
+        rate: Bytes per second of a first write to fresh memory.
+        memory: Measure memory, too.
+        batch: Number of samples; default: the problem's.
+    """
+    size = batch or (problem.exact_batch if quantity.exact else problem.batch)
+    cell = Cell(problem.name, quantity.name, size)
+    steps, models = _steps(cell, problem, quantity, ["gradient", *peers])
+    times = alternate(steps, seconds)
+    cell.gradient = times.best("gradient")
+    for name in steps:
+        cell.time[name] = times.ratio(name, "gradient")
+        if "ours" in steps:
+            cell.to_ours[name] = times.ratio(name, "ours")
+    bound = limit(problem, quantity, size)
+    if bound is not None:
+        cell.limit = bound.time(cell.gradient, rate) / cell.gradient
+    if {"ours", "incumbent"} <= models.keys() and not quantity.random:
+        cell.difference = _difference(models["ours"], models["incumbent"], quantity.fields)
+    del models
+    if memory:
+        found = {name: peak_memory(problem, quantity, name, size) for name in steps}
+        base = found.pop("gradient") or 0
+        cell.memory = {name: bytes_ - base for name, bytes_ in found.items() if bytes_ is not None}
+    return cell
+
+
+def _steps(
+    cell: Cell, problem: Problem, quantity: Quantity, peers: Sequence[str]
+) -> tuple[dict[str, Step], dict[str, nn.Module]]:
+    """The peers that work, after a first run."""
+    steps, models = {}, {}
+    for peer in peers:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step, model = PEERS[peer](problem, quantity, cell.batch)
+                step()
+        except Exception as error:  # whatever it is, the peer cannot do this
+            known = isinstance(error, Unsupported)
+            text = str(error).strip().split("\n", 1)[0]
+            cell.refused[peer] = text if known else f"{type(error).__name__}: {text}"
+        else:
+            steps[peer], models[peer] = step, model
+    return steps, models
+
+
+def _difference(ours: nn.Module, theirs: nn.Module, fields: Sequence[str]) -> float | None:
+    """Largest difference of any field, relative to the largest entry of the parameter's."""
+    worst = None
+    for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+        for name in fields:
+            for a, b in zip(_tensors(first, name), _tensors(second, name), strict=True):
+                scale = float(b.abs().max()) or 1.0
+                error = float((a.reshape(b.shape) - b).abs().max()) / scale
+                worst = error if worst is None else max(worst, error)
+    return worst
+
+
+def _tensors(parameter: nn.Parameter, name: str) -> list[Tensor]:
+    value = getattr(parameter, name)
+    return [value] if isinstance(value, torch.Tensor) else list(value)

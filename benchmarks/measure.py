@@ -1,0 +1,122 @@
+"""Times in one process, alternately; memory in a process for each number."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import PEERS, Step
+from benchmarks.problems import PROBLEMS, Problem
+from benchmarks.quantities import QUANTITIES, Quantity
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of every round, by peer."""
+
+    rounds: Mapping[str, list[float]]
+
+    def best(self, peer: str) -> float:
+        """The fastest round."""
+        return min(self.rounds[peer])
+
+    def ratio(self, peer: str, to: str) -> float:
+        """Median over rounds of the ratio of two peers, each pair measured next to each other."""
+        pairs = zip(self.rounds[peer], self.rounds[to], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+
+def alternate(steps: Mapping[str, Step], seconds: float, least: int = 3, most: int = 15) -> Times:
+    """Run the steps in turn, after one run each to warm up.
+
+    Args:
+        steps: By peer.
+        seconds: When to stop, as long as there were enough rounds.
+        least: Fewest rounds.
+        most: Most rounds.
+    """
+    for step in steps.values():
+        step()
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    start = time.perf_counter()
+    for turn in range(most):
+        for name, step in steps.items():
+            gc.collect()
+            rounds[name].append(_seconds(step))
+        if turn + 1 >= least and time.perf_counter() - start > seconds:
+            break
+    return Times(rounds)
+
+
+def _seconds(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def write_rate(size: int = 2**28) -> float:
+    """Bytes per second of a first write to fresh memory."""
+
+    def write() -> None:
+        torch.empty(size, dtype=torch.uint8).fill_(1)
+
+    return size / min(_seconds(write) for _ in range(3))
+
+
+def peak_memory(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int | None:
+    """Bytes by which the resident set of a fresh process grows during one pass.
+
+    The process has run a plain gradient before, so that libraries are loaded. Freed memory goes back to
+    the system at once (``MALLOC_*``), so that the resident set is what is in use.
+
+    Returns:
+        ``None`` where the peer cannot compute the quantity.
+    """
+    environment = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+    }
+    command = [sys.executable, "-m", "benchmarks.measure", problem.name, quantity.name, peer]
+    command += [str(batch), str(torch.get_num_threads())]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        return None
+    return int(json.loads(result.stdout.splitlines()[-1]))
+
+
+def _resident(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
+
+
+def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
+    warm, _ = PEERS["gradient"](problem, quantity, min(batch, 2))
+    warm()
+    step, _ = PEERS[peer](problem, quantity, batch)
+    gc.collect()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    step()
+    return _resident("VmHWM") - before
+
+
+def _main() -> None:
+    problem, quantity, peer, batch, threads = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    print(json.dumps(_grow(PROBLEMS[problem], QUANTITIES[quantity], peer, int(batch))))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,167 @@
+"""How each library computes a quantity. All of them can be imported into one process.
+
+A peer makes, for a problem and a quantity, a function that does one forward and backward pass. It raises
+:class:`Unsupported` where the library has no such quantity, or cannot treat the net.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
+
+from benchmarks.problems import Problem
+from benchmarks.quantities import Quantity
+
+Step = Callable[[], None]
+
+
+class Unsupported(Exception):  # noqa: N818 - not an error of the program
+    """The library has no such quantity, or cannot treat the net."""
+
+
+def _parts(problem: Problem, batch: int) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return problem.model(), nn.CrossEntropyLoss(), *problem.data(batch)
+
+
+def gradient(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """A plain forward and backward pass."""
+    model, lossfunc, x, y = _parts(problem, batch)
+
+    def step() -> None:
+        model.zero_grad()
+        lossfunc(model(x), y).backward()
+
+    return step, model
+
+
+def _extended(
+    package: ModuleType, extensions: ModuleType, problem: Problem, quantity: Quantity, batch: int
+) -> tuple[Step, nn.Module]:
+    model, lossfunc, x, y = _parts(problem, batch)
+    try:
+        kinds = [getattr(extensions, name) for name in quantity.extensions]
+    except (AttributeError, ImportError) as error:
+        raise Unsupported(str(error)) from error
+    model, lossfunc = package.extend(model), package.extend(lossfunc)
+
+    def step() -> None:
+        model.zero_grad()
+        loss = lossfunc(model(x), y)
+        with package.backpack(*(kind(*quantity.arguments) for kind in kinds)):
+            loss.backward()
+
+    return step, model
+
+
+def ours(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """This project."""
+    import backpack_core
+    from backpack_core import extensions
+
+    return _extended(backpack_core, extensions, problem, quantity, batch)
+
+
+def incumbent(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """backpack-for-pytorch."""
+    _stand_in_for_torchvision()
+    package = importlib.import_module("backpack")
+    extensions = importlib.import_module("backpack.extensions")
+    return _extended(package, extensions, problem, quantity, batch)
+
+
+def _stand_in_for_torchvision() -> None:
+    """The incumbent imports torchvision, but only to download example data."""
+    for name, attributes in {
+        "torchvision": (),
+        "torchvision.datasets": ("MNIST",),
+        "torchvision.transforms": ("Compose", "Normalize", "ToTensor"),
+    }.items():
+        module = sys.modules.setdefault(name, ModuleType(name))
+        for attribute in attributes:
+            setattr(module, attribute, getattr(module, attribute, None))
+
+
+def functional(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """torch.func: individual gradients, or Jacobians of the outputs, under vmap."""
+    reductions = {
+        "BatchGrad": lambda g: g,
+        "BatchL2Grad": lambda g: g.flatten(1).square().sum(1),
+        "SumGradSquared": lambda g: g.square().sum(0),
+        "Variance": lambda g: g.var(0, correction=0),
+        "FirstFour": lambda g: (
+            g, g.var(0, correction=0), g.square().sum(0), g.flatten(1).square().sum(1)
+        ),
+        "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
+    }  # fmt: skip
+    model, lossfunc, x, y = _parts(problem, batch)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    model.stored = None  # type: ignore[assignment]
+
+    def output(values: dict[str, Tensor], sample: Tensor) -> Tensor:
+        result: Tensor = functional_call(model, values, (sample.unsqueeze(0),))
+        return result
+
+    def loss(values: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
+        value: Tensor = lossfunc(output(values, sample), target.unsqueeze(0))
+        return value / batch
+
+    def individual() -> None:
+        found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+        model.stored = [reductions[quantity.name](g) for g in found.values()]
+
+    def diagonal() -> None:
+        jacobian = vmap(jacrev(output), in_dims=(None, 0))
+        size = max(1, 2**28 // (4 * problem.classes * sum(p.numel() for p in parameters.values())))
+        total: dict[str, Tensor] = {}
+        for rows in x.split(size):
+            p = output_of_batch(rows).softmax(1)
+            hessian = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)) / batch
+            for name, j in jacobian(parameters, rows).items():
+                columns = j.flatten(1, 2).flatten(2)
+                part = (columns * (hessian @ columns)).sum((0, 1))
+                total[name] = total[name] + part if name in total else part
+        model.stored = list(total.values())
+
+    def output_of_batch(rows: Tensor) -> Tensor:
+        result: Tensor = functional_call(model, parameters, (rows,))
+        return result
+
+    if quantity.name in reductions:
+        return individual, model
+    if quantity.name == "DiagGGNExact":
+        return diagonal, model
+    raise Unsupported(f"no {quantity.name} by torch.func here")
+
+
+def opacus(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """Opacus: individual gradients, or norms alone ("ghost clipping")."""
+    names = {"BatchGrad": "GradSampleModule", "BatchL2Grad": "GradSampleModuleFastGradientClipping"}
+    if quantity.name not in names:
+        raise Unsupported(f"no {quantity.name} in Opacus")
+    grad_sample = importlib.import_module("opacus.grad_sample")
+    model, lossfunc, x, y = _parts(problem, batch)
+    wrapped = getattr(grad_sample, names[quantity.name])(model, strict=False)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad_sample = parameter.grad = None  # type: ignore[attr-defined]
+        lossfunc(wrapped(x), y).backward()
+
+    return step, model
+
+
+PEERS: dict[str, Callable[[Problem, Quantity, int], tuple[Step, nn.Module]]] = {
+    "gradient": gradient,
+    "ours": ours,
+    "incumbent": incumbent,
+    "torch.func": functional,
+    "opacus": opacus,
+}

@@ -1,0 +1,113 @@
+"""Nets, data and losses of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A net on random data with the mean cross-entropy loss.
+
+    Attributes:
+        name: How it is called on the command line.
+        model: Makes the net.
+        shape: Shape of one input.
+        classes: Number of outputs ``C``.
+        batch: Number of samples ``N``.
+        exact_batch: Number of samples for quantities with a column for every class.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    classes: int
+    batch: int
+    exact_batch: int
+
+    def data(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Random inputs ``[N, *shape]`` and classes ``[N]``, the same at every call."""
+        generator = torch.Generator().manual_seed(1)
+        x = torch.rand(batch, *self.shape, generator=generator)
+        return x, torch.randint(0, self.classes, (batch,), generator=generator)
+
+
+def logistic_regression() -> nn.Module:
+    """784 → 10."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+def mlp(width: int = 512, depth: int = 2, classes: int = 10) -> nn.Module:
+    """784 → 512 → 256 → 10 with sigmoids; each hidden layer is half as wide as the one before."""
+    widths = [784, *(max(16, width >> level) for level in range(depth))]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(before, after), nn.Sigmoid()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
+
+
+def net_2c2d() -> nn.Module:
+    """Two convolutions and two linear layers on 1 × 28 × 28 (DeepOBS's 2C2D)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(3136, 1024), nn.ReLU(), nn.Linear(1024, 10),
+    )  # fmt: skip
+
+
+def net_3c3d() -> nn.Module:
+    """Three convolutions and three linear layers on 3 × 32 × 32 (DeepOBS's 3C3D)."""
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.Conv2d(64, 96, 3), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.Conv2d(96, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.Flatten(), nn.Linear(1152, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(),
+        nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def all_cnn_c() -> nn.Module:
+    """Nine convolutions on 3 × 32 × 32, 100 classes (Springenberg et al., 2015)."""
+    def layer(*args: int, **options: int) -> list[nn.Module]:
+        return [nn.Conv2d(*args, **options), nn.ReLU()]
+
+    return nn.Sequential(
+        *layer(3, 96, 3, padding=1), *layer(96, 96, 3, padding=1),
+        *layer(96, 96, 3, padding=1, stride=2),
+        *layer(96, 192, 3, padding=1), *layer(192, 192, 3, padding=1),
+        *layer(192, 192, 3, padding=1, stride=2),
+        *layer(192, 192, 3), *layer(192, 192, 1), *layer(192, 100, 1),
+        nn.AvgPool2d(6), nn.Flatten(),
+    )  # fmt: skip
+
+
+class _Classifier(nn.Module):
+    """A Transformer encoder, the mean over tokens, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.encoder(x).mean(1))
+        return result
+
+
+_IMAGE = (3, 32, 32)
+PROBLEMS = {
+    problem.name: problem
+    for problem in (
+        Problem("logreg", logistic_regression, (784,), 10, 128, 128),
+        Problem("mlp", mlp, (784,), 10, 128, 128),
+        Problem("2c2d", net_2c2d, (1, 28, 28), 10, 64, 64),
+        Problem("3c3d", net_3c3d, _IMAGE, 10, 64, 64),
+        Problem("allcnnc", all_cnn_c, _IMAGE, 100, 64, 16),
+        Problem("transformer", _Classifier, (64, 128), 10, 16, 16),
+    )
+}

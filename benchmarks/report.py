@@ -1,0 +1,97 @@
+"""Results as a table, a file and a plot."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cells import Cell
+from benchmarks.growth import Growth
+
+_HEADER = (
+    f"{'problem':12}{'quantity':18}{'N':>4} |{'gradient':>9} |{'limit':>7}{'ours':>8}{'ours/lim':>9} |"
+    f"{'incumb.':>8}{'t.func':>8}{'opacus':>8} |{'MB ours':>9}{'incumb.':>9}{'t.func':>9} |{'differ':>8}"
+)
+
+
+def header() -> str:
+    """Two lines that explain the columns."""
+    return (
+        "gradient in ms; limit and ours relative to it; peers relative to ours (above 1: ours is "
+        "faster); MB at the peak above a plain gradient\n" + _HEADER
+    )
+
+
+def row(cell: Cell) -> str:
+    """One line of the table."""
+    ours = cell.time.get("ours")
+    distance = ours / cell.limit if ours and cell.limit else None
+    peers = "".join(_number(cell.to_ours.get(p), 8) for p in ("incumbent", "torch.func", "opacus"))
+    memory = "".join(
+        _number(_mega(cell.memory.get(p)), 9, 1) for p in ("ours", "incumbent", "torch.func")
+    )
+    difference = "" if cell.difference is None else f"{cell.difference:.0e}"
+    return (
+        f"{cell.problem:12}{cell.quantity:18}{cell.batch:>4} |{1e3 * cell.gradient:>9.1f} |"
+        f"{_number(cell.limit, 7)}{_number(ours, 8)}{_number(distance, 9)} |{peers} |{memory} |"
+        f"{difference:>8}"
+    )
+
+
+def _number(value: float | None, width: int, digits: int = 2) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}f}"
+
+
+def _mega(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+def save(path: Path, cells: Sequence[Cell], growth: Sequence[Growth], rate: float) -> None:
+    """Write everything to one JSON file."""
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "write_rate": rate,
+        "cells": [cell.as_dict() for cell in cells],
+        "growth": [study.as_dict() for study in growth],
+    }
+    path.write_text(json.dumps(result, indent=1))
+
+
+def plot(path: Path, cells: Sequence[Cell]) -> None:
+    """Time of every peer relative to the gradient, one panel for each problem."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    problems = list(dict.fromkeys(cell.problem for cell in cells))
+    figure, panels = pyplot.subplots(
+        1, len(problems), figsize=(3.5 * len(problems), 5), squeeze=False, sharey=False
+    )
+    for panel, name in zip(panels[0], problems, strict=True):
+        chosen = [cell for cell in cells if cell.problem == name][::-1]
+        names = [f"{cell.quantity} ({cell.batch})" for cell in chosen]
+        peers = ["opacus", "torch.func", "incumbent", "ours"]
+        height = 0.8 / len(peers)
+        for shift, peer in enumerate(peers):
+            at = [y + shift * height for y in range(len(chosen))]
+            panel.barh(at, [c.time.get(peer, 0) for c in chosen], height, label=peer)
+        for y, cell in enumerate(chosen):
+            if cell.limit is not None:
+                panel.plot([cell.limit] * 2, [y - height / 2, y + 3.5 * height], "k-")
+        panel.set_yticks([y + 1.5 * height for y in range(len(chosen))], names, fontsize=7)
+        panel.set_xscale("log")
+        panel.set_title(name)
+        panel.set_xlabel("time / gradient (bar: least)")
+    panels[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,121 @@
+"""The names of ``backpack-for-pytorch`` 1.7, on ``backpack-core``.
+
+Scripts and packages written for it run unchanged:
+
+    from backpack import backpack, extend
+    from backpack.extensions import DiagGGNExact
+
+This package holds names and adapters; every number comes from ``backpack_core`` and its plugins.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+from torch.nn import Module
+
+from backpack import extensions as extensions
+from backpack.context import CTX as CTX
+from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.extensions.backprop_extension import BackpropExtension as BackpropExtension
+from backpack.presence import warn_about_incumbent
+from backpack.storage import HookWithIO, hook_store_io, memory_cleanup, store_io
+from backpack_core import __version__ as __version__
+from backpack_core import context as core
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import BackpackWarning, NotExtendedError
+from backpack_core.extend import M
+from backpack_core.extend import extend as _extend
+from backpack_core.extension import Extension
+
+__all__ = [
+    "backpack",
+    "convert_module_to_backpack",
+    "disable",
+    "extend",
+    "extensions",
+    "hook_store_io",
+    "memory_cleanup",
+]
+
+
+class backpack(core.backpack):
+    """Activate extensions for the backward passes inside a ``with`` block."""
+
+    def __init__(
+        self,
+        *exts: Extension,
+        extension_hook: Callable[[Module], None] | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+    ) -> None:
+        """Store the request.
+
+        Args:
+            exts: Extensions to run.
+            extension_hook: Called with each module after all extensions ran on it;
+                ``module.input0``, …, and ``module.output`` are those of the call in question.
+            debug: Log every step, and check at every module that samples do not mix.
+            retain_graph: Keep inputs and outputs for another backward pass.
+        """
+        hook = None if extension_hook is None else HookWithIO(extension_hook, self._visiting)
+        super().__init__(*exts, extension_hook=hook, debug=debug, retain_graph=retain_graph)
+        self.exts = exts
+        self.debug = debug
+        self.extension_hook = extension_hook
+        self.retain_graph = retain_graph
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the block; that nothing was computed in it is a warning here, not an error."""
+        try:
+            super().__exit__(exc_type, exc, traceback)
+        except NotExtendedError as error:
+            warnings.warn(str(error), BackpackWarning, stacklevel=2)
+
+    def _visiting(self) -> ModuleCall | None:
+        """The call that the backward pass is at."""
+        task = torch._C._current_graph_task_id()
+        for context in self._entered:
+            current_pass = context.passes.get(task)
+            if current_pass is not None:
+                call: ModuleCall | None = current_pass.visiting
+                return call
+        return None
+
+
+class disable(core.disable):
+    """Record nothing in forward passes inside this ``with`` block."""
+
+    @staticmethod
+    def should_store_io() -> bool:
+        """Whether forward passes record inputs and outputs."""
+        return not core.is_disabled()
+
+
+def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
+    """Make a module, and all modules in it, report to active extensions.
+
+    Args:
+        module: A model, a layer, or a loss function.
+        debug: Print what is extended.
+        use_converter: Rewrite the model into modules with ``torch.fx`` first.
+
+    Returns:
+        The same object, unless it was converted.
+    """
+    if debug:
+        print("[DEBUG] Extending", module)
+    module = _extend(module, debug=debug, use_converter=use_converter)
+    store_io(module)
+    return module
+
+
+warn_about_incumbent()

@@ -1,0 +1,120 @@
+"""``CTX``: reads and sets what is active on this thread, in the core's contexts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from torch.nn import Module
+
+from backpack_core import context as core
+from backpack_core import unextend
+from backpack_core.extension import Extension
+
+
+def no_op(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+class ExtendedHandle:
+    """Removes what ``extend`` installed on a module; does not keep the module alive."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = weakref.ref(module)
+
+    def remove(self) -> None:
+        """Remove it."""
+        module = self._module()
+        if module is not None:
+            unextend(module)
+
+
+class CTX:
+    """What is active in backward passes of this thread.
+
+    Inside ``with backpack(...)`` it speaks of that block; the setters change it until it ends.
+    Outside, the setters hold until they are set back.
+    """
+
+    hook_handles: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def set_active_exts(active_exts: Iterable[Extension]) -> None:
+        """Set the active extensions."""
+        extensions = tuple(active_exts)
+        _set(extensions=extensions, groups=core._group(extensions))
+
+    @staticmethod
+    def get_active_exts() -> tuple[Extension, ...]:
+        """The active extensions."""
+        return _current().extensions
+
+    @staticmethod
+    def is_extension_active(*extension_classes: type[Any]) -> bool:
+        """Whether an instance of one of the classes is active."""
+        return any(isinstance(ext, extension_classes) for ext in CTX.get_active_exts())
+
+    @staticmethod
+    def get_debug() -> bool:
+        """Whether debug mode is on."""
+        return _current().debug
+
+    @staticmethod
+    def set_debug(debug: bool) -> None:
+        """Switch debug mode."""
+        _set(debug=debug)
+
+    @staticmethod
+    def get_extension_hook() -> Callable[[Module], None]:
+        """What runs on each module after all extensions."""
+        hook = _current().extension_hook
+        return no_op if hook is None else getattr(hook, "hook", hook)
+
+    @staticmethod
+    def set_extension_hook(extension_hook: Callable[[Module], None]) -> None:
+        """Set what runs on each module after all extensions."""
+        _set(extension_hook=None if extension_hook is no_op else extension_hook)
+
+    @staticmethod
+    def get_retain_graph() -> bool:
+        """Whether inputs and outputs are kept for another backward pass."""
+        return _current().retain_graph
+
+    @staticmethod
+    def set_retain_graph(retain_graph: bool) -> None:
+        """Set whether inputs and outputs are kept for another backward pass."""
+        _set(retain_graph=retain_graph)
+
+    @staticmethod
+    def add_hook_handle(hook_handle: Any) -> None:
+        """Note a handle for :meth:`remove_hooks`."""
+        CTX.hook_handles.append(hook_handle)
+
+    @staticmethod
+    def remove_hooks() -> None:
+        """Take back every ``extend``: all hooks of all modules."""
+        for handle in CTX.hook_handles:
+            handle.remove()
+        CTX.hook_handles.clear()
+
+
+_MADE_HERE = "set through CTX"
+_NOTHING = core.Context((), None, False, False, ())
+
+
+def _current() -> core.Context:
+    return core.current(threading.get_ident()) or _NOTHING
+
+
+def _set(**changes: Any) -> None:
+    """Replace the innermost context of this thread by one with changes."""
+    before = core.current(threading.get_ident())
+    after = replace(
+        before or core.Context((), None, False, False, (), seen={_MADE_HERE}), **changes
+    )
+    settings = (after.extensions, after.extension_hook, after.debug, after.retain_graph)
+    is_default = _MADE_HERE in after.seen and not any(settings)
+    core.exchange(before, None if is_default else after)

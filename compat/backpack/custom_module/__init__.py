@@ -1,0 +1,25 @@
+"""Helper modules: those of ``backpack_core.modules``, under the incumbent's submodule names."""
+
+from __future__ import annotations
+
+from backpack.submodules import submodule
+from backpack_core.modules import (
+    Branch,
+    Pad,
+    Parallel,
+    Permute,
+    ReduceTuple,
+    ScaleModule,
+    Slicing,
+    SumModule,
+)
+
+for _name, _members in {
+    "branching": {"SumModule": SumModule, "Parallel": Parallel, "_Branch": Branch},
+    "pad": {"Pad": Pad},
+    "permute": {"Permute": Permute},
+    "reduce_tuple": {"ReduceTuple": ReduceTuple},
+    "scale_module": {"ScaleModule": ScaleModule},
+    "slicing": {"Slicing": Slicing},
+}.items():
+    submodule(f"{__name__}.{_name}", _members)

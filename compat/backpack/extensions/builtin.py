@@ -1,0 +1,308 @@
+"""The incumbent's extensions: those of the plugins, with its signatures. Imports plugins' extensions.
+
+They take no settings beyond the incumbent's; the classes of ``backpack_core.extensions`` do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from backpack.extensions.backprop_extension import IncumbentNames
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.hbp_options import (
+    BackpropStrategy,
+    ExpectationApproximation,
+    LossHessianStrategy,
+)
+from backpack_core import Extension, LayerRule, ModuleCall
+from backpack_core import extensions as core
+from backpack_core.errors import UnsupportedError
+
+EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
+BOTEV_MARTENS = ExpectationApproximation.BOTEV_MARTENS
+
+
+class BatchGrad(IncumbentNames, core.BatchGrad):
+    """Individual gradients, in ``grad_batch``."""
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        super().__init__(subsampling=subsampling)
+
+
+class BatchL2Grad(IncumbentNames, core.BatchL2Grad):
+    """Squared norms of individual gradients, in ``batch_l2``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class SumGradSquared(IncumbentNames, core.SumGradSquared):
+    """Sum of squared individual gradients, in ``sum_grad_squared``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class Variance(IncumbentNames, core.Variance):
+    """Variance of the individual gradients, in ``variance``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class ByLossHessian(IncumbentNames):
+    """Extensions that carry the root of the loss Hessian, exact or sampled.
+
+    Args:
+        loss_hessian_strategy: ``LossHessianStrategy.EXACT`` or ``SAMPLING``; the latter needs a
+            method ``get_num_mc_samples``.
+        savefield: Name of the attribute on parameters.
+        subsampling: Indices of the samples to take; default: all.
+    """
+
+    VALID_LOSS_HESSIAN_STRATEGIES = (EXACT, SAMPLING)
+    _mc_samples: int = 1
+
+    def __init__(
+        self,
+        loss_hessian_strategy: str,
+        savefield: str,
+        subsampling: list[int] | None = None,
+    ) -> None:
+        if loss_hessian_strategy not in self.VALID_LOSS_HESSIAN_STRATEGIES:
+            raise ValueError(
+                f"Unknown hessian strategy: {loss_hessian_strategy}. Valid strategies: "
+                f"{list(self.VALID_LOSS_HESSIAN_STRATEGIES)}"
+            )
+        self.loss_hessian_strategy = loss_hessian_strategy
+        if loss_hessian_strategy == EXACT:
+            base: Extension = core.DiagGGNExact(subsampling=subsampling)
+        else:
+            samples = self.get_num_mc_samples()
+            base = core.DiagGGNMC(mc_samples=samples, subsampling=subsampling)
+        Extension.__init__(self, base.propagator, savefield)
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Which root of the loss Hessian is carried."""
+        return self.loss_hessian_strategy
+
+    def get_num_mc_samples(self) -> int:
+        """Number of Monte-Carlo samples."""
+        return self._mc_samples
+
+
+class DiagGGN(ByLossHessian):
+    """Base of the diagonals of the generalised Gauss-Newton matrix."""
+
+    read = core.DiagGGNExact.read
+    columns_add = core.DiagGGNExact.columns_add
+
+    def __init__(self, loss_hessian_strategy: str, savefield: str) -> None:
+        super().__init__(loss_hessian_strategy, savefield)
+
+
+class DiagGGNExact(DiagGGN, core.DiagGGNExact):
+    """Diagonal of the generalised Gauss-Newton matrix, in ``diag_ggn_exact``."""
+
+    def __init__(self) -> None:
+        super().__init__(EXACT, "diag_ggn_exact")
+
+
+class DiagGGNMC(DiagGGN, core.DiagGGNMC):
+    """The same by Monte Carlo, in ``diag_ggn_mc``."""
+
+    def __init__(self, mc_samples: int = 1) -> None:
+        self._mc_samples = mc_samples
+        super().__init__(SAMPLING, "diag_ggn_mc")
+
+
+class BatchDiagGGN(ByLossHessian):
+    """Base of the diagonals of single samples."""
+
+    read = core.BatchDiagGGNExact.read
+    columns_add = core.BatchDiagGGNExact.columns_add
+
+    def __init__(self, loss_hessian_strategy: str, savefield: str) -> None:
+        super().__init__(loss_hessian_strategy, savefield)
+
+
+class BatchDiagGGNExact(BatchDiagGGN, core.BatchDiagGGNExact):
+    """Diagonals of single samples, in ``diag_ggn_exact_batch``."""
+
+    def __init__(self) -> None:
+        super().__init__(EXACT, "diag_ggn_exact_batch")
+
+
+class BatchDiagGGNMC(BatchDiagGGN, core.BatchDiagGGNMC):
+    """The same by Monte Carlo, in ``diag_ggn_mc_batch``."""
+
+    def __init__(self, mc_samples: int = 1) -> None:
+        self._mc_samples = mc_samples
+        super().__init__(SAMPLING, "diag_ggn_mc_batch")
+
+
+class SqrtGGN(ByLossHessian):
+    """Base of the square roots of the generalised Gauss-Newton matrix."""
+
+    read = core.SqrtGGNExact.read
+    combine = core.SqrtGGNExact.combine
+    columns_add = core.SqrtGGNExact.columns_add
+
+
+class SqrtGGNExact(SqrtGGN, core.SqrtGGNExact):
+    """Square root of the generalised Gauss-Newton matrix, in ``sqrt_ggn_exact``."""
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        super().__init__(EXACT, "sqrt_ggn_exact", subsampling)
+
+
+class SqrtGGNMC(SqrtGGN, core.SqrtGGNMC):
+    """The same by Monte Carlo, in ``sqrt_ggn_mc``."""
+
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
+        self._mc_samples = mc_samples
+        super().__init__(SAMPLING, "sqrt_ggn_mc", subsampling)
+
+
+class DiagHessian(IncumbentNames, core.DiagHessian):
+    """Diagonal of the Hessian, in ``diag_h``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class BatchDiagHessian(IncumbentNames, core.BatchDiagHessian):
+    """Diagonals of the Hessians of single samples, in ``diag_h_batch``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class HBP(IncumbentNames):
+    """Kronecker factors by strategies; the combinations that have names are there.
+
+    Args:
+        curv_type: ``Curvature.GGN``.
+        loss_hessian_strategy: ``EXACT`` (:class:`KFLR`), ``SAMPLING`` (:class:`KFAC`), or ``SUM``
+            (:class:`KFRA`).
+        backprop_strategy: ``BATCH_AVERAGE`` with ``SUM``, otherwise ``SQRT``.
+        ea_strategy: ``ExpectationApproximation.BOTEV_MARTENS``.
+        savefield: Name of the attribute on parameters.
+    """
+
+    _mc_samples: int = 1
+
+    def __init__(
+        self,
+        curv_type: str,
+        loss_hessian_strategy: str,
+        backprop_strategy: str,
+        ea_strategy: str,
+        savefield: str = "hbp",
+    ) -> None:
+        self.curv_type = curv_type
+        self.loss_hessian_strategy = loss_hessian_strategy
+        self.backprop_strategy = backprop_strategy
+        self.ea_strategy = ea_strategy
+        self._base = self._named()
+        Extension.__init__(self, self._base.propagator, savefield)
+
+    def _named(self) -> Extension:
+        """The extension that goes by these strategies."""
+        found = (self.loss_hessian_strategy, self.backprop_strategy)
+        known: dict[tuple[str, str], type[Extension]] = {
+            (EXACT, BackpropStrategy.SQRT): core.KFLR,
+            (SAMPLING, BackpropStrategy.SQRT): core.KFAC,
+            (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE): core.KFRA,
+        }
+        usual = (Curvature.GGN, BOTEV_MARTENS)
+        if (self.curv_type, self.ea_strategy) != usual or found not in known:
+            asked = (self.curv_type, *found, self.ea_strategy)
+            raise UnsupportedError(
+                f"HBP{asked} has no exact meaning in the literature and no counterpart here: use "
+                "KFAC, KFLR or KFRA."
+            )
+        base = known[found]
+        return base(mc_samples=self.get_num_mc_samples()) if base is core.KFAC else base()
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
+        """The factors."""
+        return self._base.read(rule, call, name, mat)
+
+    def combine(self, first: Any, second: Any) -> Any:
+        """Factors for the columns of both."""
+        return self._base.combine(first, second)
+
+    def get_curv_type(self) -> str:
+        """Which curvature is approximated."""
+        return self.curv_type
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Which form of the loss Hessian is carried."""
+        return self.loss_hessian_strategy
+
+    def get_backprop_strategy(self) -> str:
+        """Whether a root or an average is carried."""
+        return self.backprop_strategy
+
+    def get_ea_strategy(self) -> str:
+        """How the expectation is approximated."""
+        return self.ea_strategy
+
+    def get_num_mc_samples(self) -> int:
+        """Number of Monte-Carlo samples."""
+        return self._mc_samples
+
+
+class KFAC(HBP, core.KFAC):
+    """Kronecker factors with a sampled loss Hessian, in ``kfac``."""
+
+    def __init__(self, mc_samples: int = 1) -> None:
+        self._mc_samples = mc_samples
+        super().__init__(Curvature.GGN, SAMPLING, BackpropStrategy.SQRT, BOTEV_MARTENS, "kfac")
+
+
+class KFLR(HBP, core.KFLR):
+    """Kronecker factors with the exact loss Hessian, in ``kflr``."""
+
+    def __init__(self) -> None:
+        super().__init__(Curvature.GGN, EXACT, BackpropStrategy.SQRT, BOTEV_MARTENS, "kflr")
+
+
+class KFRA(HBP, core.KFRA):
+    """Kronecker factors by averages over the batch, in ``kfra``."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            Curvature.GGN,
+            LossHessianStrategy.SUM,
+            BackpropStrategy.BATCH_AVERAGE,
+            BOTEV_MARTENS,
+            "kfra",
+        )
+
+
+class GGNMP(IncumbentNames, core.GGNMP):
+    """Products with blocks of the generalised Gauss-Newton matrix, in ``ggnmp``."""
+
+    def __init__(self, savefield: str = "ggnmp") -> None:
+        super().__init__(savefield=savefield)
+
+
+class HMP(IncumbentNames, core.HMP):
+    """Products with blocks of the Hessian, in ``hmp``."""
+
+    def __init__(self, savefield: str = "hmp") -> None:
+        super().__init__(savefield=savefield)
+
+
+class PCHMP(IncumbentNames, core.PCHMP):
+    """Products with blocks of the positive-curvature Hessian, in ``pchmp``."""
+
+    def __init__(self, savefield: str = "pchmp", modify: str = "clip") -> None:
+        self._modify = modify
+        super().__init__(savefield=savefield, modify=modify)
+
+    def get_modification_mode(self) -> str:
+        """``"clip"`` or ``"abs"``."""
+        return self._modify

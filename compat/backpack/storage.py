@@ -1,0 +1,127 @@
+"""Inputs and outputs as attributes of modules, where scripts look for them. Imports backpack_core.
+
+The core keeps them with the autograd graph. Here they are also set on the module after a forward pass,
+until the backward pass has visited it. A tensor that has a graph is stored without it: a module that
+held its own graph would keep it alive, and itself with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.context import CTX, ExtendedHandle
+from backpack_core import context as core
+from backpack_core.calls import ModuleCall
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.extend import is_extended
+from backpack_core.legacy import io_on_module
+
+
+def hook_store_io(module: Module, input: tuple[Any, ...], output: Any) -> None:
+    """Forward hook: set ``module.input0``, ``module.input1``, …, and ``module.output``.
+
+    Args:
+        module: The module.
+        input: Its positional arguments.
+        output: What it returned; of a tuple, the first element.
+    """
+    if core.is_disabled() or not torch.is_grad_enabled():
+        return
+    memory_cleanup(module)
+    first = output[0] if isinstance(output, tuple) else output
+    values = {f"input{i}": value for i, value in enumerate(input)} | {"output": first}
+    module.__dict__.update({name: _without_graph(value) for name, value in values.items()})
+
+
+def _without_graph(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.grad_fn is None:
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def memory_cleanup(module: Module) -> None:
+    """Remove what :func:`hook_store_io` set.
+
+    Args:
+        module: The module.
+    """
+    attributes = module.__dict__
+    attributes.pop("output", None)
+    position = 0
+    while attributes.pop(f"input{position}", None) is not None:
+        position += 1
+
+
+class FreeAfterVisit:
+    """Tensor hook on an output: the backward pass has been there."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = weakref.ref(module)
+        self._thread = threading.get_ident()
+
+    def __call__(self, grad: Tensor) -> None:
+        """Free, unless another backward pass is announced."""
+        module, context = self._module(), core.current(self._thread)
+        if module is not None and not (context is not None and context.retain_graph):
+            memory_cleanup(module)
+
+
+def hook_await_visit(module: Module, input: tuple[Any, ...], output: Any) -> None:
+    """Forward hook: free what is stored when the backward pass has visited the module."""
+    first = output[0] if isinstance(output, tuple) else output
+    if isinstance(first, Tensor) and first.grad_fn is not None and not core.is_disabled():
+        first.register_hook(FreeAfterVisit(module))
+
+
+def store_io(module: Module) -> None:
+    """Set inputs and outputs on every part of a module that was extended, from now on.
+
+    Args:
+        module: The module.
+    """
+    for part in module.modules():
+        part.__dict__["_backpack_extend"] = True
+        if is_extended(part) and hook_store_io not in part._forward_hooks.values():
+            CTX.add_hook_handle(ExtendedHandle(part))
+            for hook in (hook_store_io, hook_await_visit):
+                CTX.add_hook_handle(part.register_forward_hook(hook))
+
+
+class HookWithIO:
+    """An extension hook that finds inputs and output of the very call on the module.
+
+    A module may be called several times; what the forward pass left there is the last call's.
+    """
+
+    def __init__(
+        self, hook: Callable[[Module], None], visiting: Callable[[], ModuleCall | None]
+    ) -> None:
+        self.hook = hook
+        self._visiting = visiting
+
+    def __call__(self, module: Module) -> None:
+        """Set them, and run the hook."""
+        call = self._visiting()
+        # Of an in-place module the call has no input any more: the hook finds what is there.
+        with nullcontext() if call is None else _io(call):
+            self.hook(module)
+
+
+@contextmanager
+def _io(call: ModuleCall) -> Iterator[None]:
+    try:
+        for position in range(len(call.inputs)):
+            call.tensor_input(position)
+    except OverwrittenInputError:
+        yield
+        return
+    with io_on_module(call):
+        yield

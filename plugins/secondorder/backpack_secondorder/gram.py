@@ -1,0 +1,175 @@
+"""Eigenvalues and eigenvectors of the generalised Gauss-Newton matrix from its Gram matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack_core import Columns, LayerRule, ModuleCall, SecondOrderExtension, ops
+from backpack_core.columns import Root
+from backpack_core.errors import UsageError
+from backpack_core.extension import FailMode, as_subsampling
+from backpack_core.ops import MaterializedRule
+from backpack_secondorder.propagators import LossSqrt
+
+
+@dataclass(eq=False)
+class Spectrum:
+    """Nonzero eigenvalues of ``G = Σ_v Σ_n M[v, n] M[v, n]ᵀ`` over all parameters.
+
+    Attributes:
+        gram: ``⟨M[v, n], M[w, m]⟩``, summed over parameters. Shape ``[V, N, V, N]``.
+    """
+
+    gram: Tensor
+
+    @cached_property
+    def _eigen(self) -> tuple[Tensor, Tensor]:
+        size = self.gram.shape[0] * self.gram.shape[1]
+        values, vectors = torch.linalg.eigh(self.gram.reshape(size, size))
+        return values.flip(0), vectors.flip(1)
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """All that can differ from zero, largest first. Shape ``[V·N]``."""
+        return self._eigen[0]
+
+    def weights(self, count: int) -> Tensor:
+        """How the leading ``count`` eigenvectors are made of ``M``. Shape ``[count, V, N]``.
+
+        Raises:
+            UsageError: There are not as many eigenvalues that differ from zero.
+        """
+        values, vectors = self._eigen
+        tolerance = torch.finfo(values.dtype).eps * len(values) * values[0].abs()
+        rank = int((values > tolerance).sum())
+        if not 1 <= count <= rank:
+            raise UsageError(
+                f"{count} eigenvectors were asked for, but the matrix has rank {rank}: ask for 1 to "
+                f"{rank}."
+            )
+        chosen = vectors[:, :count] / values[:count].sqrt()
+        return chosen.T.reshape(count, *self.gram.shape[:2])
+
+
+@dataclass(eq=False)
+class GramBlock:
+    """What one parameter contributes.
+
+    Attributes:
+        gram: The Gram matrix of this parameter alone. Shape ``[V, N, V, N]``, with the ``V`` columns
+            that reach the parameter.
+        spectrum: The spectrum over all parameters, the same object on each.
+    """
+
+    gram: Tensor
+    _rule: LayerRule
+    _call: ModuleCall
+    _name: str
+    _columns: Columns
+    _places: Tensor = field(init=False)
+    spectrum: Spectrum = field(init=False)
+
+    def eigenvectors(self, count: int) -> Tensor:
+        """This parameter's part of the leading eigenvectors.
+
+        Args:
+            count: How many.
+
+        Returns:
+            Shape ``[count, *θ]``; largest eigenvalue first. Over all parameters together, they are
+            orthonormal.
+
+        Raises:
+            UsageError: There are not as many eigenvalues that differ from zero.
+        """
+        weights = self.spectrum.weights(count)[:, self._places]
+        if isinstance(self._rule, MaterializedRule):
+            return torch.einsum("kvn,vn...->k...", weights, self._rule.product)
+        mat = torch.einsum("kvn,vn...->kn...", weights, self._columns.mat)
+        product = ops.per_sample_sum(self._rule, self._call, self._name, mat)
+        self._call.memo.clear()
+        return product
+
+
+class GGNGram(SecondOrderExtension):
+    """Spectrum of the generalised Gauss-Newton matrix of all parameters together.
+
+    The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``, and shares its nonzero eigenvalues with the Gram matrix
+    ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` outputs of the model, or ``mc_samples``), which needs
+    no ``M`` in affine layers. Stored in ``ggn_gram``, a :class:`GramBlock`:
+
+    - ``param.ggn_gram.spectrum.eigenvalues``: the same for every parameter, largest first;
+    - ``param.ggn_gram.eigenvectors(k)``: the parameter's part of the leading ``k`` eigenvectors;
+    - ``param.ggn_gram.gram``: the Gram matrix of the parameter's own block.
+
+    All parameters that get the quantity belong to the matrix. Nothing is stored before the backward
+    pass is through. Scaled as the loss. Dangel et al. (2022), ViViT, arXiv:2106.02624.
+    """
+
+    savefield = "ggn_gram"
+    reads_quantity = True
+    is_deferred = True
+
+    def __init__(
+        self,
+        mc_samples: int | None = None,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            mc_samples: Number of samples from the model's likelihood for each datum; default: the
+                exact loss Hessian.
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+        """
+        propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
+        super().__init__(propagator, savefield, fail_mode)
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Columns) -> GramBlock:
+        """The parameter's own Gram matrix, and what its eigenvectors will need."""
+        gram = ops.gram(rule, call, name, mat.mat)
+        return GramBlock(gram, rule, call.retained(), name, mat)
+
+    def finish(self, values: Mapping[Parameter, GramBlock]) -> Mapping[Parameter, GramBlock]:
+        """Add up the Gram matrices.
+
+        Parameters may see columns of different losses, so every root has its place.
+
+        Args:
+            values: The contribution of every parameter.
+
+        Returns:
+            The same, with the spectrum.
+        """
+        blocks = list(values.values())
+        starts: dict[Root, int] = {}
+        total = 0
+        for block in blocks:
+            for root, mat in block._columns.blocks.items():
+                if root not in starts:
+                    starts[root] = total
+                    total += len(mat)
+        samples = blocks[0].gram.shape[1]
+        gram = blocks[0].gram.new_zeros(total, samples, total, samples)
+        for block in blocks:
+            ranges = [
+                torch.arange(starts[root], starts[root] + len(mat), device=gram.device)
+                for root, mat in block._columns.blocks.items()
+            ]
+            block._places = torch.cat(ranges)
+            grid = block._places[:, None], block._places[None, :]
+            gram.transpose(1, 2)[grid] += block.gram.transpose(1, 2)
+        spectrum = Spectrum(gram)
+        for block in blocks:
+            block.spectrum = spectrum
+        return values

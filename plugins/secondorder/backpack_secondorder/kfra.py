@@ -1,0 +1,215 @@
+"""Kronecker factors by a recursion over averages: one matrix instead of columns for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backpack_core import (
+    AffineRule,
+    Columns,
+    ElementwiseRule,
+    LayerRule,
+    LossRule,
+    ModuleCall,
+    ParametricRule,
+    Propagator,
+    SecondOrderExtension,
+    memory_budget,
+    ops,
+)
+from backpack_core.bridge import cross_columns, refuse
+from backpack_core.calls import Node
+from backpack_core.errors import UnsupportedError
+from backpack_core.extension import FailMode, as_subsampling
+from backpack_core.kronecker import KroneckerFactors, ParameterOrder
+from backpack_core.ops.kronecker import WeightSharing
+from backpack_secondorder.kfac import as_weight_sharing
+
+
+@dataclass(frozen=True)
+class BatchAveraged(Propagator):
+    """One matrix ``Ḡ`` at every tensor: ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` (Botev et al., 2017, eq. 21).
+
+    It starts with the loss Hessian, summed over samples. At a tensor of ``D`` entries per sample it
+    has shape ``[D, D]``. Over branches it cannot be added, so the net must be a chain.
+
+    Attributes:
+        subsampling: The samples that are summed and averaged over; ``None`` for all.
+    """
+
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, call: ModuleCall) -> Tensor:
+        """The Hessian of the loss, summed over samples."""
+        return rule.sum_hessian(call)
+
+    def propagate(self, rule: LayerRule, call: ModuleCall, quantity: Tensor) -> dict[int, Tensor]:
+        """Average ``J_nᵀ Ḡ J_n`` over samples; one is enough where the Jacobian is constant."""
+        if isinstance(rule, ElementwiseRule):
+            slope = rule.derivative(call).flatten(1)
+            return {0: quantity * (slope.T @ slope / len(slope))}
+        live = [position for position, edge in enumerate(call.edges) if edge is not None]
+        return {
+            position: _over_samples(
+                call.subsample([0]) if rule.jacobian_is_constant else call,
+                quantity,
+                call.inputs[position].shape[1:].numel(),
+                lambda part, mat, i=position: _product(rule, part, mat, i),
+            )
+            for position in live
+        }
+
+    def cross(
+        self, node: Node, quantities: dict[int, Tensor], batch_size: int
+    ) -> list[tuple[int, Tensor]]:
+        """Call the node under vmap, from both sides.
+
+        Raises:
+            BridgeError: The node has several outputs, or an output without samples on axis 0.
+        """
+        ((number, quantity),) = quantities.items()
+        shape = node._input_metadata[number].shape  # type: ignore[attr-defined]
+        if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
+            raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
+        chosen = range(batch_size) if self.subsampling is None else self.subsampling
+
+        def push(mat: Tensor, position: int | None) -> dict[int, Tensor]:
+            columns = Columns.start("rows", mat.reshape(len(mat), *shape))
+            found = cross_columns(node, {number: columns})
+            return {i: c.mat for i, c in found if position in (None, i)}
+
+        rows = quantity.unsqueeze(1).expand(-1, batch_size, -1)
+        result = []
+        for position, half in push(rows, None).items():
+            if node.next_functions[position][0].name() == "torch::autograd::AccumulateGrad":
+                continue
+            full = push(half.flatten(2).transpose(0, 2), position)[position].flatten(2)
+            result.append((position, full[:, list(chosen)].mean(1)))
+        return result
+
+
+class KFRA(SecondOrderExtension):
+    """Kronecker-factored curvature with recursive averages over the batch.
+
+    Stored in ``kfra``, factors as in :class:`~backpack_secondorder.kfac.KFAC`. ``B`` comes from the
+    recursion of :class:`BatchAveraged`, so that no columns are carried; its size is quadratic in the
+    activations, which suits fully connected nets. Botev et al. (2017), section 3.4. Only chains.
+    """
+
+    savefield = "kfra"
+    shared_parameters = False
+
+    def __init__(
+        self,
+        weight_sharing: WeightSharing = "kfc",
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            weight_sharing: ``"kfc"``, ``"expand"`` or ``"reduce"``; see
+                :class:`~backpack_secondorder.kfac.KFAC`.
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+        """
+        super().__init__(BatchAveraged(as_subsampling(subsampling)), savefield, fail_mode)
+        self.weight_sharing = as_weight_sharing(weight_sharing)
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
+        """The factors, from ``Ḡ`` at the call's output.
+
+        Raises:
+            UnsupportedError: The layer declares no structure.
+        """
+        shape = call.parameter(name).shape
+        if not isinstance(rule, AffineRule):
+            return KroneckerFactors([_block(rule, call, name, mat)], ParameterOrder(shape))
+        average = _affine_form(rule, call, mat)  # [S, G, O, S, G, O]
+        if name == "bias":
+            size = shape.numel()
+            return KroneckerFactors(
+                [average.sum((0, 3)).reshape(size, size)], ParameterOrder(shape)
+            )
+        if self.weight_sharing == "expand":
+            outer = average.diagonal(dim1=0, dim2=3).sum(-1)
+        else:
+            outer = average.sum((0, 3))
+        by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
+        inp = rule.affine_rows(call)
+        factors = [
+            by_group.squeeze(0),
+            ops.kronecker.input_covariance(call, name, inp, self.weight_sharing),
+        ]
+        sizes = (*by_group.shape[:2], inp.shape[3])
+        return KroneckerFactors(factors, ops.kronecker.weight_order(rule, call, name, sizes))
+
+
+def _over_samples(
+    call: ModuleCall,
+    quantity: Tensor,
+    width: int,
+    push: Callable[[ModuleCall, Tensor], Tensor],
+) -> Tensor:
+    """``1/N Σ_n J_nᵀ Ḡ J_n`` for as many samples at a time as the memory budget allows.
+
+    Args:
+        call: The samples to average over.
+        quantity: ``Ḡ``, shape ``[D, D]``.
+        width: Number of columns of ``J``.
+        push: ``(part of the call, [V, n, D]) ↦ [V, n, width]``, the product with ``J_nᵀ``.
+    """
+    samples = call.batch_size
+    size = max(width, len(quantity)) * width * quantity.element_size()
+    step = max(1, memory_budget() // size)
+    total = quantity.new_zeros(width, width)
+    for start in range(0, samples, step):
+        part = call if step >= samples else call.subsample(range(samples)[start : start + step])
+        rows = quantity.unsqueeze(1).expand(-1, part.batch_size, -1)
+        half = push(part, rows)
+        total = total + push(part, half.transpose(0, 2)).sum(1)
+    return total / samples
+
+
+def _product(rule: LayerRule, call: ModuleCall, mat: Tensor, position: int) -> Tensor:
+    product = rule.jac_t_mat_prod(call, mat.reshape(*mat.shape[:2], *call.output_shape[1:]))
+    found = product[position]
+    assert found is not None
+    return found.flatten(2)
+
+
+def _block(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    """``1/N Σ_n J_θᵀ Ḡ J_θ`` of a vector in which the layer is linear."""
+    if not (isinstance(rule, ParametricRule) and name in rule.linear_in_params):
+        raise UnsupportedError(
+            f"KFRA needs Kronecker structure, and {type(rule).__name__} of {call.path} declares "
+            f"none for {name!r}: derive the rule from AffineRule, freeze the parameter, or leave "
+            "KFRA out."
+        )
+    known = rule
+
+    def push(part: ModuleCall, rows: Tensor) -> Tensor:
+        columns = rows.reshape(*rows.shape[:2], *call.output_shape[1:])
+        return known.param_jac_t_mat_prod(part, name, columns).flatten(2)
+
+    return _over_samples(call, mat, call.parameter(name).numel(), push)
+
+
+def _affine_form(rule: AffineRule, call: ModuleCall, mat: Tensor) -> Tensor:
+    """``Ḡ`` with rows and columns as ``[S, G, O]``."""
+    one = call.subsample([0])
+
+    def rearrange(rows: Tensor) -> Tensor:
+        columns = rows.reshape(len(rows), 1, *call.output_shape[1:])
+        return rule.affine_output(one, columns).squeeze(1)
+
+    half = rearrange(mat)  # [D, S, G, O]
+    sizes = half.shape[1:]
+    full = rearrange(half.flatten(1).T)
+    return full.reshape(*sizes, *sizes)

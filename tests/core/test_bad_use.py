@@ -1,0 +1,298 @@
+"""What makes no sense is refused, with what was asked, what was found, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import (
+    ElementwiseRule,
+    FirstOrderExtension,
+    LayerRule,
+    ModuleCall,
+    ParametricRule,
+    backpack,
+    disable,
+    extend,
+)
+from backpack_core.errors import (
+    BackpackError,
+    BackpackWarning,
+    MissingPluginError,
+    NotAnExtensionError,
+    NotExtendedError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+)
+from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack_core.plugins import temporary_plugin
+from tests.cases import Problem, classification
+
+
+class Shift(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x + self.shift)
+
+
+def message(error: pytest.ExceptionInfo[BaseException]) -> str:
+    return str(error.value)
+
+
+# What backpack(...) takes.
+
+
+def test_class_instead_of_instance() -> None:
+    with pytest.raises(NotAnExtensionError, match=r"Got the class BatchGrad: write BatchGrad\(\)"):
+        backpack(BatchGrad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["BatchGrad", 1, None, nn.Linear(1, 1), int])
+def test_no_extension(wrong: Any) -> None:
+    with pytest.raises(NotAnExtensionError, match=r"instances of backpack_core\.Extension"):
+        backpack(wrong)
+    with pytest.raises(TypeError):
+        backpack(wrong)
+
+
+def test_two_extensions_with_one_savefield() -> None:
+    with pytest.raises(UsageError, match=r"'grad_batch': give one of them another savefield"):
+        backpack(BatchGrad(), BatchGrad())
+    backpack(BatchGrad(), BatchGrad(savefield="other"))
+
+
+@pytest.mark.parametrize("savefield", ["grad", "data", "shape", "outer"])
+def test_savefield_of_torch(savefield: str) -> None:
+    with pytest.raises(UsageError, match=rf"would hide torch\.Tensor\.{savefield}"):
+        BatchGrad(savefield=savefield)
+
+
+@pytest.mark.parametrize("savefield", ["two words", "1", "a.b"])
+def test_savefield_that_is_no_name(savefield: str) -> None:
+    with pytest.raises(UsageError, match="identifier"):
+        BatchGrad(savefield=savefield)
+
+
+def test_extension_without_savefield() -> None:
+    class Nameless(FirstOrderExtension):
+        def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+            return mat
+
+    with pytest.raises(UsageError, match="Nameless needs a savefield"):
+        Nameless()
+
+
+@pytest.mark.parametrize("hook", [1, "print", nn.Linear])
+def test_hook_that_cannot_be_called(hook: Any) -> None:
+    if callable(hook):
+        backpack(BatchGrad(), extension_hook=hook)
+        return
+    with pytest.raises(UsageError, match=r"extension_hook must be callable\. Got"):
+        backpack(BatchGrad(), extension_hook=hook)
+
+
+def test_unknown_fail_mode() -> None:
+    with pytest.raises(UsageError, match=r"fail_mode must be one of .*'autodiff'.* Got 'loud'"):
+        BatchGrad(fail_mode="loud")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("samples", [0, -1, 1.5, "many", True])
+def test_number_of_monte_carlo_samples(samples: Any) -> None:
+    with pytest.raises(UsageError, match=r"mc_samples must be a positive integer"):
+        DiagGGNMC(mc_samples=samples)
+
+
+def test_inside_disable() -> None:
+    with (
+        disable(),
+        pytest.raises(UsageError, match=r"inside disable\(\).*Leave the disable"),
+        backpack(BatchGrad()),
+    ):
+        pass
+
+
+# Something was not extended.
+
+
+def test_nothing_was_extended() -> None:
+    model = nn.Linear(3, 3)
+    with (
+        pytest.raises(NotExtendedError, match=r"BatchGrad\) computed nothing.*extend\(model\)"),
+        backpack(BatchGrad()),
+    ):
+        F.mse_loss(model(torch.randn(2, 3)), torch.randn(2, 3)).backward()
+
+
+def test_backward_was_not_called() -> None:
+    with pytest.raises(NotExtendedError, match=r"call\s+backward\(\) inside the block"):
+        with backpack(BatchGrad()):
+            pass
+    with backpack():
+        pass
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, disable])
+def test_forward_was_not_recorded(without: Any) -> None:
+    model = extend(nn.Linear(3, 3))
+    x = torch.randn(2, 3, requires_grad=True)
+    with without():
+        output = model(x)
+    loss = (output * x).sum()
+    with pytest.raises(NotExtendedError, match="computed nothing"), backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_loss_was_not_extended() -> None:
+    model = extend(nn.Linear(3, 3))
+    loss = nn.CrossEntropyLoss()(model(torch.randn(2, 3)), torch.tensor([0, 1]))
+    with pytest.raises(NotExtendedError) as error, backpack(DiagGGNExact()):
+        loss.backward()
+    for word in ("DiagGGNExact", "extend(lossfunc)", "Linear", "functional loss"):
+        assert word in message(error)
+
+
+def test_loss_was_not_extended_does_not_matter_for_first_order() -> None:
+    model = extend(nn.Linear(3, 3))
+    loss = nn.CrossEntropyLoss()(model(torch.randn(2, 3)), torch.tensor([0, 1]))
+    with backpack(BatchGrad()):
+        loss.backward()
+    assert model.weight.grad_batch.shape == (2, 3, 3)
+
+
+def test_functional_loss() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    loss = F.cross_entropy(model(torch.randn(2, 3)), torch.tensor([0, 1]))
+    with (
+        pytest.raises(NotExtendedError, match=r"nothing arrived at Tanh '1'.*functional loss"),
+        backpack(DiagGGNExact()),
+    ):
+        loss.backward()
+
+
+def test_unknown_loss() -> None:
+    class Hinge(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (1 - x * y).relu().mean()
+
+    problem = Problem(nn.Linear(3, 3), (torch.randn(2, 3),), Hinge(), torch.ones(2, 3))
+    with pytest.raises(MissingPluginError) as error:
+        problem.run(DiagGGNExact())
+    for word in ("DiagGGNExact", "Hinge", "LossRule", "backpack-plugin-layers"):
+        assert word in message(error)
+    problem.check(second=False)
+
+
+@pytest.mark.parametrize("loss", [nn.L1Loss(), nn.CosineEmbeddingLoss()])
+def test_monte_carlo_of_a_loss_without_a_likelihood(loss: nn.Module) -> None:
+    if isinstance(loss, nn.L1Loss):
+        problem = Problem(nn.Linear(3, 3), (torch.randn(2, 3),), loss, torch.ones(2, 3))
+        with pytest.raises(UnsupportedError, match="nothing to sample"):
+            problem.run(DiagGGNMC())
+        return
+    model, lossfunc = extend(nn.Linear(3, 3)), extend(loss)
+    a, b = model(torch.randn(2, 3)), torch.randn(2, 3)
+    with pytest.raises(MissingPluginError, match="CosineEmbeddingLoss"), backpack(DiagGGNMC()):
+        lossfunc(a, b, torch.ones(2)).backward()
+
+
+# Modules without a rule.
+
+
+def test_fail_mode_error() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with pytest.raises(MissingPluginError) as error:
+        problem.run(BatchGrad(fail_mode="error"))
+    for word in ("Shift '1'", "fail_mode is 'error'", "write a layer rule", "BatchGrad of backpack"):
+        assert word in message(error)
+
+
+def test_fail_mode_warning() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with pytest.warns(BackpackWarning, match=r"Shift '1' has no layer rule: BatchGrad leaves it out"):
+        problem.run(BatchGrad(fail_mode="warning"))
+    assert not hasattr(problem.parameters[2], "grad_batch")
+    assert hasattr(problem.parameters[0], "grad_batch")
+
+
+def test_fail_mode_silent() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    problem.run(DiagGGNExact(fail_mode="silent"))
+    assert not hasattr(problem.parameters[2], "diag_ggn_exact")
+    assert hasattr(problem.parameters[0], "diag_ggn_exact")
+
+
+# What plugins return.
+
+
+class BadShift(ParametricRule):
+    module_types = (Shift,)
+    params = ("shift",)
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        return mat.sum(1)
+
+
+def test_wrong_shape_at_a_parameter() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with temporary_plugin(BadShift), pytest.raises(ShapeError) as error:
+        problem.run(BatchGrad())
+    for word in ("BadShift._param_jac_t_mat_prod", "[1, 3]", "[1, 3, 3]", "'shift'", "Shift '1'"):
+        assert word in message(error)
+    assert "BatchGrad of backpack-plugin-firstorder" in message(error)
+
+
+def test_rule_without_second_derivative() -> None:
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x)
+
+    class SineRule(ElementwiseRule):
+        module_types = (Sine,)
+
+        def derivative(self, call: ModuleCall) -> Tensor:
+            return torch.cos(call.input)
+
+    with temporary_plugin(SineRule):
+        problem = classification(nn.Sequential(nn.Linear(3, 3), Sine(), nn.Linear(3, 3)), (3,))
+        problem.check()
+
+
+class Impatient(FirstOrderExtension):
+    """Fails with an error of its own."""
+
+    savefield = "impatient"
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+def test_errors_say_where_they_happened() -> None:
+    problem = classification(nn.Sequential(nn.Sequential(nn.Linear(3, 3))), (3,))
+    with pytest.raises(ZeroDivisionError, match="on purpose") as error:
+        problem.run(Impatient())
+    where = error.value.backpack_context  # type: ignore[attr-defined]
+    for word in ("Impatient", "Linear '0.0'", "LinearRule of backpack-plugin-layers"):
+        assert word in where
+
+
+def test_all_errors_are_of_one_tree() -> None:
+    from backpack_core import errors
+
+    kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, Exception)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        assert issubclass(kind, (BackpackError, BackpackWarning))
+        assert kind is BackpackError or kind is BackpackWarning or len(kind.__mro__) > 3

@@ -1,0 +1,210 @@
+"""The contexts: what they do, when, and what they leave behind."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_core import backpack, disable, extend
+from backpack_core.errors import AutodiffFallbackWarning, ReleasedIOError
+from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
+from tests import oracle
+from tests.cases import Net, Problem, classification
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def test_hook_sees_every_module_after_all_extensions() -> None:
+    problem = classification(mlp(), (3,))
+    seen: list[nn.Module] = []
+
+    def hook(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            assert p.grad_batch.shape == (3, *p.shape)  # type: ignore[attr-defined]
+            assert p.sum_grad_squared.shape == p.diag_ggn_exact.shape == p.shape  # type: ignore[attr-defined]
+            assert p.grad is None  # not accumulated yet
+        seen.append(module)
+
+    problem.run(BatchGrad(), SumGradSquared(), DiagGGNExact(), extension_hook=hook)
+    model = problem.model
+    assert seen == [problem.lossfunc, model[2], model[1], model[0]]  # type: ignore[index]
+
+
+def test_hook_may_replace_what_was_stored() -> None:
+    problem = classification(mlp(), (3,))
+    expected = [g.sum(0) for g in problem.expected(oracle.individual_gradients)]
+
+    def sum_up(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            p.total = p.grad_batch.sum(0)  # type: ignore[attr-defined]
+            del p.grad_batch
+
+    problem.run(BatchGrad(), extension_hook=sum_up)
+    problem.compare("total", expected)
+    assert not any(hasattr(p, "grad_batch") for p in problem.parameters)
+
+
+def test_hook_without_extensions() -> None:
+    problem = classification(mlp(), (3,))
+    seen: list[str] = []
+    problem.run(extension_hook=lambda module: seen.append(type(module).__name__))
+    assert seen == ["CrossEntropyLoss", "Linear", "Tanh", "Linear"]
+
+
+def test_hook_runs_for_modules_without_a_rule() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(3))
+            self.child = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.child(x + self.shift)
+            return result
+
+    problem = classification(nn.Sequential(Shift()), (3,))
+    seen: list[str] = []
+    with pytest.warns(AutodiffFallbackWarning):
+        problem.run(BatchGrad(), extension_hook=lambda m: seen.append(type(m).__name__))
+    assert seen == ["CrossEntropyLoss", "Shift", "Linear"]
+
+
+def test_nested_block_replaces_the_outer_one() -> None:
+    problem = classification(mlp(), (3,))
+    outer, inner = problem.loss(), problem.loss()
+    with backpack(BatchGrad(savefield="of_outer")):
+        with backpack(BatchGrad(savefield="of_inner")):
+            inner.backward()
+        assert not hasattr(problem.parameters[0], "of_outer")
+        outer.backward()
+    problem.compare("of_outer", problem.fields("of_inner"))
+
+
+def test_block_can_be_used_again() -> None:
+    problem = classification(mlp(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    block = backpack(BatchGrad())
+    for _ in range(2):
+        loss = problem.loss()
+        with block:
+            loss.backward()
+        problem.compare("grad_batch", expected)
+        for p in problem.parameters:
+            del p.grad_batch
+
+
+def test_block_ends_with_an_exception() -> None:
+    problem = classification(mlp(), (3,))
+    loss = problem.loss()
+    with pytest.raises(KeyError), backpack(BatchGrad()):
+        raise KeyError
+    loss.backward()
+    assert not hasattr(problem.parameters[0], "grad_batch")
+
+
+def test_forward_inside_the_block() -> None:
+    problem = classification(mlp(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    with backpack(BatchGrad()):
+        problem.loss().backward()
+    problem.compare("grad_batch", expected)
+
+
+def test_several_backward_passes_in_one_block() -> None:
+    problems = [classification(mlp(), (3,), batch) for batch in (2, 4)]
+    expected = [p.expected(oracle.individual_gradients) for p in problems]
+    with backpack(BatchGrad()):
+        for problem in problems:
+            problem.loss().backward()
+    for problem, reference in zip(problems, expected, strict=True):
+        problem.compare("grad_batch", reference)
+
+
+def test_disable_forward_then_extended_forward() -> None:
+    problem = classification(mlp(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    with disable(), disable():
+        problem.loss().backward()
+    problem.check()
+    problem.compare("grad_batch", expected)
+
+
+def test_no_context_frees_inputs_and_outputs() -> None:
+    problem = classification(mlp(), (3,))
+    loss = problem.loss()
+    loss.backward()
+    with pytest.raises((ReleasedIOError, RuntimeError)), backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_one_extension_with_two_settings() -> None:
+    problem = classification(mlp(), (3,))
+    problem.run(BatchGrad(subsampling=[0]), BatchGrad(savefield="of_all"))
+    for p in problem.parameters:
+        assert torch.equal(p.grad_batch, p.of_all[:1])  # type: ignore[attr-defined]
+
+
+def test_debug_logs_every_call(caplog: pytest.LogCaptureFixture) -> None:
+    problem = classification(mlp(), (3,))
+    with caplog.at_level(logging.INFO, logger="backpack_core"):
+        problem.run(BatchGrad(), debug=True)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4
+    assert lines[1] == (
+        "Linear '2': output [3, 3], rule LinearRule of backpack-plugin-layers "
+        + lines[1].rsplit(" ", 1)[1]
+    )
+
+
+def test_quantity_is_started_and_pushed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extensions with equal propagators share it."""
+    from backpack_layers.activation import TanhRule
+    from backpack_layers.loss_classification import CrossEntropyLossRule
+
+    counts = {"start": 0, "push": 0}
+
+    def counted(rule: Any, name: str, key: str) -> None:
+        original = getattr(rule, name)
+
+        def method(*args: Any) -> Any:
+            counts[key] += 1
+            return original(*args)
+
+        monkeypatch.setattr(rule, name, method)
+
+    counted(CrossEntropyLossRule, "_sqrt_hessian", "start")
+    counted(TanhRule, "_jac_t_mat_prod", "push")
+    problem = classification(mlp(), (3,))
+    problem.run(DiagGGNExact(), DiagGGNExact(savefield="again"), DiagGGNExact(savefield="third"))
+    assert counts == {"start": 1, "push": 1}
+    problem.run(DiagGGNExact(), DiagGGNExact(subsampling=[1], savefield="other"))
+    assert counts == {"start": 3, "push": 3}
+
+
+def test_unused_parameter_keeps_no_field() -> None:
+    model = Net(lambda net, x: net.a(x), a=nn.Linear(3, 3), unused=nn.Linear(3, 3))
+    problem = classification(model, (3,))
+    problem.run(BatchGrad())
+    assert hasattr(model.a.weight, "grad_batch")
+    assert not hasattr(model.unused.weight, "grad_batch")
+
+
+def test_backward_on_a_vector() -> None:
+    """The loss without reduction, and a gradient handed to backward."""
+    model, lossfunc = nn.Linear(3, 3), nn.CrossEntropyLoss(reduction="none")
+    x, y, weights = torch.randn(4, 3), torch.randint(0, 3, (4,)), torch.rand(4)
+    plain = Problem(model, (x,), Net(lambda _, out, t: weights @ lossfunc(out, t)), y)
+    gradients = plain.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in plain.expected(oracle.ggn_diagonals)]
+    extend(model), extend(lossfunc)
+    losses = lossfunc(model(x), y)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        losses.backward(weights)
+    plain.compare("grad_batch", gradients)
+    plain.compare("diag_ggn_exact", diagonals)

@@ -1,0 +1,328 @@
+"""What ``extend`` installs and ``unextend`` removes, and hooks of the user around it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from backpack_core import backpack, disable, extend, is_extended, unextend
+from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError, UsageError
+from backpack_core.extensions import BatchGrad, DiagGGNExact
+from tests import oracle
+from tests.cases import classification
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def state(module: nn.Module) -> list[dict[str, Any]]:
+    """Every attribute of every module in it, hooks included."""
+    return [{k: copy.copy(v) for k, v in vars(part).items()} for part in module.modules()]
+
+
+def test_extend_returns_the_same_object() -> None:
+    model = mlp()
+    assert extend(model) is model
+    assert type(model) is nn.Sequential
+    assert is_extended(model[0])
+    assert not is_extended(model)  # a container is no operation
+
+
+def test_extend_twice_changes_nothing() -> None:
+    model = extend(mlp())
+    before = state(model)
+    assert state(extend(model)) == before
+    problem = classification(model, (3,))
+    problem.check()
+
+
+def test_parts_extended_one_by_one() -> None:
+    model = mlp()
+    for part in model:
+        extend(part)
+    classification(model, (3,)).check()
+
+
+def test_unextend_leaves_nothing_behind() -> None:
+    model = mlp()
+    before = state(model)
+    problem = classification(model, (3,))
+    problem.run(BatchGrad())
+    assert state(model) != before
+    assert unextend(model) is model
+    assert state(model) == before
+    assert unextend(model) is model  # twice is harmless
+    model(problem.inputs[0]).sum().backward()
+
+
+def test_unextend_keeps_hooks_of_the_user() -> None:
+    model = mlp()
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    unextend(extend(model))
+    model[0].register_forward_pre_hook(lambda *_: seen.append(0))
+    model(torch.randn(2, 3))
+    assert seen == [0, 1]
+
+
+def test_extend_logs_what_it_extends(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="backpack_core"):
+        extend(mlp(), debug=True)
+    assert [r.getMessage() for r in caplog.records] == [
+        "extend: Linear '0'",
+        "extend: Tanh '1'",
+        "extend: Linear '2'",
+    ]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_deepcopy(trained: bool) -> None:
+    model = extend(mlp())
+    if trained:
+        classification(model, (3,)).run(BatchGrad())
+    twin = copy.deepcopy(model)
+    assert twin[0].weight is not model[0].weight
+    assert is_extended(twin[0])
+    classification(twin, (3,)).check()
+
+
+def test_pickle() -> None:
+    model = extend(mlp())
+    problem = classification(pickle.loads(pickle.dumps(model)), (3,))
+    assert is_extended(problem.model[0])  # type: ignore[index]
+    problem.check()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    classification(torch.load(file, weights_only=False), (3,)).check()
+
+
+def test_hooks_registered_after_unpickling_do_not_replace_ours() -> None:
+    """Handles of hooks are counted by process: a fresh one starts again at zero."""
+    from torch.utils.hooks import RemovableHandle
+
+    model = extend(mlp())
+    data = pickle.dumps(model)
+    before = RemovableHandle.next_id
+    keys = [*model[0]._forward_hooks, *model[0]._forward_pre_hooks]
+    try:
+        loaded = pickle.loads(data)
+        for register in (loaded[0].register_forward_hook, loaded[0].register_forward_pre_hook):
+            RemovableHandle.next_id = max(0, min(keys))
+            for _ in range(4):
+                register(lambda *_: None)
+    finally:
+        RemovableHandle.next_id = before
+    classification(loaded, (3,)).check()
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, nn.Linear(2, 2).weight, "model", lambda x: x, None])
+def test_extend_takes_modules_only(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"extend\(\.\.\.\) takes an instance of torch\.nn\.Module"):
+        extend(wrong)
+
+
+def test_extend_a_class_says_how() -> None:
+    with pytest.raises(UsageError, match=r"Write Linear\(\.\.\.\)"):
+        extend(nn.Linear)  # type: ignore[type-var]
+
+
+def test_names_of_modules_are_those_in_the_extended_model() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3))))
+    problem = classification(model, (3,))
+    with pytest.raises(UnsupportedError, match=r"BatchNorm1d '1\.0'"):
+        problem.run(BatchGrad())
+
+
+# Forward passes that are not recorded.
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, disable])
+def test_nothing_is_recorded(context: Any) -> None:
+    from backpack_core.calls import _LIVE
+
+    before = set(_LIVE)
+    model = extend(mlp())
+    with context():
+        output = model(torch.randn(2, 3))
+    assert set(_LIVE) <= before
+    if context is disable:
+        output.sum().backward()  # a plain gradient
+        assert model[0].weight.grad is not None
+
+
+def test_inner_forward_without_gradients_leaves_the_outer_call_alone() -> None:
+    class Gate(nn.Module):
+        """Own parameter; uses its child once without and once with gradients."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3))
+            self.child = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                gate = self.child(x).sign()
+            result: Tensor = self.child(x * self.scale) * gate
+            return result
+
+    with pytest.warns(AutodiffFallbackWarning):
+        classification(nn.Sequential(nn.Linear(3, 3), Gate()), (3,)).check()
+
+
+def test_forward_that_survives_an_exception_inside() -> None:
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3))
+            self.child = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                self.child(x[:, :1])
+            except RuntimeError:
+                x = self.child(x * self.scale)
+            return x
+
+    def fail_before_ours(module: nn.Module, args: Any) -> None:
+        if args[0].shape[-1] == 1:
+            raise RuntimeError("on purpose")
+
+    model = nn.Sequential(nn.Linear(3, 3), Careful())
+    with pytest.warns(AutodiffFallbackWarning):
+        classification(model, (3,)).check()
+    unextend(model)[1].child.register_forward_pre_hook(fail_before_ours)
+    classification(model, (3,)).check()
+
+
+# Hooks of the user.
+
+
+def _scale_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def _cube_input(module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    return args[0] ** 3
+
+
+@pytest.mark.parametrize("prepend", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("kind", ["forward", "pre", "both"])
+def test_user_hooks_are_operations_around_the_module(
+    kind: str, position: int, when: str, prepend: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Tanh(), nn.Linear(4, 3))
+    if when == "after":
+        extend(model)
+    if kind != "pre":
+        model[position].register_forward_hook(_scale_output, prepend=prepend)
+    if kind != "forward":
+        model[position].register_forward_pre_hook(_cube_input, prepend=prepend)
+    classification(model, (3,)).check()
+
+
+def test_user_hooks_around_a_module_without_a_rule() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x + self.shift)
+
+    model = nn.Sequential(nn.Linear(3, 3), Shift(), nn.Linear(3, 3))
+    model[1].register_forward_hook(_scale_output)
+    with pytest.warns(AutodiffFallbackWarning):
+        classification(model, (3,)).check()
+    model[1].register_forward_pre_hook(_cube_input)  # would act twice in a replay
+    with pytest.raises(UnsupportedError, match="gives other values"):
+        classification(model, (3,)).run(BatchGrad())
+
+
+def test_module_changed_between_forward_and_backward() -> None:
+    """Train and eval mode are those of the forward pass."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.BatchNorm1d(4), nn.Linear(4, 3)).eval()
+    problem = classification(model, (3,))
+    expected = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    loss = problem.loss()
+    model.train()
+    with backpack(DiagGGNExact()):
+        loss.backward()
+    problem.compare("diag_ggn_exact", expected)
+
+
+# Parametrized weights.
+
+
+@pytest.mark.parametrize(
+    "parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm]
+)
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_parametrized_weight_is_refused(parametrize: Any, extension: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), parametrize(nn.Linear(3, 3)))
+    with pytest.raises(UnsupportedError, match=r"'1'.*parametrizations\.weight.*remove"):
+        classification(model, (3,)).run(extension())
+
+
+def test_parametrized_module_without_a_rule_is_refused() -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift.sum(0)
+
+    model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(Shift(), "shift"))
+    with pytest.raises(UnsupportedError, match=r"parametrization.*[Rr]emove"):
+        classification(model, (3,)).run(BatchGrad())
+
+
+def test_parametrized_weight_that_is_frozen() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), parametrizations.weight_norm(nn.Linear(4, 3)))
+    for name, p in model[1].named_parameters():
+        p.requires_grad_(name == "bias")
+    classification(model, (3,)).check()
+
+
+def test_weight_norm_by_hooks() -> None:
+    """The weight is a function of two parameters, computed in a pre-hook."""
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(4, 3))
+    problem = classification(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer, nn.Linear(3, 3)), (3,))
+
+    # torch cannot copy such a module, so the oracle works on the original.
+    def forward(x: Tensor) -> Tensor:
+        with disable():
+            output: Tensor = problem.model(x)
+        return output
+
+    def loss(out: Tensor) -> Tensor:
+        return F.cross_entropy(out, problem.target)
+
+    arguments = [(forward, loss, problem.inputs, p) for p in problem.parameters]
+    gradients = [oracle.individual_gradients(*a) for a in arguments]
+    diagonals = [oracle.ggn_diagonals(*a).sum(0) for a in arguments]
+    with pytest.warns(AutodiffFallbackWarning):
+        problem.run(BatchGrad(), DiagGGNExact())
+    problem.compare("grad_batch", gradients)
+    problem.compare("diag_ggn_exact", diagonals)
+    assert [n for n, p in layer.named_parameters() if hasattr(p, "grad_batch")] == [
+        "bias",
+        "weight_g",
+        "weight_v",
+    ]
+
+

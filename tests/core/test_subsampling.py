@@ -1,0 +1,152 @@
+"""A quantity of some samples is that part of the quantity of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core.errors import AutodiffFallbackWarning, UsageError
+from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC, SumGradSquared
+from tests import oracle
+from tests.cases import LOSSES, LossCase, Net, classification
+from tests.core.test_bridge import OPERATIONS, heads
+
+INDICES = [[0], [3, 1], [2, 0, 1, 3], [-1, 0]]
+
+
+class Shift(nn.Module):
+    """Has no rule, but a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(4))
+        self.child = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.child(x) + self.shift)
+
+
+def _time_first(x: Tensor) -> Tensor:
+    """Intermediate tensors that have the samples on another axis."""
+    return x.reshape(-1, 2, 2).transpose(0, 1).sin().reshape(2, -1).reshape(2, -1, 2).mT.reshape(
+        -1, 2 * len(x)
+    ).reshape(2, 2, -1).permute(2, 0, 1).flatten(1)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(2, 3)
+    ),
+    "in_place": lambda: nn.Sequential(nn.Linear(3, 4), nn.SiLU(inplace=True), nn.Linear(4, 3)),
+    "twice": lambda: Net(lambda net, x: net.a(torch.sin(net.a(x))), a=nn.Linear(3, 3)),
+    "residual": lambda: Net(
+        lambda net, x: net.b((h := net.a(x)) + torch.tanh(h)), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
+    ),
+    "heads": lambda: Net(
+        lambda net, x: net.b(heads(net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
+    ),
+    "time_first": lambda: Net(
+        lambda net, x: net.b(_time_first(net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
+    ),
+    "splits": lambda: Net(
+        lambda net, x: net.b(OPERATIONS["splits"](net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
+    ),
+    "no_rule": lambda: nn.Sequential(nn.Linear(3, 4), Shift(), nn.Linear(4, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("indices", INDICES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_part_of_the_whole(name: str, indices: list[int]) -> None:
+    problem = classification(MODELS[name](), (3,), 4)
+    gradients = problem.expected(oracle.individual_gradients)
+    diagonals = problem.expected(oracle.ggn_diagonals)
+    problem.run(
+        BatchGrad(indices),
+        SumGradSquared(indices),
+        DiagGGNExact(indices),
+        BatchGrad(savefield="of_all"),
+        DiagGGNExact(savefield="all_diag"),
+    )
+    problem.compare("grad_batch", [g[indices] for g in gradients])
+    problem.compare("sum_grad_squared", [g[indices].square().sum(0) for g in gradients])
+    problem.compare("diag_ggn_exact", [d[indices].sum(0) for d in diagonals])
+    problem.compare("of_all", gradients)
+    problem.compare("all_diag", [d.sum(0) for d in diagonals])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("case", LOSSES, ids=lambda case: case.id)
+def test_loss_keeps_the_scale_of_the_whole_batch(case: LossCase, reduction: str) -> None:
+    problem = case.problem(4, reduction)
+    gradients = problem.expected(oracle.individual_gradients)
+    diagonals = problem.expected(oracle.ggn_diagonals)
+    problem.run(BatchGrad([2, 0]), DiagGGNExact([2, 0]))
+    problem.compare("grad_batch", [g[[2, 0]] for g in gradients])
+    problem.compare("diag_ggn_exact", [d[[2, 0]].sum(0) for d in diagonals])
+
+
+def test_monte_carlo() -> None:
+    """The mean of 20 estimates with 500 samples is within 5 standard errors."""
+    problem = classification(MODELS["residual"](), (3,), 4)
+    exact = torch.cat([d[[1, 2]].sum(0).flatten() for d in problem.expected(oracle.ggn_diagonals)])
+    draws = []
+    for _ in range(20):
+        problem.run(DiagGGNMC(mc_samples=500, subsampling=[1, 2]))
+        draws.append(torch.cat([d.flatten() for d in problem.fields("diag_ggn_mc")]))
+    estimates = torch.stack(draws)
+    assert bool(((estimates.mean(0) - exact).abs() < 5 * estimates.std(0) / 20**0.5).all())
+
+
+@pytest.mark.parametrize(
+    "indices", [(0, 2), range(0, 3, 2), torch.tensor([0, 2]), np.array([0, 2])], ids=type
+)
+def test_kinds_of_sequences(indices: Sequence[int]) -> None:
+    assert BatchGrad(indices).get_subsampling() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        ([], "empty"),
+        ([1, 1], "twice"),
+        ([0.5], "integers"),
+        ("12", "integers"),
+        (3, "integers"),
+        ([[0, 1]], "integers"),
+        ([True, False], "mask"),
+        (torch.tensor([True, False]), "mask"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagGGNMC])
+def test_no_indices(extension: Any, indices: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        extension(subsampling=indices)
+
+
+@pytest.mark.parametrize("indices", [[3], [0, 7], [-4]], ids=str)
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_index_outside_of_the_batch(extension: Any, indices: list[int]) -> None:
+    problem = classification(MODELS["mlp"](), (3,), 3)
+    with pytest.raises(UsageError, match=rf"asks for sample {indices[-1]}.*batch of 3.*0 to 2"):
+        problem.run(extension(indices))
+
+
+def test_two_indices_of_one_sample() -> None:
+    with pytest.raises(UsageError, match="twice"):
+        classification(MODELS["mlp"](), (3,), 3).run(BatchGrad([0, -3]))
+
+
+def test_no_rule_warns_once() -> None:
+    problem = classification(MODELS["no_rule"](), (3,), 4)
+    with pytest.warns(AutodiffFallbackWarning) as caught:
+        problem.run(BatchGrad([0]), SumGradSquared([1]))
+    assert len(caught) == 1

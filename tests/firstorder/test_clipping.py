@@ -1,0 +1,114 @@
+"""Clipped sums: norms over all parameters or by layer, and what is kept until the pass is through."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack
+from backpack_core.calls import live_calls
+from backpack_core.errors import UsageError
+from backpack_core.extensions import BatchGrad, ClippedSumGrad
+from tests.firstorder.problems import NETS, gradients, make
+
+
+def clipped(grads: list[Tensor], groups: list[int], bound: float) -> list[Tensor]:
+    """The clipped sums; parameters with the same number share a norm."""
+    norms = {
+        group: torch.stack(
+            [g.flatten(1).square().sum(1) for g, other in zip(grads, groups, strict=True) if other == group]
+        ).sum(0).sqrt()
+        for group in groups
+    }  # fmt: skip
+    sums = []
+    for g, group in zip(grads, groups, strict=True):
+        factors = [min(1.0, bound / float(norm)) for norm in norms[group]]
+        sums.append(sum(factor * row for factor, row in zip(factors, g, strict=True)))
+    return sums
+
+
+def middle(grads: list[Tensor]) -> float:
+    """A bound that clips some samples and not others."""
+    return float(sum(g.flatten(1).square().sum(1) for g in grads).sqrt().median())
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_flat(net: str, reduction: str) -> None:
+    problem = make(net, reduction=reduction)
+    grads = gradients(problem)
+    bound = middle(grads)
+    problem.run(ClippedSumGrad(bound), BatchGrad())
+    expected = clipped(grads, [0] * len(grads), bound)
+    problem.compare("grad_clipped", expected)
+    total = [g.sum(0) for g in grads]
+    assert any(not torch.allclose(a, b) for a, b in zip(expected, total, strict=True))
+
+
+@pytest.mark.parametrize("net", ["mlp", "convolutions", "attention"])
+def test_per_layer(net: str) -> None:
+    problem = make(net)
+    grads = gradients(problem)
+    layers = [
+        layer
+        for layer, module in enumerate(problem.model.modules())
+        for p in module._parameters.values()
+        if p is not None
+    ]
+    if net == "attention":  # the rule of attention covers its output projection
+        layers = [layers[0]] * 4 + layers[4:]
+    bound = 0.7 * middle(grads)
+    problem.run(ClippedSumGrad(bound, clipping="per_layer"))
+    problem.compare("grad_clipped", clipped(grads, layers, bound))
+
+
+def test_subsampling() -> None:
+    problem = make("convolutions")
+    grads = [g[[3, 0]] for g in gradients(problem)]
+    problem.run(ClippedSumGrad(middle(grads), subsampling=[3, 0]))
+    problem.compare("grad_clipped", clipped(grads, [0] * len(grads), middle(grads)))
+
+
+def test_a_gradient_of_zero_is_left_alone() -> None:
+    problem = make("mlp", reduction="sum")
+    problem.lossfunc = nn.CrossEntropyLoss(reduction="sum", ignore_index=1)
+    problem.target[:] = 1
+    problem.run(ClippedSumGrad(1.0))
+    for field in problem.fields("grad_clipped"):
+        assert not field.any()
+
+
+def test_nothing_is_kept_after_the_pass() -> None:
+    problem = make("convolutions")
+    extension = ClippedSumGrad(1.0)
+    problem.run(extension)
+    gc.collect()
+    assert live_calls() == 0
+    assert not any(isinstance(value, dict) and value for value in vars(extension).values())
+
+
+def test_a_failed_pass_stores_nothing() -> None:
+    problem = make("mlp")
+
+    def fail(module: nn.Module) -> None:
+        if isinstance(module, nn.Sigmoid):
+            raise RuntimeError("stop")
+
+    loss = problem.loss()
+    with pytest.raises(RuntimeError, match="stop"), backpack(ClippedSumGrad(1.0), extension_hook=fail):
+        loss.backward()
+    assert not any(hasattr(p, "grad_clipped") for p in problem.parameters)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_refuses_a_bound_that_is_not_positive(bound: float) -> None:
+    with pytest.raises(UsageError, match="max_norm"):
+        ClippedSumGrad(bound)
+
+
+def test_refuses_an_unknown_kind() -> None:
+    with pytest.raises(UsageError, match="clipping"):
+        ClippedSumGrad(1.0, clipping="global")  # type: ignore[arg-type]

@@ -1,0 +1,171 @@
+"""The ``backpack`` command, as a user runs it: output, exit codes, no colour in a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backpack_core.testing.fake_distribution import write_distribution
+
+from sick import NORM, SCALE  # isort: skip
+
+COMMAND = "from backpack_core.cli import main; main()"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    return folder
+
+
+def backpack(
+    *arguments: str, site: Path, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command with a folder of fake distributions, and nothing else allowed."""
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND, *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(site),
+            "BACKPACK_LOAD_PLUGINS": "backpack-plugin-norm,backpack-plugin-scale",
+            **environment,
+        },
+        cwd=cwd or site,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_plugins_lists_metadata_only(site: Path) -> None:
+    """Not even a plugin that would hang is imported."""
+    write_distribution(
+        site,
+        "backpack-plugin-norm",
+        version="1.2",
+        entry_points={"norm": "norm_module:GradNorm"},
+        modules={"norm_module": "while True: pass"},
+    )
+    result = backpack("plugins", site=site)
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("norm "))
+    cells = ["norm", "backpack-plugin-norm", "1.2", "norm_module:GradNorm", "not", "loaded"]
+    assert line.split() == cells
+    assert "\x1b" not in result.stdout
+    assert any(line.split()[-1] == "blocked" for line in result.stdout.splitlines())
+
+
+def test_plugins_all_shows_what_they_provide(site: Path) -> None:
+    for name, source, target in (
+        ("norm", NORM, "GradNorm"),
+        ("scale", SCALE, "ScaleRule"),
+    ):
+        write_distribution(
+            site,
+            f"backpack-plugin-{name}",
+            entry_points={name: f"{name}_module:{target}"},
+            modules={f"{name}_module": source},
+        )
+    result = backpack("plugins", "--all", "--json", site=site)
+    assert result.returncode == 0, result.stderr
+    loaded = {r["name"]: r for r in json.loads(result.stdout) if r["state"] == "loaded"}
+    assert loaded["norm"]["provides"][0]["detail"] == "grad_norm"
+    assert loaded["scale"]["provides"][0]["key"] == "scale_module.ScaleModule"
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "says"),
+    [(NORM, 0, "loaded"), ("raise SystemExit(3)", 1, "backpack-plugin-norm 0.1 (norm): SystemExit")],
+    ids=["sound", "sick"],
+)
+def test_doctor_has_an_exit_code(source: str, code: int, says: str, site: Path) -> None:
+    write_distribution(
+        site,
+        "backpack-plugin-norm",
+        entry_points={"norm": "norm_module:GradNorm"},
+        modules={"norm_module": source},
+    )
+    result = backpack("doctor", site=site)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert says in result.stdout
+    as_json = json.loads(backpack("doctor", "--json", site=site).stdout)
+    assert as_json["healthy"] == (code == 0)
+
+
+NETS = """
+from torch import nn
+
+def make():
+    return nn.Linear(2, 2), nn.MSELoss()
+
+number = 3
+"""
+
+
+def test_support_of_a_model(site: Path) -> None:
+    (site / "nets.py").write_text(NETS)
+    families = "backpack-plugin-layers,backpack-plugin-firstorder"
+    result = backpack(
+        *("support", "nets:make", "-e", "BatchGrad", "--json"),
+        site=site,
+        BACKPACK_LOAD_PLUGINS=families,
+    )
+    assert result.returncode == 0, result.stderr
+    linear, loss = json.loads(result.stdout)
+    assert (linear["rule"], linear["BatchGrad"]) == ("LinearRule", "rule")
+    assert (loss["type"], loss["BatchGrad"]) == ("MSELoss", "-")
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nets", "package.module:function"),
+        ("nets:make; import os", "package.module:function"),
+        ("../nets:make", "package.module:function"),
+        ("nowhere:make", "cannot be imported"),
+        ("nets:missing", "has no attribute 'missing'"),
+        ("nets:number", "'int' object is not callable"),
+    ],
+)
+def test_support_of_nothing(target: str, says: str, site: Path) -> None:
+    (site / "nets.py").write_text(NETS)
+    result = backpack("support", target, site=site)
+    assert result.returncode != 0
+    assert says in result.stderr
+
+
+def test_user_code_is_imported_only_when_named(site: Path) -> None:
+    (site / "nets.py").write_text("open('imported', 'w').close()\n" + NETS)
+    for arguments in (["plugins"], ["doctor"], ["support", "--help"]):
+        backpack(*arguments, site=site)
+        assert not (site / "imported").exists()
+    backpack("support", "nets:make", site=site)
+    assert (site / "imported").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["new", "layer", "--help"], ["doctor", "--help"]])
+def test_help_shows_examples(arguments: list[str], site: Path) -> None:
+    result = backpack(*arguments, site=site)
+    assert result.returncode == 0
+    assert "backpack" in result.stdout and "\x1b" not in result.stdout
+    if len(arguments) > 1:
+        assert "Example" in result.stdout
+
+
+def test_an_unknown_command_is_an_error(site: Path) -> None:
+    assert backpack("levitate", site=site).returncode == 2
+
+
+def test_without_the_extra_it_says_what_to_install(site: Path) -> None:
+    (site / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')")
+    result = backpack("plugins", site=site)
+    assert result.returncode == 1
+    assert "pip install 'backpack-core[cli]'" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,181 @@
+"""Every hook has a page and a test, and what the pages promise is there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_core import (
+    ColumnPropagator,
+    Columns,
+    FirstOrderExtension,
+    ModuleExtension,
+    backpack,
+    extend,
+    hookimpl,
+    hookspecs,
+    plugins,
+)
+from backpack_core.errors import PluginError
+from backpack_core.registry import registry
+
+ROOT = Path(__file__).parents[2]
+AUTHORS = ROOT / "docs" / "authors"
+HOOKS = plugins.hook_names()
+
+
+def test_there_are_hooks() -> None:
+    assert len(HOOKS) == 4
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_is_documented(hook: str) -> None:
+    """In its own docstring, and on the page of hooks with its exact signature."""
+    function = getattr(hookspecs, hook)
+    assert inspect.getdoc(function)
+    page = (AUTHORS / "hooks.md").read_text(encoding="utf-8")
+    signature = f"{hook}({', '.join(inspect.signature(function).parameters)})"
+    assert f"`{signature}`" in page
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_has_a_test(hook: str) -> None:
+    assert f"test_{hook}" in globals()
+
+
+@pytest.mark.parametrize(
+    "page", ["index", "layer", "extension", "propagator", "hooks", "lookup", "performance",
+             "testing", "publishing", "versioning"],
+)
+def test_page_exists_and_its_links_lead_somewhere(page: str) -> None:
+    path = AUTHORS / f"{page}.md"
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{page}.md links to {target}"
+
+
+def test_base_classes_have_their_contract_on_a_page() -> None:
+    import backpack_core
+
+    text = "".join(p.read_text(encoding="utf-8") for p in AUTHORS.glob("*.md"))
+    for name in dir(backpack_core):
+        if name.endswith(("Rule", "Extension", "Propagator")):
+            assert f"`{name}`" in text, name
+
+
+def test_policy_names_the_version_of_the_interface() -> None:
+    text = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+    assert f"version {plugins.API_VERSION}" in text
+    assert "backpack_api" in text
+
+
+class Toy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def provide(**hooks):  # noqa: ANN003, ANN201
+    """A plugin object with hook implementations."""
+    return type("Provider", (), {name: staticmethod(hookimpl(f)) for name, f in hooks.items()})
+
+
+def test_backpack_layer_rules() -> None:
+    from backpack_core import LayerRule
+
+    class ToyRule(LayerRule):
+        module_types = (Toy,)
+
+        def _jac_t_mat_prod(self, call, mat):  # noqa: ANN001, ANN202
+            return 2 * mat
+
+    def backpack_layer_rules():  # noqa: ANN202
+        return [ToyRule]
+
+    with plugins.temporary_plugin(provide(backpack_layer_rules=backpack_layer_rules)):
+        assert isinstance(registry.resolve(Toy()).rule, ToyRule)
+    assert registry.resolve(Toy()).is_fallback
+
+
+class Count(FirstOrderExtension):
+    savefield = "count"
+
+    def read(self, rule, call, name, mat):  # noqa: ANN001, ANN201
+        return mat.shape[1]
+
+
+def test_backpack_extensions() -> None:
+    from backpack_core import extensions
+
+    def backpack_extensions():  # noqa: ANN202
+        return [Count]
+
+    with plugins.temporary_plugin(provide(backpack_extensions=backpack_extensions)):
+        assert extensions.Count is Count
+    assert "Count" not in registry.extensions
+
+
+def test_backpack_propagators() -> None:
+    class Ones(ColumnPropagator):
+        def start(self, rule, call):  # noqa: ANN001, ANN201
+            return Columns.start("ones", torch.ones_like(call.input).unsqueeze(0))
+
+    def backpack_propagators():  # noqa: ANN202
+        yield Ones
+
+    with plugins.temporary_plugin(provide(backpack_propagators=backpack_propagators)):
+        assert [c.value for c in registry.propagators["Ones"]] == [Ones]
+    assert "Ones" not in registry.propagators
+
+
+def test_backpack_pair_overrides() -> None:
+    class Special(ModuleExtension):
+        def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: ANN001, ANN201, N803
+            return "special"
+
+    def backpack_pair_overrides():  # noqa: ANN202
+        return [(Count, nn.Linear, Special(["weight"]))]
+
+    model, lossfunc = extend(nn.Linear(2, 1, bias=False)), extend(nn.MSELoss())
+    with plugins.temporary_plugin(provide(backpack_pair_overrides=backpack_pair_overrides)):
+        loss = lossfunc(model(torch.rand(3, 2)), torch.rand(3, 1))
+        with backpack(Count()):
+            loss.backward()
+        assert model.weight.count == "special"
+    loss = lossfunc(model(torch.rand(3, 2)), torch.rand(3, 1))
+    with backpack(Count()):
+        loss.backward()
+    assert model.weight.count == 3
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("returned", [None, 3, [3], [object]])
+def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: object) -> None:
+    def wrong():  # noqa: ANN202
+        return returned
+
+    wrong.__name__ = hook
+    with pytest.raises(PluginError, match=hook):
+        plugins.register(provide(**{hook: wrong}), "wrong")
+    assert not plugins._manager.has_plugin(":wrong")
+
+
+@pytest.mark.parametrize("api", [1, (1, 7)])
+def test_a_supported_interface(api: object) -> None:
+    provider = provide(backpack_extensions=lambda: [Count])
+    provider.backpack_api = api
+    with plugins.temporary_plugin(provider):
+        assert "Count" in registry.extensions
+
+
+@pytest.mark.parametrize("api", [0, 2, (3, 4)])
+def test_an_unsupported_interface(api: object) -> None:
+    provider = provide(backpack_extensions=lambda: [Count])
+    provider.backpack_api = api
+    with pytest.raises(plugins.PluginVersionError, match="speaks version 1"):
+        plugins.register(provider, "other")

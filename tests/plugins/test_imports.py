@@ -1,0 +1,148 @@
+"""Who imports whom: plugins import the core, the core imports none, and families not each other."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAMILIES = ("backpack_layers", "backpack_firstorder", "backpack_secondorder")
+PACKAGES = {
+    "backpack_core": ROOT / "backpack_core",
+    **{name: ROOT / "plugins" / name.removeprefix("backpack_") / name for name in FAMILIES},
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module named by an import statement anywhere in a file, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_sources_import_no_plugin(package: str) -> None:
+    files = sorted(PACKAGES[package].rglob("*.py"))
+    assert files
+    for path in files:
+        for name in imported(path):
+            top = name.partition(".")[0]
+            others = {*FAMILIES, "backpack"} - {package}
+            assert top not in others, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def python(source: str, **environment: str) -> str:
+    """Run a script in a process of its own; its standard output."""
+    result = subprocess.run(
+        [sys.executable, "-c", source],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_imports_no_other_plugin(package: str) -> None:
+    source = (
+        "import importlib, pkgutil, sys\n"
+        f"package = importlib.import_module('{package}')\n"
+        "if package.__name__ != 'backpack_core':\n"
+        "    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):\n"
+        "        importlib.import_module(module.name)\n"
+        f"others = {set(FAMILIES)!r} - {{'{package}'}}\n"
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] in others))\n"
+    )
+    assert python(source).strip() == "[]"
+
+
+def test_importing_core_neither_discovers_nor_loads() -> None:
+    source = (
+        "import sys, backpack_core\n"
+        "from backpack_core import plugins\n"
+        "print(plugins._plugins, plugins._loaded, 'importlib_metadata' in sys.modules)"
+    )
+    assert python(source).strip() == "None False False"
+
+
+POINTS = [
+    point
+    for point in entry_points(group="backpack")
+    if point.value.partition(".")[0].partition(":")[0] in FAMILIES
+]
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_every_entry_point_loads(point) -> None:  # noqa: ANN001
+    assert isinstance(point.load(), type)
+
+
+def test_there_are_entry_points_of_every_family() -> None:
+    found = {point.value.partition(":")[0].partition(".")[0] for point in POINTS}
+    assert found == set(FAMILIES)
+
+
+ALONE = """
+import torch
+from torch import nn
+from backpack_core import FirstOrderExtension, backpack, extend, ops
+from backpack_core.errors import AutodiffFallbackWarning
+import warnings
+
+class Individual(FirstOrderExtension):
+    savefield = "individual"
+    def read(self, rule, call, name, mat):
+        return ops.per_sample(rule, call, name, mat).squeeze(0)
+
+torch.set_default_dtype(torch.float64)
+model = extend(nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)))
+X, y = torch.rand(5, 3), torch.rand(5, 2)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    loss = ((model(X) - y) ** 2).sum()
+    with backpack(Individual()):
+        loss.backward()
+assert any(w.category is AutodiffFallbackWarning for w in caught)
+for parameter in model.parameters():
+    expected = torch.stack([
+        torch.autograd.grad(((model(X[n : n + 1]) - y[n : n + 1]) ** 2).sum(), parameter)[0]
+        for n in range(5)
+    ])
+    assert (parameter.individual - expected).abs().max() < 1e-12
+try:
+    from backpack_core.extensions import {name}
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "distribution"),
+    [("BatchGrad", "backpack-plugin-firstorder"), ("KFAC", "backpack-plugin-secondorder")],
+)
+def test_core_works_without_any_plugin(name: str, distribution: str) -> None:
+    said = python(ALONE.replace("{name}", name), BACKPACK_LOAD_PLUGINS="")
+    assert distribution in said and name in said
+
+
+def test_core_says_what_to_install(tmp_path: Path) -> None:
+    """Nothing installed at all, rather than blocked."""
+    source = (
+        "import importlib_metadata\n"
+        "importlib_metadata.distributions = lambda **kwargs: iter(())\n"
+        + ALONE.replace("{name}", "BatchGrad")
+    )
+    assert "pip install backpack-plugin-firstorder" in python(source)

@@ -1,0 +1,175 @@
+"""Generated packages: they pass their own tests, ruff and mypy, and can be brought up to date."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from backpack_core import __version__
+from backpack_core.cli import scaffold
+from backpack_core.errors import BackpackError, UsageError
+
+KINDS = ("layer", "extension", "propagator")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaffold, "cache", lambda: tmp_path / "cache" / "templates")
+
+
+@pytest.fixture(scope="session")
+def mypy_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mypy")
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> str:
+    result = subprocess.run(
+        arguments,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", ["x", "squared-exponential"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_complete_and_in_style(kind: str, name: str, tmp_path: Path) -> None:
+    made = scaffold.create(kind, name, tmp_path, "A. Author")
+    assert made == tmp_path / f"backpack-plugin-{name}"
+    package = f"backpack_plugin_{name.replace('-', '_')}"
+    files = {str(p.relative_to(made)) for p in made.rglob("*") if p.is_file()}
+    assert files == {
+        ".copier-answers.yml",
+        ".github/workflows/test.yml",
+        ".gitignore",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        f"{package}/__init__.py",
+        f"{package}/py.typed",
+        f"tests/test_{name.replace('-', '_')}.py",
+    }
+    (test,) = (made / "tests").iterdir()
+    assert len(test.read_text().splitlines()) <= 30
+    assert "A. Author" in (made / "LICENSE").read_text()
+    for path in made.rglob("*"):
+        assert not path.is_file() or "{{" not in path.read_text().replace("${{", "")
+    run(sys.executable, "-m", "ruff", "check", ".", cwd=made)
+    run(sys.executable, "-m", "ruff", "format", "--check", ".", cwd=made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_tests_pass(kind: str, tmp_path: Path, mypy_cache: Path) -> None:
+    """Installed from a wheel, next to the families only."""
+    made = scaffold.create(kind, "made", tmp_path)
+    site = tmp_path / "site"
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    run(*pip, "--no-deps", "--no-build-isolation", "--target", str(site), str(made), cwd=tmp_path)
+    families = "backpack-plugin-layers,backpack-plugin-firstorder,backpack-plugin-secondorder"
+    said = run(
+        *(sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"),
+        cwd=made,
+        PYTHONPATH=str(site),
+        BACKPACK_LOAD_PLUGINS=f"{families},backpack-plugin-made",
+    )
+    assert "passed" in said and "skipped" not in said
+    run(
+        *(sys.executable, "-m", "mypy", "--cache-dir", str(mypy_cache), "backpack_plugin_made"),
+        "tests",
+        cwd=made,
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "..", "../x", "a/b", "a b", "A", "1a", "a--b", "a-", "a.b", "x;y", "{{x}}", "tensor", "é"],
+)
+def test_a_bad_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        scaffold.create("layer", name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("author", ['"', "a\nb", "{{ x }}", "a/b"])
+def test_a_bad_author_is_refused(author: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        scaffold.create("layer", "x", tmp_path, author)
+
+
+def test_what_exists_is_left_alone(tmp_path: Path) -> None:
+    scaffold.create("layer", "x", tmp_path)
+    with pytest.raises(UsageError, match="exists already"):
+        scaffold.create("layer", "x", tmp_path)
+    with pytest.raises(UsageError, match="no folder"):
+        scaffold.create("layer", "x", tmp_path / "missing")
+
+
+def test_the_prefix_may_be_given(tmp_path: Path) -> None:
+    made = scaffold.create("layer", "backpack_plugin_x_y", tmp_path)
+    assert made.name == "backpack-plugin-x-y"
+
+
+def test_the_template_asks_for_this_release() -> None:
+    major, minor, _ = map(int, __version__.split("."))
+    text = (scaffold.shipped() / "package" / "pyproject.toml.jinja").read_text()
+    assert f'"backpack-core>={major}.{minor},<{major}.{minor + 1}"' in text
+
+
+def test_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later release changes the template: what is generated follows, what was written stays."""
+    made = scaffold.create("layer", "x", tmp_path)
+    source = made / "backpack_plugin_x" / "__init__.py"
+    source.write_text('"""Mine."""\n')
+    readme = made / "README.md"
+    readme.write_text(readme.read_text() + "\n## My own section\n")
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    run("git", "init", "--quiet", cwd=made)
+    run("git", "add", "--all", cwd=made)
+    run(*git, "commit", "--quiet", "--message", "mine", cwd=made)
+
+    later = tmp_path / "later"
+    shutil.copytree(scaffold.shipped(), later)
+    for path, old, new in (
+        ("package/README.md.jinja", "## Working on it", "## How to work on it"),
+        ("package/pyproject.toml.jinja", "<0.2", "<0.3"),
+        ("sources/layer.py.jinja", "A layer, and", "A new layer, and"),
+    ):
+        text = (later / path).read_text()
+        assert old in text
+        (later / path).write_text(text.replace(old, new))
+    monkeypatch.setattr(scaffold, "shipped", lambda: later)
+    monkeypatch.setattr(scaffold, "__version__", "0.2.0")
+    for key, value in (("NAME", "a"), ("EMAIL", "a@b")):
+        monkeypatch.setenv(f"GIT_AUTHOR_{key}", value)
+        monkeypatch.setenv(f"GIT_COMMITTER_{key}", value)
+    scaffold.update(made)
+
+    assert "## How to work on it" in readme.read_text()
+    assert "## My own section" in readme.read_text()
+    assert "<0.3" in (made / "pyproject.toml").read_text()
+    assert source.read_text() == '"""Mine."""\n'
+    assert "_commit: v0.2.0" in (made / ".copier-answers.yml").read_text()
+
+
+def test_update_needs_a_generated_package(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not made by"):
+        scaffold.update(tmp_path)
+    made = scaffold.create("layer", "x", tmp_path)
+    with pytest.raises(BackpackError, match="git"):  # not under version control
+        scaffold.update(made)
+
+
+def test_without_git_it_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaffold.shutil, "which", lambda name: None)
+    made = scaffold.create("extension", "x", tmp_path)
+    assert (made / "backpack_plugin_x" / "__init__.py").is_file()
