@@ -108,8 +108,7 @@ def _replay(
 
     def forward(parameter: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor:
         queue = iter(
-            x.unsqueeze(0) if has_batch else x
-            for x, has_batch in zip(inputs, batched, strict=True)
+            x.unsqueeze(0) if has_batch else x for x, has_batch in zip(inputs, batched, strict=True)
         )
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(queue))
         values = others if name is None else {**others, name: parameter}

@@ -103,7 +103,9 @@ def _is_foreign_thread() -> bool:
 
 
 def _is_alive(ident: int) -> bool:
-    return any(thread.ident == ident for thread in threading.enumerate())
+    # A new thread, this one for example, may have got the number of one that has ended.
+    this = threading.current_thread()
+    return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
 
 
 def is_disabled() -> bool:
@@ -251,7 +253,7 @@ def _group(
 ) -> tuple[tuple[Propagator, tuple[Extension, ...]], ...]:
     """Group extensions by equal propagators, except where one goes its own way at some modules.
 
-    Within a group, those that form products come first: the others reduce what is there.
+    Within a group, those with a higher precedence come first.
     """
     from backpack_core.registry import registry
 
@@ -261,6 +263,6 @@ def _group(
         key = (extension.propagator, id(extension) if alone else None)
         groups.setdefault(key, (extension.propagator, []))[1].append(extension)
     return tuple(
-        (propagator, tuple(sorted(members, key=lambda extension: not extension.forms_products)))
+        (propagator, tuple(sorted(members, key=lambda extension: -extension.precedence)))
         for propagator, members in groups.values()
     )

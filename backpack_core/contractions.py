@@ -66,6 +66,19 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
     return result
 
 
+def moments(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
+    """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces. Shapes ``[V, G, O, I]``, ``[G, O, I]``."""
+    if out.shape[2] == 1 or torch.is_grad_enabled():
+        return sums(out, inp), square_sum(out, inp)
+    total = out.new_zeros(out.shape[0], *out.shape[3:], inp.shape[3])
+    squares = torch.zeros_like(total[0])
+    for some, _, piece in pieces(out, inp):
+        for target, rows in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
+            add(target, rows)
+        add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
+    return total, squares
+
+
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v M²``. Shape ``[N, G, O, I]``."""
     columns, samples, positions, _, _ = out.shape
@@ -79,6 +92,15 @@ def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
         for target, product in zip(result[rows], piece, strict=True):
             add_squares(target, product.transpose(0, 1))
     return result
+
+
+def add(total: Tensor, rows: Tensor) -> Tensor:
+    """Add ``Σ_k rows[k]`` in place, for ``rows`` ``[K, *]``."""
+    if total.numel() < LARGE:
+        return total.add_(rows.sum(0))
+    for row in rows:
+        total.add_(row)
+    return total
 
 
 def add_squares(total: Tensor, rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which plugins are installed, from metadata alone. Imports no plugin; importlib-metadata on first use.
+"""Which plugins are installed, from metadata alone. Imports no plugin.
 
-An installed distribution declares plugins as entry points of the group ``backpack``. Listing them reads
-``entry_points.txt`` and the head of ``METADATA`` of each distribution, and no module.
+An installed distribution declares plugins as entry points of the group ``backpack``. Listing them
+reads ``entry_points.txt`` of each distribution and the head of its ``METADATA``, and no module.
 """
 
 from __future__ import annotations
@@ -9,18 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from configparser import ConfigParser
-from configparser import Error as ConfigError
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.registry import Provenance, canonical
-
-if TYPE_CHECKING:
-    from importlib_metadata import Distribution
 
 GROUP = "backpack"
 PREFIX = "backpack-plugin-"
@@ -164,50 +159,48 @@ def without_plugins() -> list[str]:
 
 
 def _declarations() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Distribution name, version and entry points, for each distribution that has some of ours."""
-    from importlib_metadata import PackageNotFoundError, distribution, distributions
+    """Distribution name, version and entry points, for each distribution that has some of ours.
 
-    seen = set()
+    ``importlib_metadata.entry_points()`` would do, but parses every group of every distribution,
+    and the whole of the metadata for each name: several times slower.
+    """
+    from importlib_metadata import distributions
+
+    visible: dict[str, Any] = {}
     for dist in distributions():
-        if not _entry_points(dist):
+        # What Python imports is the first of a name on the path. A folder without metadata is what
+        # an interrupted removal leaves behind.
+        first = visible.setdefault(_folder_name(dist), dist)
+        if first is not dist and first.read_text("METADATA"):
             continue
-        name, version = _headers(dist)
-        if canonical(name) in seen:
-            continue
-        seen.add(canonical(name))
-        if version:
-            # What Python imports is the first of the name on the path, which may be another release.
-            try:
-                visible = distribution(name)
-            except PackageNotFoundError:  # uninstalled this very moment
-                continue
-            entry_points = _entry_points(visible)
-            if entry_points:
-                yield name, _headers(visible)[1], entry_points
-        else:
-            yield name, version, _entry_points(dist)
+        visible[_folder_name(dist)] = dist
+        entry_points = _entry_points(dist.read_text("entry_points.txt") or "")
+        if entry_points:
+            yield *_headers(dist), entry_points
 
 
-def _entry_points(dist: Distribution) -> dict[str, str]:
-    # importlib_metadata.entry_points() parses every group of every distribution: three times slower.
-    text = dist.read_text("entry_points.txt")
-    if not text or f"[{GROUP}]" not in text:
-        return {}
-    parser = ConfigParser(delimiters=("=",), interpolation=None, strict=False)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    try:
-        parser.read_string(text)
-        return dict(parser[GROUP])
-    except (ConfigError, KeyError):
-        return {}
+def _entry_points(text: str) -> dict[str, str]:
+    """The lines ``name = value`` of our group."""
+    found, group = {}, ""
+    for line in map(str.strip, text.splitlines() if f"[{GROUP}]" in text else ()):
+        if line.startswith("["):
+            group = line.strip("[] ")
+        elif group == GROUP and "=" in line and line[0] not in "#;":
+            name, _, value = line.partition("=")
+            found[name.strip()] = value.strip()
+    return found
 
 
-def _headers(dist: Distribution) -> tuple[str, str]:
+def _headers(dist: Any) -> tuple[str, str]:
     """Name and version, without parsing the rest of the metadata."""
     text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
     fields = dict(
         line.split(": ", 1) for line in text.split("\n\n", 1)[0].splitlines() if ": " in line
     )
-    # Without metadata there is still the name of the folder.
-    name = fields.get("Name") or canonical(str(getattr(dist, "_normalized_name", dist)))
+    name = fields.get("Name") or canonical(_folder_name(dist))
     return name.strip(), fields.get("Version", "").strip()
+
+
+def _folder_name(dist: Any) -> str:
+    """The normalised name, which importlib_metadata takes from the folder's name where it can."""
+    return str(getattr(dist, "_normalized_name", None) or dist)

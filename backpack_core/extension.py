@@ -203,8 +203,8 @@ class Extension(ABC):
             that it has a meaning for a parameter that several calls use.
         columns_add: Whether values for disjoint sets of columns can be put together by
             :meth:`combine`, so that columns may go through the net in chunks.
-        forms_products: Whether :meth:`read` asks for :func:`ops.per_sample`. Such extensions read
-            first, so that the others reduce what is formed already.
+        precedence: Extensions with a higher one read first, so that the others find what those had
+            computed: 2 where :func:`ops.per_sample` is formed, 1 where :func:`ops.shared_moments` is.
         reads_quantity: Whether :meth:`read` wants the propagator's quantity itself (the
             :class:`~backpack_core.columns.Columns` with their roots, say) and not what
             :meth:`Propagator.present` makes of it.
@@ -222,7 +222,7 @@ class Extension(ABC):
     savefield: str = ""
     shared_parameters: ClassVar[bool] = True
     columns_add: ClassVar[bool] = False
-    forms_products: ClassVar[bool] = False
+    precedence: ClassVar[int] = 0
     reads_quantity: ClassVar[bool] = False
     is_deferred: ClassVar[bool] = False
     chunk_size: int | None = None
@@ -321,7 +321,9 @@ class Extension(ABC):
             UsageError: An argument has the wrong type, or there is a choice already.
         """
         if not (isinstance(module_type, type) and issubclass(module_type, Module)):
-            raise UsageError(f"module_type must be a subclass of torch.nn.Module. Got {module_type!r}.")
+            raise UsageError(
+                f"module_type must be a subclass of torch.nn.Module. Got {module_type!r}."
+            )
         if not isinstance(module_extension, ModuleExtension):
             raise UsageError(
                 "module_extension must be an instance of ModuleExtension. "

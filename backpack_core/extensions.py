@@ -1,4 +1,4 @@
-"""Every installed extension, by class name: ``from backpack_core.extensions import DiagGGNExact``."""
+"""Every installed extension, by class name: ``from backpack_core.extensions import BatchGrad``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _DISTRIBUTIONS = {
         "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad"
     ),
     "backpack-plugin-secondorder": (
-        "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC DiagHessian "
-        "BatchDiagHessian KFAC KFLR KFRA EKFAC GGNMP HMP PCHMP GGNGram"
+        "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC "
+        "DiagHessian BatchDiagHessian KFAC KFLR KFRA EKFAC GGNMP HMP PCHMP GGNGram"
     ),
 }
 

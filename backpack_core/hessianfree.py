@@ -1,7 +1,8 @@
 """Products with Jacobians and curvature of a whole graph, by plain automatic differentiation.
 
-Nothing here needs extended modules or rules: double backward is exact for any graph. The graph is kept,
-so it has to be freed by dropping what holds it. Inside ``with backpack(...)``, no extension takes part.
+Nothing here needs extended modules or rules: double backward is exact for any graph. The graph is
+kept, so it has to be freed by dropping what holds it. Inside ``with backpack(...)``, no extension
+takes part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Everything a plugin may do, as pluggy hook specifications. These docstrings are the reference.
 
-A plugin is any object named by an entry point of the group ``backpack``: a class derived from one of
-core's base classes (which carry the implementation already), or a module with functions of its own,
-marked by ``hookimpl``.
+A plugin is any object named by an entry point of the group ``backpack``: a class derived from one
+of core's base classes (which carry the implementation already), or a module with functions of its
+own, marked by ``hookimpl``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pluggy
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from backpack_core.extension import Extension, ModuleExtension, Propagator
+    from backpack_core.extension import Extension, Propagator
+    from backpack_core.module_extension import ModuleExtension
     from backpack_core.rules import LayerRule
 
 PROJECT = "backpack"

@@ -84,7 +84,7 @@ class KroneckerEigenbasis:
         return KroneckerEigenbasis(self.vectors, values, self.order)
 
     def rotate(self, vectors: Tensor) -> Tensor:
-        """``Qᵀ`` times vectors: coordinates in the eigenbasis, ``[*θ]`` or ``[V, *θ]`` to ``[V, P]``."""
+        """``Qᵀ`` times vectors, ``[*θ]`` or ``[V, *θ]``: coordinates ``[V, P]``."""
         return multiply([q.mT for q in self.vectors], self.order.rows(vectors))
 
     def matmul(self, vectors: Tensor) -> Tensor:
@@ -187,8 +187,9 @@ class KroneckerFactors(list[Tensor]):
     def damped(self, damping: float) -> KroneckerFactors:
         """Factored damping: factors of a product close to ``F₁ ⊗ F₂ + damping · I``.
 
-        ``(F₁ + √damping / π · I) ⊗ (F₂ + √damping · π · I)`` with ``π² = (tr F₂ / D₂) / (tr F₁ / D₁)``
-        (Martens and Grosse, 2015, section 6.3). A single factor gets ``damping`` itself.
+        ``(F₁ + √damping / π · I) ⊗ (F₂ + √damping · π · I)`` with ``π²`` the mean diagonal entry of
+        ``F₂`` divided by that of ``F₁`` (Martens and Grosse, 2015, section 6.3). A single factor
+        gets ``damping`` itself.
 
         Args:
             damping: Not negative.
@@ -215,13 +216,15 @@ class KroneckerFactors(list[Tensor]):
         Raises:
             UsageError: A factor is singular, or the damping is negative.
         """
-        try:
-            factors = [torch.linalg.cholesky(f) for f in self.damped(damping)]
-        except torch.linalg.LinAlgError as error:
-            raise UsageError(
-                f"A Kronecker factor is singular with a damping of {damping}: increase it."
-            ) from error
-        return self.with_factors([torch.cholesky_inverse(f) for f in factors])
+        factors = []
+        for factor in self.damped(damping):
+            root, failed = torch.linalg.cholesky_ex(factor)
+            if bool(failed.any()):
+                raise UsageError(
+                    f"A Kronecker factor is singular with a damping of {damping}: increase it."
+                )
+            factors.append(torch.cholesky_inverse(root))
+        return self.with_factors(factors)
 
     def trace(self) -> Tensor:
         """Trace of the product: no product is formed."""

@@ -1,8 +1,8 @@
 """Loads and isolates plugins. Imports pluggy and core, and plugins when they are first needed.
 
-Loading is lazy: it happens at the first ``extend()`` or ``backpack()``, or when a name is asked for.
-A plugin that fails is recorded and warned about once; what needs it raises with its own traceback
-chained, and everything else works.
+Loading is lazy: it happens at the first ``extend()`` or ``backpack()``, or when a name is asked
+for. A plugin that fails is recorded and warned about once; what needs it raises with its own
+traceback chained, and everything else works.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def ensure_loaded() -> None:
         _warn(failures())
 
 
-def load_all(after: Callable[[Plugin], None], before: Callable[[Plugin], None] | None = None) -> None:
+def load_all(
+    after: Callable[[Plugin], None], before: Callable[[Plugin], None] | None = None
+) -> None:
     """Load every allowed plugin.
 
     Args:
@@ -98,7 +100,9 @@ def load(plugin: Plugin) -> None:
     """
     if plugin.state != "not loaded":
         return
-    plugin.state = "loaded"  # also while it is being imported: it may import the rest of its package
+    plugin.state = (
+        "loaded"  # also while it is being imported: it may import the rest of its package
+    )
     try:
         _register(plugin.find(), _key(plugin.provenance), plugin.provenance)
     except KeyboardInterrupt:
@@ -169,9 +173,7 @@ def _collect(obj: Any) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for caller in _manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
-            raise PluginError(
-                f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}."
-            )
+            raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
         for implementation in caller.get_hookimpls():
             if implementation.plugin is obj:
                 found[caller.name] = _as_list(caller.name, implementation.function())
@@ -194,7 +196,9 @@ def _as_list(hook: str, returned: Any) -> list[Any]:
 def hook_names() -> list[str]:
     """Names of all hooks, sorted."""
     return sorted(
-        name for name in vars(hookspecs) if _manager.parse_hookspec_opts(hookspecs, name) is not None
+        name
+        for name in vars(hookspecs)
+        if _manager.parse_hookspec_opts(hookspecs, name) is not None
     )
 
 
@@ -204,7 +208,7 @@ def declared_api(obj: Any) -> set[int]:
     ``backpack_api``, an integer or several, on the object, on its module, or on its package. Without
     it, the first version.
     """
-    module = getattr(obj, "__module__", None) or getattr(obj, "__name__", "")
+    module: str = getattr(obj, "__module__", None) or getattr(obj, "__name__", "")
     places = (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0]))
     for place in places:
         declared = getattr(place, "backpack_api", None)
@@ -243,7 +247,7 @@ def register(obj: Any, name: str | None = None) -> Any:
         PluginError: It provides nothing, or something other than its hooks promise.
         PluginConflictError: It is registered already, or a plugin of that name is.
     """
-    name = name or getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj))
+    name = name or _name_of(obj)
     provenance = Provenance(name)
     with _lock:
         if _manager.has_plugin(_key(provenance)):
@@ -253,6 +257,10 @@ def register(obj: Any, name: str | None = None) -> Any:
             )
         _register(obj, _key(provenance), provenance)
     return obj
+
+
+def _name_of(obj: Any) -> str:
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj)))
 
 
 def unregister(name: str) -> None:
@@ -282,7 +290,7 @@ def temporary_plugin(*objects: Any) -> Iterator[None]:
     Args:
         objects: What :func:`register` takes.
     """
-    names = [f"{getattr(obj, '__qualname__', repr(obj))} (temporary {id(obj)})" for obj in objects]
+    names = [f"{_name_of(obj)} (temporary {id(obj)})" for obj in objects]
     done: list[str] = []
     try:
         for obj, name in zip(objects, names, strict=True):

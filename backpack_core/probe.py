@@ -37,14 +37,18 @@ class SampleProbe(ColumnPropagator):
         output = call.outputs[call.output_nr]
         like: Tensor = call.inputs[0] if output.dim() == 0 else output
         sent = _masks(like)
-        if columns is not None and bool(columns.mat.masked_fill(sent, 0).any()):
+        arrived = () if columns is None else columns.blocks.values()
+        if any(bool(block.masked_fill(sent, 0).any()) for block in arrived):
             raise SampleMixingError(
                 f"Between {call.path} and the modules that use its output, samples of the batch "
                 "influence each other (a gradient of one sample reaches another one): per-sample "
                 "quantities do not exist. Look for an operation over axis 0."
             )
-        values = torch.rand(len(sent), *like.shape, dtype=call.dtype, device=like.device) + 0.5
-        return Columns.start("probe", values * sent)
+        # Numbers of its own: quantities by Monte Carlo are the same with and without the probe.
+        generator = torch.Generator(like.device).manual_seed(0)
+        shape = (len(sent), *like.shape)
+        values = torch.rand(shape, generator=generator, dtype=call.dtype, device=like.device)
+        return Columns.start("probe", (values + 0.5) * sent)
 
 
 def _masks(like: Tensor) -> Tensor:

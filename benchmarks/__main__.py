@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from benchmarks import report
 from benchmarks.cells import Cell, measure
 from benchmarks.growth import Growth, study
-from benchmarks.measure import write_rate
+from benchmarks.measure import CLOCKS, write_rate
 from benchmarks.peers import PEERS
 from benchmarks.problems import PROBLEMS
 from benchmarks.quantities import QUANTITIES
@@ -25,6 +26,7 @@ def _arguments() -> argparse.Namespace:
     add("--peer", nargs="+", choices=peers, default=peers, help="default: all")
     add("--seconds", type=float, default=5.0, help="how long to repeat a cell (default: 5)")
     add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
+    add("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     add("--no-memory", action="store_true", help="measure time only")
     add("--growth", nargs="*", choices=QUANTITIES, help="study the growth of these quantities")
     add("--output", type=Path, default=Path("benchmarks/results"), help="folder of the results")
@@ -35,8 +37,10 @@ def main() -> None:
     """Measure, print a line for each cell, and write ``results.json`` and ``results.png``."""
     options = _arguments()
     torch.set_num_threads(options.threads)
+    # Peers that use full-backward hooks warn at the first layer of every net.
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
     options.output.mkdir(parents=True, exist_ok=True)
-    rate = write_rate()
+    rate = write_rate(options.clock)
     print(f"first write to fresh memory: {rate / 2**30:.1f} GiB/s, threads: {options.threads}")
     cells: list[Cell] = []
     growth: list[Growth] = []
@@ -50,6 +54,7 @@ def main() -> None:
                     options.peer,
                     options.seconds,
                     rate,
+                    options.clock,
                     memory=not options.no_memory,
                 )
                 cells.append(cell)
@@ -57,7 +62,7 @@ def main() -> None:
                 report.save(options.output / "results.json", cells, growth, rate)
         report.plot(options.output / "results.png", cells)
     else:
-        for found in study(options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, rate):
+        for found in study(options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, rate, options.clock):
             growth.append(found)
             print(found, flush=True)
         report.save(options.output / "growth.json", cells, growth, rate)

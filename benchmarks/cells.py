@@ -56,6 +56,7 @@ def measure(
     peers: Sequence[str],
     seconds: float,
     rate: float,
+    clock: str = "wall",
     memory: bool = True,
     batch: int | None = None,
 ) -> Cell:
@@ -67,13 +68,14 @@ def measure(
         peers: Which peers besides the gradient.
         seconds: How long to repeat.
         rate: Bytes per second of a first write to fresh memory.
+        clock: See :func:`benchmarks.measure.alternate`.
         memory: Measure memory, too.
         batch: Number of samples; default: the problem's.
     """
     size = batch or (problem.exact_batch if quantity.exact else problem.batch)
     cell = Cell(problem.name, quantity.name, size)
     steps, models = _steps(cell, problem, quantity, ["gradient", *peers])
-    times = alternate(steps, seconds)
+    times = alternate(steps, seconds, clock)
     cell.gradient = times.best("gradient")
     for name in steps:
         cell.time[name] = times.ratio(name, "gradient")

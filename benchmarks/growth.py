@@ -59,13 +59,16 @@ _AXES: dict[str, tuple[Sequence[int], Callable[[int], tuple[Problem, int]]]] = {
 }
 
 
-def study(names: Sequence[str], seconds: float, rate: float) -> Iterator[Growth]:
+def study(
+    names: Sequence[str], seconds: float, rate: float, clock: str = "wall"
+) -> Iterator[Growth]:
     """Measure quantities along every axis.
 
     Args:
         names: Quantities.
         seconds: How long to repeat each point.
         rate: Bytes per second of a first write.
+        clock: See :func:`benchmarks.measure.alternate`.
 
     Yields:
         One study for each quantity and axis.
@@ -76,7 +79,7 @@ def study(names: Sequence[str], seconds: float, rate: float) -> Iterator[Growth]
             for value in values:
                 problem, batch = make(value)
                 cell = measure(
-                    problem, QUANTITIES[name], PEERS, seconds, rate, memory=False, batch=batch
+                    problem, QUANTITIES[name], PEERS, seconds, rate, clock, False, batch
                 )
                 for peer in PEERS:
                     time = cell.time.get(peer)

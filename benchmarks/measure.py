@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,20 @@ class Times:
         return statistics.median(a / b for a, b in pairs)
 
 
-def alternate(steps: Mapping[str, Step], seconds: float, least: int = 3, most: int = 15) -> Times:
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def alternate(
+    steps: Mapping[str, Step], seconds: float, clock: str = "wall", least: int = 3, most: int = 15
+) -> Times:
     """Run the steps in turn, after one run each to warm up.
 
     Args:
         steps: By peer.
         seconds: When to stop, as long as there were enough rounds.
+        clock: ``"wall"``, or ``"cpu"`` for the time of this process: for one thread on a machine that
+            others use, too.
         least: Fewest rounds.
         most: Most rounds.
     """
@@ -52,25 +60,25 @@ def alternate(steps: Mapping[str, Step], seconds: float, least: int = 3, most: i
     for turn in range(most):
         for name, step in steps.items():
             gc.collect()
-            rounds[name].append(_seconds(step))
+            rounds[name].append(_seconds(step, CLOCKS[clock]))
         if turn + 1 >= least and time.perf_counter() - start > seconds:
             break
     return Times(rounds)
 
 
-def _seconds(step: Step) -> float:
-    start = time.perf_counter()
+def _seconds(step: Step, clock: Clock) -> float:
+    start = clock()
     step()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def write_rate(size: int = 2**28) -> float:
+def write_rate(clock: str = "wall", size: int = 2**28) -> float:
     """Bytes per second of a first write to fresh memory."""
 
     def write() -> None:
         torch.empty(size, dtype=torch.uint8).fill_(1)
 
-    return size / min(_seconds(write) for _ in range(3))
+    return size / min(_seconds(write, CLOCKS[clock]) for _ in range(3))
 
 
 def peak_memory(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int | None:

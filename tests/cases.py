@@ -212,12 +212,13 @@ def _convolutions() -> list[LayerCase]:
     cases += [
         LayerCase(lambda: nn.Conv1d(2, 2, 3, stride=3, padding=(2,)), (2, 5)),
         LayerCase(
-            lambda: nn.Conv2d(2, 2, (1, 2), stride=(2, 1), padding=(0, 1), dilation=(1, 2)), (2, 4, 3)
+            lambda: nn.Conv2d(2, 2, (1, 2), stride=(2, 1), padding=(0, 1), dilation=(1, 2)),
+            (2, 4, 3),
         ),
+        LayerCase(lambda: nn.Conv2d(2, 2, 2, padding=(0, 1), padding_mode="circular"), (2, 3, 3)),
         LayerCase(
-            lambda: nn.Conv2d(2, 2, 2, padding=(0, 1), padding_mode="circular"), (2, 3, 3)
+            lambda: nn.Conv3d(2, 2, (1, 2, 2), padding=(1, 0, 1), stride=(2, 1, 1)), (2, 2, 3, 3)
         ),
-        LayerCase(lambda: nn.Conv3d(2, 2, (1, 2, 2), padding=(1, 0, 1), stride=(2, 1, 1)), (2, 2, 3, 3)),
     ]
     return cases
 

@@ -33,7 +33,9 @@ def check_monte_carlo(problem: Problem) -> None:
     mean, error = estimates.mean(0), estimates.std(0) / MC_REPEATS**0.5
     reference = torch.cat(exact)
     assert bool(((mean - reference).abs() <= 5 * error + 1e-12 * reference.max()).all())
-    assert bool((error <= 0.1 * reference + 1e-3 * reference.max()).all()), "too few samples to tell anything"
+    assert bool((error <= 0.1 * reference + 1e-3 * reference.max()).all()), (
+        "too few samples to tell anything"
+    )
 
 
 FROZEN = [(case, name) for case in LAYERS for name, _ in case.make().named_parameters()]

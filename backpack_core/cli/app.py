@@ -107,7 +107,7 @@ def support(
         str | None,
         typer.Argument(
             metavar="[MODULE:FACTORY]",
-            help="A function that returns a model, or a model and a loss. It is imported and called.",
+            help="Returns a model, or a model and a loss. It is imported and called.",
         ),
     ] = None,
     extension: Annotated[
@@ -168,7 +168,7 @@ def new_extension(name: Name, output: Output = Path(), author: Author = "") -> N
 
 @new.command("propagator")
 def new_propagator(name: Name, output: Output = Path(), author: Author = "") -> None:
-    """A propagator with an extension: something new that travels. Example: `backpack new propagator fisher`."""
+    """A propagator, and an extension of it. Example: `backpack new propagator fisher`."""
     _make("propagator", name, output, author)
 
 

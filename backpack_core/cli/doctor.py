@@ -1,4 +1,4 @@
-"""Judges what is installed: faults and warnings, each with a remedy. Imports core; prints nothing."""
+"""Judges what is installed: faults and warnings, each with a remedy. Imports core."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def _judge(report: Report, limit: float) -> Iterator[Finding]:
     def warning(problem: str, remedy: str) -> Finding:
         return Finding("warning", report.who, report.name, problem, remedy)
 
-    update = f"Update or uninstall {report.distribution}, or set BACKPACK_BLOCK_PLUGINS={report.name}."
+    update = (
+        f"Update or uninstall {report.distribution}, or set BACKPACK_BLOCK_PLUGINS={report.name}."
+    )
     if report.state == "hangs":
         yield fault(f"its import did not end in {limit:g} s", update)
     elif report.state == "died":
@@ -118,7 +120,10 @@ def _failure(report: Report, update: str) -> tuple[str, str]:
             "[project.entry-points.backpack] in pyproject.toml."
         )
     if report.error == "ModuleNotFoundError":
-        return f"{last}{place}", f"Install what it needs (pip check), or: {update[0].lower()}{update[1:]}"
+        return (
+            f"{last}{place}",
+            f"Install what it needs (pip check), or: {update[0].lower()}{update[1:]}",
+        )
     return f"{last}{place}", update
 
 
@@ -128,7 +133,9 @@ def _name_conflicts(installed: list[Plugin]) -> Iterator[Finding]:
         if plugin.state == "conflict":
             by_name.setdefault(plugin.name, []).append(plugin)
     for name, rivals in by_name.items():
-        yield _conflict(f"the plugin name {name!r}", name, [(name, str(p.provenance)) for p in rivals])
+        yield _conflict(
+            f"the plugin name {name!r}", name, [(name, str(p.provenance)) for p in rivals]
+        )
 
 
 def _key_conflicts(reports: list[Report]) -> Iterator[Finding]:

@@ -167,11 +167,12 @@ def _broken_rule(rule: LayerRule) -> list[str]:
         if not own and not rule.hessian_is_zero:
             found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
     elif rule.hessian_is_diagonal and not rule.hessian_is_zero:
-        if not _overrides(rule, LayerRule, "_second_derivative_mat_prod"):
-            found.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
-    if isinstance(rule, LossRule) and rule.likelihood:
-        if not _overrides(rule, LossRule, "_sqrt_hessian_sampled"):
-            found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
+        method = "_second_derivative_mat_prod"
+        if not _overrides(rule, LayerRule, method):
+            found.append(f"declares hessian_is_diagonal and has no {method}")
+    samples = isinstance(rule, LossRule) and _overrides(rule, LossRule, "_sqrt_hessian_sampled")
+    if isinstance(rule, LossRule) and rule.likelihood and not samples:
+        found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
     return found
 
 

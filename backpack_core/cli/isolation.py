@@ -81,7 +81,8 @@ class _Worker:
             text=True,
             encoding="utf-8",
         )
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         assert process.stderr is not None
         try:
             json.dump({"path": sys.path, "skip": self.skip}, process.stdin)
@@ -131,7 +132,7 @@ class _Worker:
 
 
 def _lines(stream: IO[str]) -> queue.Queue[str | None]:
-    """Lines of a stream as they come, ``None`` at its end; a pipe cannot be read with a time limit."""
+    """Lines of a stream as they come, ``None`` at its end: a pipe has no time limit."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def pump() -> None:

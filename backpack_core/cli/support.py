@@ -37,7 +37,8 @@ def matrix() -> Rows:
     except ImportError as error:
         raise BackpackError(
             f"The support matrix comes from the conformance kit, which needs {error.name}. Run "
-            "`pip install 'backpack-core[testing]'`, or name a model: `backpack support MODULE:FACTORY`."
+            "`pip install 'backpack-core[testing]'`, or name a model: "
+            "`backpack support MODULE:FACTORY`."
         ) from error
     header, rows = kit.support_matrix()
     return list(header), [list(row) for row in rows]
@@ -62,7 +63,9 @@ def model_report(target: str, chosen: tuple[str, ...] = ()) -> Rows:
     plugins.ensure_loaded()
     unknown = [name for name in chosen if name not in registry.extensions]
     if unknown:
-        raise UsageError(f"No extension {unknown[0]!r} is installed: {sorted(registry.extensions)}.")
+        raise UsageError(
+            f"No extension {unknown[0]!r} is installed: {sorted(registry.extensions)}."
+        )
     names = list(chosen) or sorted(registry.extensions)
     extensions = [
         registry.choose(registry.extensions[name], name, "extension").value for name in names

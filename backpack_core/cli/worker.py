@@ -1,8 +1,8 @@
 """Loads plugins in a process of its own, and tells the process that started it how each one fares.
 
-Run as a script by :mod:`backpack_core.cli.isolation`. It reads a JSON object from standard input and
-writes a line of JSON before and after each plugin, so that a plugin that hangs or ends the process is
-known by name. What plugins print goes elsewhere.
+Run as a script by :mod:`backpack_core.cli.isolation`. It reads a JSON object from standard input
+and writes a line of JSON before and after each plugin, so that a plugin that hangs or ends the
+process is known by name. What plugins print goes elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 def _redirect() -> tuple[IO[str], IO[bytes]]:
     """Keep the way to the parent; send what plugins print to a file, and give them no input."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    captured = tempfile.TemporaryFile()
+    captured = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
     os.dup2(captured.fileno(), 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     return channel, captured

@@ -10,12 +10,17 @@ from backpack_core.ops import generic
 from backpack_core.rules import AffinePairsRule
 
 
+def _is_formed(call: ModuleCall, name: str, mat: Tensor, out: Tensor) -> bool:
+    """Whether ``M`` is there, and reading it is cheaper than a contraction of the factors."""
+    return out.shape[2] > 1 and generic.formed(call, name, mat) is not None
+
+
 @generic.square_sum.register
 def square_sum_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.square_sum`."""
-    if generic.formed(call, name, mat) is not None:
-        return generic.square_sum.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
+    if _is_formed(call, name, mat, out):
+        return generic.square_sum.dispatch(object)(rule, call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum((0, 1)))
     return rule.from_matrix(call, name, contractions.square_sum(out, inp))
@@ -26,9 +31,9 @@ def per_sample_square_sum_affine(
     rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor
 ) -> Tensor:
     """By :func:`contractions.per_sample_square_sum`."""
-    if generic.formed(call, name, mat) is not None:
-        return generic.per_sample_square_sum.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
+    if _is_formed(call, name, mat, out):
+        return generic.per_sample_square_sum.dispatch(object)(rule, call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum(0))
     return rule.from_matrix(call, name, contractions.per_sample_square_sum(out, inp))
@@ -37,9 +42,9 @@ def per_sample_square_sum_affine(
 @generic.squared_norm.register
 def squared_norm_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.squared_norm`."""
-    if generic.formed(call, name, mat) is not None:
-        return generic.squared_norm.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
+    if _is_formed(call, name, mat, out):
+        return generic.squared_norm.dispatch(object)(rule, call, name, mat)
     if inp is None:
         return out.sum(2).flatten(2).square().sum(2)
     return contractions.squared_norm(out, inp)
@@ -50,20 +55,32 @@ def per_sample_sum_affine(
     rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor
 ) -> Tensor:
     """By :func:`contractions.sums`."""
-    if generic.formed(call, name, mat) is not None:
-        return generic.per_sample_sum.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
+    if _is_formed(call, name, mat, out):
+        return generic.per_sample_sum.dispatch(object)(rule, call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum((1, 2)))
     return rule.from_matrix(call, name, contractions.sums(out, inp))
 
 
+@generic.moments.register
+def moments_affine(
+    rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor
+) -> tuple[Tensor, Tensor]:
+    """By :func:`contractions.moments`."""
+    out, inp = rule.affine_pair(call, name, mat)
+    if inp is None or _is_formed(call, name, mat, out):
+        return generic.moments.dispatch(object)(rule, call, name, mat)
+    total, squares = contractions.moments(out, inp)
+    return rule.from_matrix(call, name, total), rule.from_matrix(call, name, squares)
+
+
 @generic.gram.register
 def gram_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.gram`."""
-    if generic.formed(call, name, mat) is not None:
-        return generic.gram.dispatch(object)(rule, call, name, mat)
     out, inp = rule.affine_pair(call, name, mat)
+    if _is_formed(call, name, mat, out):
+        return generic.gram.dispatch(object)(rule, call, name, mat)
     if inp is None:
         flat = out.sum(2).flatten(2).flatten(0, 1)
         return (flat @ flat.T).reshape(2 * mat.shape[:2])

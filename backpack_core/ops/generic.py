@@ -100,6 +100,18 @@ def shared(
     return result
 
 
+def shared_moments(
+    rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both :func:`moments`, which :func:`shared` then knows as the two operations, too."""
+    keys = [(operation, name, id(mat)) for operation in (per_sample_sum, square_sum)]
+    if not all(key in call.memo for key in keys):
+        for key, value in zip(keys, moments(rule, call, name, mat), strict=True):
+            call.memo[key] = (value, mat)
+    total, squares = (call.memo[key][0] for key in keys)
+    return total, squares
+
+
 @singledispatch
 def square_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """``Σ_v Σ_n M[v, n]²``. Shape ``[*θ]``. Arguments as in :func:`per_sample`."""
@@ -146,6 +158,14 @@ def per_sample_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) ->
         result[columns] += part.sum(1)
     assert result is not None
     return result
+
+
+@singledispatch
+def moments(
+    rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``Σ_n M[v, n]`` and ``Σ_v Σ_n M[v, n]²``. Arguments as in :func:`per_sample`."""
+    return per_sample_sum(rule, call, name, mat), square_sum(rule, call, name, mat)
 
 
 @singledispatch

@@ -1,8 +1,8 @@
 """Kronecker factors of a parameter's curvature block. Imports rules and contractions.
 
-For ``y[n, s] = W x[n, s] + b`` with columns ``g[v, n, s]`` at ``y``, the block of ``W`` is the sum over
-``v, n`` of the outer product of ``Σ_s g[v, n, s] ⊗ x[n, s]`` with itself. A Kronecker product needs a
-statement on how the positions ``s`` are summed, which is :data:`WeightSharing`.
+For ``y[n, s] = W x[n, s] + b`` with columns ``g[v, n, s]`` at ``y``, the block of ``W`` is the sum
+over ``v, n`` of the outer product of ``Σ_s g[v, n, s] ⊗ x[n, s]`` with itself. A Kronecker product
+needs a statement on how the positions ``s`` are summed, which is :data:`WeightSharing`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def corrected_eigenbasis(
 ) -> KroneckerEigenbasis:
     """Eigenvectors ``Q`` of the Kronecker product, with ``diag(Qᵀ G Q)`` as eigenvalues.
 
-    ``G = Σ_v Σ_n M[v, n] M[v, n]ᵀ`` is the block that :func:`kronecker_factors` approximates, so this
-    is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
+    ``G = Σ_v Σ_n M[v, n] M[v, n]ᵀ`` is the block that :func:`kronecker_factors` approximates, so
+    this is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
     Arguments as there.
     """
     basis = kronecker_factors(rule, call, name, mat, sharing).eigenbasis()
@@ -110,7 +110,7 @@ def corrected_eigenbasis_affine(
 
 
 class RotatedRows:
-    """Inputs ``[N, S, G, I]`` times a matrix ``[I, I]`` or ``[G, I, I]``, for some samples at a time."""
+    """Inputs ``[N, S, G, I]`` times ``[I, I]`` or ``[G, I, I]``, for some samples at a time."""
 
     def __init__(self, inp: contractions.Rows, matrix: Tensor) -> None:
         """Store both."""
@@ -161,8 +161,8 @@ def input_covariance(
     """``A``, an average over the ``N`` samples that the call shows.
 
     ``"kfc"``: ``1/N Σ_n Σ_s x xᵀ`` (Grosse and Martens, 2016, eq. 32); ``"expand"``: ``1/(N S)
-    Σ_n Σ_s x xᵀ``; ``"reduce"``: ``1/N Σ_n x̄ x̄ᵀ`` with the mean ``x̄`` over positions (Eschenhagen et
-    al., 2023, eq. 19 and 22).
+    Σ_n Σ_s x xᵀ``; ``"reduce"``: ``1/N Σ_n x̄ x̄ᵀ`` with the mean ``x̄`` over positions (Eschenhagen
+    et al., 2023, eq. 19 and 22).
 
     Args:
         call: The forward execution.

@@ -1,7 +1,8 @@
 """Diagonals of ``J_θᵀ H J_θ`` for a Hessian ``H`` that may be indefinite. Imports rules only.
 
-``H`` comes as columns with a sign for each sample, ``Σ_v σ_v S_v S_vᵀ``, or as a diagonal matrix. As in
-:mod:`backpack_core.ops.generic`, ``[V, N, *θ]`` is made in pieces that fit into the memory budget.
+``H`` comes as columns with a sign for each sample, ``Σ_v σ_v S_v S_vᵀ``, or as a diagonal matrix.
+As in :mod:`backpack_core.ops.generic`, ``[V, N, *θ]`` is made in pieces that fit into the memory
+budget.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def diagonal_square_sum_affine(
 
 
 def _of_positions(out: Tensor, inp: contractions.Rows, per_sample: bool) -> Tensor:
-    """``Σ_n Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
+    """``Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
     parts = []
     total: Tensor | None = None
     for rows in contractions._row_steps(inp, out.element_size()):

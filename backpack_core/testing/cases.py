@@ -65,9 +65,13 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def seeded(function: Callable[[], T], seed: int) -> T:
     """Call ``function`` with a seeded default generator, and leave the generator as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
         return function()
+    finally:
+        generator.set_state(before)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,10 +208,13 @@ class ExtensionCase(Case):
 
 
 @contextmanager
-def installed(*rules: type[LayerRule] | None) -> Iterator[None]:
-    """Rules that no installed plugin provides are registered within the block; may be nested."""
+def installed(rule: type[LayerRule] | None = None) -> Iterator[None]:
+    """A rule that no installed plugin provides is registered within the block; may be nested."""
     ensure_loaded()
-    with temporary_plugin(*(rule for rule in rules if rule is not None and not _is_known(rule))):
+    if rule is None or _is_known(rule):
+        yield
+        return
+    with temporary_plugin(rule):
         yield
 
 

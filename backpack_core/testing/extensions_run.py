@@ -128,25 +128,39 @@ class Problem:
         Raises:
             CheckFailure: One fails, or refuses although the net has what it needs.
         """
-        try:
-            self.run(extensions)
-        except Exception:
-            return [extension for extension in extensions if self._has_value(extension)]
-        return list(extensions)
+        left = list(extensions)
+        while left:
+            try:
+                self.run(left)
+            except Exception as error:
+                culprit = self._culprit(error, left)
+                self._judge(culprit, error)
+                left.remove(culprit)
+            else:
+                break
+        return left
 
-    def _has_value(self, extension: Extension) -> bool:
+    def _culprit(self, error: Exception, extensions: Sequence[Extension]) -> Extension:
+        """The extension that an error came from."""
+        context = getattr(error, "backpack_context", "")
+        for extension in extensions:
+            if f"[{type(extension).__name__} of" in context:
+                return extension
+        for extension in extensions:
+            try:
+                self.run([extension])
+            except Exception:
+                return extension
+        raise CheckFailure(f"Extensions fail together only: {error}") from error
+
+    def _judge(self, extension: Extension, error: Exception) -> None:
         name = type(extension).__name__
-        try:
-            self.run([extension])
-        except UnsupportedError as error:
-            quantity = quantity_of(extension.savefield)
-            if quantity is not None and quantity.needs not in self.may_refuse:
-                raise CheckFailure(f"{name} refuses: {error}") from error
-            self.refused[name] = str(error).split("\n", 1)[0]
-            return False
-        except Exception as error:
+        if not isinstance(error, UnsupportedError):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
-        return True
+        quantity = quantity_of(extension.savefield)
+        if quantity is not None and quantity.needs not in self.may_refuse:
+            raise CheckFailure(f"{name} refuses: {error}") from error
+        self.refused[name] = str(error).split("\n", 1)[0]
 
     def compare(
         self,
@@ -196,13 +210,13 @@ def compare_quantity(
 ) -> None:
     """One value against its oracle."""
     found = quantity.observe(value, reference, name)
-    close(found, quantity.expected(reference, name), what, tolerance, floor)
+    close(found, reference.expected(quantity, name), what, tolerance, floor)
 
 
 def largest_expected(quantity: Quantity, reference: Reference) -> float:
     """The largest entry of a quantity over the parameters of a net, for the scale of errors."""
     names = [name for name in reference.parameters if not _is_costly(quantity, name)]
-    return max(float(quantity.expected(reference, name).abs().max()) for name in names)
+    return max(float(reference.expected(quantity, name).abs().max()) for name in names)
 
 
 def forward_loss(net: Module, arguments: Arguments, loss: Module) -> Tensor:
@@ -253,7 +267,6 @@ def no_calls_left(what: str) -> Iterator[None]:
 
     from backpack_core.calls import live_calls
 
-    gc.collect()
     enabled, before = gc.isenabled(), live_calls()
     gc.disable()
     try:

@@ -31,6 +31,7 @@ from backpack_core.testing.extensions_run import (
 )
 from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Mix, Readout, SmallNet, SoftmaxLoss
+from backpack_core.testing.quantities import quantity_of
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import traits
 
@@ -62,7 +63,6 @@ def build_net(
         readout = Readout(features)
         return SmallNet(layer, mixes, slots, readout, case.output_nr, axis, twice)
 
-    # Drawn in one dtype, so that nets of different precision have the same parameters.
     return seeded(make, 8).to(dtype), arguments.to(dtype)
 
 
@@ -79,9 +79,10 @@ def problem(
 ) -> Problem:
     """A case's small net, with its reference."""
 
+    template, arguments = build_net(case, samples, torch.float64, twice)
+
     def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
-        net, arguments = build_net(case, samples, dtype, twice)
-        return net, arguments, SoftmaxLoss(reduction)
+        return copy.deepcopy(template).to(dtype), arguments.to(dtype), SoftmaxLoss(reduction)
 
     reference = Reference(*build(torch.float64))
     return Problem(build, reference, _may_refuse(case))
@@ -106,6 +107,15 @@ def _may_refuse(case: RuleCase) -> frozenset[str]:
 def usable(case: RuleCase) -> tuple[Extension, ...]:
     """The installed extensions that have a value on the case's net."""
     return tuple(problem(case).usable(installed_extensions()))
+
+
+def representatives(extensions: Sequence[Extension]) -> list[Extension]:
+    """One extension of each kind: what travels, and what it needs."""
+    found: dict[Any, Extension] = {}
+    for extension in extensions:
+        quantity = quantity_of(extension.savefield)
+        found.setdefault((extension.propagator, quantity and quantity.needs), extension)
+    return list(found.values())
 
 
 def _exact(
@@ -164,7 +174,7 @@ def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
         for name, parameter in net.named_parameters():
             parameter.requires_grad_(not frozen(name))
 
-    extensions = usable(case)
+    extensions = representatives(usable(case))
     _, values = given.run(extensions, prepare=freeze)
     _exact(case, given, values, extensions, trained=lambda name: not frozen(name))
 
@@ -191,8 +201,6 @@ def _compare_precision(
 
 
 def _with_needs(extensions: Sequence[Extension], needs: Sequence[str]) -> list[Extension]:
-    from backpack_core.testing.quantities import quantity_of
-
     known = [(extension, quantity_of(extension.savefield)) for extension in extensions]
     return [extension for extension, found in known if found is not None and found.needs in needs]
 
@@ -219,7 +227,7 @@ def autocast(case: RuleCase) -> None:
 @implements
 def retain_graph(case: RuleCase) -> None:
     """Two backward passes through one graph; the second overwrites, and agrees."""
-    given, extensions = problem(case), usable(case)
+    given, extensions = problem(case), representatives(usable(case))
     net, arguments, loss = given.extended()
     value = forward_loss(net, arguments, loss)
     for keep in (True, False):
@@ -246,7 +254,7 @@ def called_twice(case: RuleCase) -> None:
 
 
 def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None:
-    given, extensions = problem(case), usable(case)
+    given, extensions = problem(case), representatives(usable(case))
     net, arguments, loss = given.extended()
     for original in (net, loss):
         require(type(duplicate(original)) is type(original), "The copy has another type.")
@@ -273,7 +281,7 @@ implements(lambda case: _compare_copy(case, _pickled), "pickle")
 @implements
 def no_live_calls(case: RuleCase) -> None:
     """Forward only; and forward with backward, and all extensions."""
-    given, extensions = problem(case), usable(case)
+    given, extensions = problem(case), representatives(usable(case))
     with no_calls_left("After a forward pass alone"):
         given_net = given.extended()
         value = forward_loss(*given_net)

@@ -149,6 +149,9 @@ _QUANTITIES: dict[str, Quantity] = {
     "hmp": Quantity(
         lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="second derivative"
     ),
+    "ekfac": Quantity(
+        lambda r, p: _sampled_ggn(r, p).trace(), lambda v, r, p: v.trace(), needs="structure"
+    ),
     "kfac": Quantity(_one, _factor_error(_sampled_ggn), needs="structure"),
     "kflr": Quantity(_one, _factor_error(lambda r, p: r.ggn(p).sum(0)), needs="structure"),
 }

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.nn import Module, Parameter
 from backpack_core.context import disable
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
+from backpack_core.testing.quantities import Quantity
 from backpack_core.testing.network import CLASSES, fixed_mixing
 
 @dataclass(eq=False)
@@ -35,6 +37,7 @@ class Reference:
     loss: Module
     indices: tuple[int, ...] | None = None
     _hessians: dict[str, Tensor] = field(default_factory=dict)
+    _expected: dict[Any, Tensor] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -87,6 +90,13 @@ class Reference:
         other = copy.copy(self)
         other.parameters = {name: self.parameters[name] for name in names}
         return other
+
+    def expected(self, quantity: Quantity, name: str) -> Tensor:
+        """A quantity of one parameter, computed once."""
+        key = (quantity.expected, name, tuple(self.parameters))
+        if key not in self._expected:
+            self._expected[key] = quantity.expected(self, name)
+        return self._expected[key]
 
     def jacobian(self, name: str) -> Tensor:
         """Of the net's output in a parameter. Shape ``[N, C, *θ]``."""

@@ -18,7 +18,7 @@ from backpack_core.testing import (
 )
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
 from backpack_core.testing.implementations import IMPLEMENTED
-from backpack_core.testing.network import RULES
+from backpack_core.testing.network import install_own_rules
 from backpack_core.testing.promise import PROMISED
 from backpack_core.testing.traits import promised
 
@@ -158,8 +158,9 @@ def perform(case: Case, name: str) -> None:
 
 @contextmanager
 def environment(case: Case) -> Iterator[None]:
-    """The kit's own rules, and the rule under test, are installed within the block."""
-    with installed(*RULES, getattr(case, "rule", None)), warnings.catch_warnings():
+    """The rule under test is installed within the block; the kit's own rules are from now on."""
+    install_own_rules()
+    with installed(getattr(case, "rule", None)), warnings.catch_warnings():
         # Exact, and said already where the user's own nets run.
         warnings.simplefilter("ignore", AutodiffFallbackWarning)
         yield

@@ -29,9 +29,9 @@ def presence_report() -> str | None:
     if version is None:
         return None
     return (
-        f"{INCUMBENT} {version} and {OURS} are both installed, and both are imported as `backpack`. "
-        f"Active is {OURS}, in {Path(__file__).parent}. One installed over the other may leave "
-        f"files of both. To keep {OURS}: `pip uninstall {INCUMBENT}`, then `pip install "
+        f"{INCUMBENT} {version} and {OURS} are both installed, and both are imported as "
+        f"`backpack`. Active is {OURS}, in {Path(__file__).parent}. One installed over the other "
+        f"may leave files of both. To keep {OURS}: `pip uninstall {INCUMBENT}`, then `pip install "
         f"--force-reinstall --no-deps {OURS}`. To keep {INCUMBENT}: `pip uninstall {OURS}`, then "
         f"`pip install --force-reinstall --no-deps {INCUMBENT}`."
     )

@@ -1,8 +1,8 @@
 """Inputs and outputs as attributes of modules, where scripts look for them. Imports backpack_core.
 
-The core keeps them with the autograd graph. Here they are also set on the module after a forward pass,
-until the backward pass has visited it. A tensor that has a graph is stored without it: a module that
-held its own graph would keep it alive, and itself with it.
+The core keeps them with the autograd graph. Here they are also set on the module after a forward
+pass, until the backward pass has visited it. A tensor that has a graph is stored without it: a
+module that held its own graph would keep it alive, and itself with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes submodules from tables, so that import paths need no files of their own. Imports nothing."""
+"""Makes submodules from tables: import paths need no files of their own. Imports nothing."""
 
 from __future__ import annotations
 

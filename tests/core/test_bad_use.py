@@ -212,13 +212,20 @@ def test_fail_mode_error() -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
     with pytest.raises(MissingPluginError) as error:
         problem.run(BatchGrad(fail_mode="error"))
-    for word in ("Shift '1'", "fail_mode is 'error'", "write a layer rule", "BatchGrad of backpack"):
+    for word in (
+        "Shift '1'",
+        "fail_mode is 'error'",
+        "write a layer rule",
+        "BatchGrad of backpack",
+    ):
         assert word in message(error)
 
 
 def test_fail_mode_warning() -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
-    with pytest.warns(BackpackWarning, match=r"Shift '1' has no layer rule: BatchGrad leaves it out"):
+    with pytest.warns(
+        BackpackWarning, match=r"Shift '1' has no layer rule: BatchGrad leaves it out"
+    ):
         problem.run(BatchGrad(fail_mode="warning"))
     assert not hasattr(problem.parameters[2], "grad_batch")
     assert hasattr(problem.parameters[0], "grad_batch")

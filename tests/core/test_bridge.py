@@ -119,7 +119,9 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: torch.einsum("ni,nj->nij", x, x).flatten(1)[:, 3:7],
     "attention": attention,
     "heads": heads,
-    "time_first": lambda x: x.reshape(-1, 2, 2).transpose(0, 1).cumsum(0).transpose(0, 1).flatten(1),
+    "time_first": lambda x: (
+        x.reshape(-1, 2, 2).transpose(0, 1).cumsum(0).transpose(0, 1).flatten(1)
+    ),
     "splits": through_splits,
     "only_one_part": lambda x: x.chunk(2, 1)[1].repeat(1, 2),
     "max_with_indices": lambda x: x * x.max(1, keepdim=True).values,
@@ -356,7 +358,9 @@ def test_bridge_of_extended_loss_with_functional_reduction() -> None:
     model, lossfunc = nn.Linear(3, 3), nn.CrossEntropyLoss(reduction="none")
     x, y = torch.randn(4, 3), torch.randint(0, 3, (4,))
     weights = torch.rand(4)
-    problem = Problem(model, (x,), Net(lambda net, o, t: weights @ F.cross_entropy(o, t, reduction="none")), y)
+    problem = Problem(
+        model, (x,), Net(lambda net, o, t: weights @ F.cross_entropy(o, t, reduction="none")), y
+    )
     expected = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
     extend(model), extend(lossfunc)
     with backpack(DiagGGNExact()):

@@ -67,7 +67,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "class_token": lambda: nn.Sequential(nn.Linear(4, 4), ClassToken(), ClassToken()),
     "residual": lambda: Net(lambda net, x: x + net.a(x + net.a(x)), a=nn.Linear(4, 4)),
     "dict": lambda: Net(
-        lambda net, x: net.inner(x)["y"], inner=Net(lambda net, x: {"y": net.a(x)}, a=nn.Linear(4, 4))
+        lambda net, x: net.inner(x)["y"],
+        inner=Net(lambda net, x: {"y": net.a(x)}, a=nn.Linear(4, 4)),
     ),
 }
 
@@ -77,7 +78,6 @@ def count() -> Iterator[Callable[[], int]]:
     """Counts the live calls of this test, with the garbage collector off."""
     # At its first use, torch.func imports a lot, and leaves a cycle that holds the caller's frames.
     torch.func.vmap(lambda x: torch.func.vjp(torch.sin, x)[1](x)[0])(torch.zeros(2))
-    gc.collect()
     gc.disable()
     before = live_calls()
     yield lambda: live_calls() - before

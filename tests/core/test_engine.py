@@ -92,7 +92,12 @@ def test_keyword_inputs() -> None:
             return result
 
     mixed = Mixed()
-    model = Net(lambda net, x, z: net.m(right=net.r(z), left=net.l(x)), m=mixed, r=nn.Linear(3, 3), l=nn.Linear(3, 3))
+    model = Net(
+        lambda net, x, z: net.m(right=net.r(z), left=net.l(x)),
+        m=mixed,
+        r=nn.Linear(3, 3),
+        l=nn.Linear(3, 3),
+    )
     problem = classification(model, (3,))
     problem.inputs = (*problem.inputs, torch.randn(3, 3))
     problem.check()
@@ -182,7 +187,13 @@ def test_forward_replaced_on_the_instance() -> None:
     plain = model[0].forward
     model[0].forward = lambda x: 3 * plain(x)
     problem = classification(model, (3,))
-    reference = classification(Net(lambda net, x: net.m[2](torch.tanh(3 * F.linear(x, net.m[0].weight, net.m[0].bias))), m=mlp()), (3,))
+    reference = classification(
+        Net(
+            lambda net, x: net.m[2](torch.tanh(3 * F.linear(x, net.m[0].weight, net.m[0].bias))),
+            m=mlp(),
+        ),
+        (3,),
+    )
     reference.model.m.load_state_dict(model.state_dict())  # type: ignore[union-attr, operator]
     reference.inputs, reference.target = problem.inputs, problem.target
     expected = reference.expected(oracle.individual_gradients)
@@ -548,7 +559,9 @@ def test_gradient_hook_inside_a_pass_may_run_another_pass() -> None:
 def test_autocast() -> None:
     """Within the precision of bfloat16, and in the dtype of the parameter's gradient."""
     torch.set_default_dtype(torch.float32)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
     problem = classification(model, (8,), 6, 4)
     gradients = problem.expected(oracle.individual_gradients)
     diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]

@@ -128,7 +128,9 @@ def test_hooks_registered_after_unpickling_do_not_replace_ours() -> None:
 
 @pytest.mark.parametrize("wrong", [nn.Linear, nn.Linear(2, 2).weight, "model", lambda x: x, None])
 def test_extend_takes_modules_only(wrong: Any) -> None:
-    with pytest.raises(UsageError, match=r"extend\(\.\.\.\) takes an instance of torch\.nn\.Module"):
+    with pytest.raises(
+        UsageError, match=r"extend\(\.\.\.\) takes an instance of torch\.nn\.Module"
+    ):
         extend(wrong)
 
 
@@ -301,7 +303,9 @@ def test_weight_norm_by_hooks() -> None:
     """The weight is a function of two parameters, computed in a pre-hook."""
     with pytest.warns(FutureWarning):
         layer = nn.utils.weight_norm(nn.Linear(4, 3))
-    problem = classification(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer, nn.Linear(3, 3)), (3,))
+    problem = classification(
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer, nn.Linear(3, 3)), (3,)
+    )
 
     # torch cannot copy such a module, so the oracle works on the original.
     def forward(x: Tensor) -> Tensor:
@@ -324,5 +328,3 @@ def test_weight_norm_by_hooks() -> None:
         "weight_g",
         "weight_v",
     ]
-
-

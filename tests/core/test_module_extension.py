@@ -196,7 +196,9 @@ def test_wrong_arguments() -> None:
         def __init__(self) -> None:
             super().__init__(params=["weight"])
 
-    with pytest.raises(UsageError, match=r"NoMethod names the parameter 'weight' but has no method"):
+    with pytest.raises(
+        UsageError, match=r"NoMethod names the parameter 'weight' but has no method"
+    ):
         NoMethod()
 
 

@@ -46,9 +46,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing_between_modules(name: str, extension: Any) -> None:
     operation = MIXING[name]
-    model = Net(
-        lambda net, x: net.b(operation(net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
-    )
+    model = Net(lambda net, x: net.b(operation(net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3))
     with pytest.raises(SampleMixingError, match=r"Between Linear 'a' and.*axis 0"):
         classification(model, (3,), BATCH).run(extension(), debug=True)
 
@@ -69,7 +67,7 @@ def test_time_first_with_as_many_steps_as_samples() -> None:
         a=nn.Linear(3, 4),
         b=nn.Linear(4, 3),
     )
-    with pytest.raises(SampleMixingError, match="Between Linear 'a'"):
+    with pytest.raises(SampleMixingError, match="Between (Linear 'b'|LSTM)"):
         classification(model, (BATCH, 3), BATCH).run(BatchGrad(), debug=True)
 
 
@@ -80,7 +78,7 @@ def test_lstm_with_time_first_and_as_many_steps_as_samples() -> None:
         lstm=nn.LSTM(4, 4, batch_first=True),
         head=nn.Linear(4, 3),
     )
-    with pytest.raises(SampleMixingError, match="Between Linear 'a'"):
+    with pytest.raises(SampleMixingError, match="Between (Linear 'b'|LSTM)"):
         classification(model, (BATCH, 3), BATCH).run(BatchGrad(), debug=True)
 
 
@@ -141,4 +139,6 @@ def test_the_probe_leaves_no_trace() -> None:
     with backpack(debug=True):
         loss.backward()
     assert not any(hasattr(p, "grad_batch") for p in problem.parameters)
-    assert torch.equal(torch.random.get_rng_state(), state), "Monte Carlo would differ in debug mode"
+    assert torch.equal(torch.random.get_rng_state(), state), (
+        "Monte Carlo would differ in debug mode"
+    )

@@ -21,7 +21,9 @@ EXTENSIONS = [BatchGrad, DiagGGNExact]
 
 def test_module_called_twice() -> None:
     model = Net(
-        lambda net, x: net.last(net.a(torch.tanh(net.a(x)))), a=nn.Linear(3, 3), last=nn.Linear(3, 3)
+        lambda net, x: net.last(net.a(torch.tanh(net.a(x)))),
+        a=nn.Linear(3, 3),
+        last=nn.Linear(3, 3),
     )
     classification(model, (3,)).check()
 
@@ -131,7 +133,9 @@ def test_parameter_of_a_bare_function_only() -> None:
 
 def test_child_used_by_its_parameter() -> None:
     """The child is never called, so nobody reads off its weight."""
-    model = Net(lambda net, x: F.linear(net.a(x), net.b.weight), a=nn.Linear(3, 4), b=nn.Linear(4, 3))
+    model = Net(
+        lambda net, x: F.linear(net.a(x), net.b.weight), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
+    )
     with pytest.warns(UncoveredParameterWarning, match=r"\[3, 4\]"):
         classification(model, (3,)).run(BatchGrad())
     assert not hasattr(model.b.weight, "grad_batch")

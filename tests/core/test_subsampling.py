@@ -33,9 +33,17 @@ class Shift(nn.Module):
 
 def _time_first(x: Tensor) -> Tensor:
     """Intermediate tensors that have the samples on another axis."""
-    return x.reshape(-1, 2, 2).transpose(0, 1).sin().reshape(2, -1).reshape(2, -1, 2).mT.reshape(
-        -1, 2 * len(x)
-    ).reshape(2, 2, -1).permute(2, 0, 1).flatten(1)
+    return (
+        x.reshape(-1, 2, 2)
+        .transpose(0, 1)
+        .sin()
+        .reshape(2, -1)
+        .reshape(2, -1, 2)
+        .mT.reshape(-1, 2 * len(x))
+        .reshape(2, 2, -1)
+        .permute(2, 0, 1)
+        .flatten(1)
+    )
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -82,7 +82,10 @@ def test_plugins_all_shows_what_they_provide(site: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "code", "says"),
-    [(NORM, 0, "loaded"), ("raise SystemExit(3)", 1, "backpack-plugin-norm 0.1 (norm): SystemExit")],
+    [
+        (NORM, 0, "loaded"),
+        ("raise SystemExit(3)", 1, "backpack-plugin-norm 0.1 (norm): SystemExit"),
+    ],
     ids=["sound", "sick"],
 )
 def test_doctor_has_an_exit_code(source: str, code: int, says: str, site: Path) -> None:
@@ -150,11 +153,14 @@ def test_user_code_is_imported_only_when_named(site: Path) -> None:
     assert (site / "imported").exists()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["new", "layer", "--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["new", "layer", "--help"], ["doctor", "--help"]]
+)
 def test_help_shows_examples(arguments: list[str], site: Path) -> None:
     result = backpack(*arguments, site=site)
     assert result.returncode == 0
-    assert "backpack" in result.stdout and "\x1b" not in result.stdout
+    assert "backpack" in result.stdout
+    assert "\x1b" not in result.stdout
     if len(arguments) > 1:
         assert "Example" in result.stdout
 

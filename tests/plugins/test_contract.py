@@ -49,8 +49,19 @@ def test_hook_has_a_test(hook: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["index", "layer", "extension", "propagator", "hooks", "lookup", "performance",
-             "testing", "publishing", "versioning"],
+    "page",
+    [
+        "index",
+        "layer",
+        "extension",
+        "propagator",
+        "hooks",
+        "lookup",
+        "performance",
+        "testing",
+        "publishing",
+        "versioning",
+    ],
 )
 def test_page_exists_and_its_links_lead_somewhere(page: str) -> None:
     path = AUTHORS / f"{page}.md"
@@ -80,7 +91,7 @@ class Toy(nn.Module):
         return 2 * x
 
 
-def provide(**hooks):  # noqa: ANN003, ANN201
+def provide(**hooks):
     """A plugin object with hook implementations."""
     return type("Provider", (), {name: staticmethod(hookimpl(f)) for name, f in hooks.items()})
 
@@ -91,10 +102,10 @@ def test_backpack_layer_rules() -> None:
     class ToyRule(LayerRule):
         module_types = (Toy,)
 
-        def _jac_t_mat_prod(self, call, mat):  # noqa: ANN001, ANN202
+        def _jac_t_mat_prod(self, call, mat):
             return 2 * mat
 
-    def backpack_layer_rules():  # noqa: ANN202
+    def backpack_layer_rules():
         return [ToyRule]
 
     with plugins.temporary_plugin(provide(backpack_layer_rules=backpack_layer_rules)):
@@ -105,14 +116,14 @@ def test_backpack_layer_rules() -> None:
 class Count(FirstOrderExtension):
     savefield = "count"
 
-    def read(self, rule, call, name, mat):  # noqa: ANN001, ANN201
+    def read(self, rule, call, name, mat):
         return mat.shape[1]
 
 
 def test_backpack_extensions() -> None:
     from backpack_core import extensions
 
-    def backpack_extensions():  # noqa: ANN202
+    def backpack_extensions():
         return [Count]
 
     with plugins.temporary_plugin(provide(backpack_extensions=backpack_extensions)):
@@ -122,10 +133,10 @@ def test_backpack_extensions() -> None:
 
 def test_backpack_propagators() -> None:
     class Ones(ColumnPropagator):
-        def start(self, rule, call):  # noqa: ANN001, ANN201
+        def start(self, rule, call):
             return Columns.start("ones", torch.ones_like(call.input).unsqueeze(0))
 
-    def backpack_propagators():  # noqa: ANN202
+    def backpack_propagators():
         yield Ones
 
     with plugins.temporary_plugin(provide(backpack_propagators=backpack_propagators)):
@@ -135,10 +146,10 @@ def test_backpack_propagators() -> None:
 
 def test_backpack_pair_overrides() -> None:
     class Special(ModuleExtension):
-        def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: ANN001, ANN201, N803
+        def weight(self, ext, module, g_inp, g_out, bpQuantities):
             return "special"
 
-    def backpack_pair_overrides():  # noqa: ANN202
+    def backpack_pair_overrides():
         return [(Count, nn.Linear, Special(["weight"]))]
 
     model, lossfunc = extend(nn.Linear(2, 1, bias=False)), extend(nn.MSELoss())
@@ -156,7 +167,7 @@ def test_backpack_pair_overrides() -> None:
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("returned", [None, 3, [3], [object]])
 def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: object) -> None:
-    def wrong():  # noqa: ANN202
+    def wrong():
         return returned
 
     wrong.__name__ = hook

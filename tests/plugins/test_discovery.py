@@ -120,7 +120,8 @@ def same_name(fake_distribution: FakeDistribution) -> None:
 def test_two_of_one_name_are_a_conflict(same_name: None) -> None:
     with pytest.warns(BrokenPluginWarning, match="Several plugins have the name 'norm'"):
         plugins.ensure_loaded()
-    assert "a_module" not in sys.modules and "b_module" not in sys.modules
+    assert "a_module" not in sys.modules
+    assert "b_module" not in sys.modules
     with pytest.raises(MissingPluginError, match="GradNorm") as caught:
         from backpack_core.extensions import GradNorm  # noqa: F401
     assert isinstance(caught.value.__cause__, PluginConflictError)
@@ -252,7 +253,7 @@ def test_an_unknown_extension_names_what_to_install(monkeypatch: pytest.MonkeyPa
         extensions.BatchGrad  # noqa: B018
     with pytest.raises(ImportError, match="pip install backpack-plugin-secondorder"):
         extensions.KFAC  # noqa: B018
-    with pytest.raises(ImportError, match="No installed plugin provides .* 'Unheard'"):
+    with pytest.raises(ImportError, match=r"No installed plugin provides .* 'Unheard'"):
         extensions.Unheard  # noqa: B018
     with pytest.raises(AttributeError):
         extensions.unheard  # noqa: B018
@@ -266,7 +267,7 @@ def test_register_by_hand() -> None:
     class Rule(backpack_core.LayerRule):
         module_types = (Mine,)
 
-        def _jac_t_mat_prod(self, call, mat):  # noqa: ANN001, ANN202
+        def _jac_t_mat_prod(self, call, mat):
             return mat
 
     assert backpack_core.register(Rule, "mine") is Rule

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from backpack.submodules import submodule
 from backpack_core.modules import (
     Branch,
@@ -14,12 +16,13 @@ from backpack_core.modules import (
     SumModule,
 )
 
-for _name, _members in {
+_TABLE: dict[str, dict[str, Any]] = {
     "branching": {"SumModule": SumModule, "Parallel": Parallel, "_Branch": Branch},
     "pad": {"Pad": Pad},
     "permute": {"Permute": Permute},
     "reduce_tuple": {"ReduceTuple": ReduceTuple},
     "scale_module": {"ScaleModule": ScaleModule},
     "slicing": {"Slicing": Slicing},
-}.items():
+}
+for _name, _members in _TABLE.items():
     submodule(f"{__name__}.{_name}", _members)

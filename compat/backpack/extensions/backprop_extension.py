@@ -1,7 +1,7 @@
 """Base classes of third-party extensions, as an extension of the core. Imports backpack_core.
 
-Every extension of the core counts as a subclass of the base classes here, so that ``isinstance`` says
-what scripts expect, whoever provides the extension.
+Every extension of the core counts as a subclass of the base classes here, so that ``isinstance``
+says what scripts expect, whoever provides the extension.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class BackpropExtension(IncumbentNames):
     Every extension of the core is a virtual subclass.
     """
 
-    core_base: ClassVar[type[Extension]] = Extension
+    core_base: ClassVar[type] = Extension
 
     def __init__(
         self,

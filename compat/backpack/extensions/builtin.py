@@ -1,11 +1,11 @@
-"""The incumbent's extensions: those of the plugins, with its signatures. Imports plugins' extensions.
+"""The incumbent's extensions: those of the plugins, with its signatures. Imports the plugins'.
 
 They take no settings beyond the incumbent's; the classes of ``backpack_core.extensions`` do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from backpack.extensions.backprop_extension import IncumbentNames
 from backpack.extensions.curvature import Curvature
@@ -15,35 +15,36 @@ from backpack.extensions.hbp_options import (
     LossHessianStrategy,
 )
 from backpack_core import Extension, LayerRule, ModuleCall
-from backpack_core import extensions as core
 from backpack_core.errors import UnsupportedError
+from backpack_firstorder import individual, moments
+from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
 
 EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
 BOTEV_MARTENS = ExpectationApproximation.BOTEV_MARTENS
 
 
-class BatchGrad(IncumbentNames, core.BatchGrad):
+class BatchGrad(IncumbentNames, individual.BatchGrad):
     """Individual gradients, in ``grad_batch``."""
 
     def __init__(self, subsampling: list[int] | None = None) -> None:
         super().__init__(subsampling=subsampling)
 
 
-class BatchL2Grad(IncumbentNames, core.BatchL2Grad):
+class BatchL2Grad(IncumbentNames, individual.BatchL2Grad):
     """Squared norms of individual gradients, in ``batch_l2``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class SumGradSquared(IncumbentNames, core.SumGradSquared):
+class SumGradSquared(IncumbentNames, moments.SumGradSquared):
     """Sum of squared individual gradients, in ``sum_grad_squared``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class Variance(IncumbentNames, core.Variance):
+class Variance(IncumbentNames, moments.Variance):
     """Variance of the individual gradients, in ``variance``."""
 
     def __init__(self) -> None:
@@ -76,10 +77,10 @@ class ByLossHessian(IncumbentNames):
             )
         self.loss_hessian_strategy = loss_hessian_strategy
         if loss_hessian_strategy == EXACT:
-            base: Extension = core.DiagGGNExact(subsampling=subsampling)
+            base: Extension = diag_ggn.DiagGGNExact(subsampling=subsampling)
         else:
             samples = self.get_num_mc_samples()
-            base = core.DiagGGNMC(mc_samples=samples, subsampling=subsampling)
+            base = diag_ggn.DiagGGNMC(mc_samples=samples, subsampling=subsampling)
         Extension.__init__(self, base.propagator, savefield)
 
     def get_loss_hessian_strategy(self) -> str:
@@ -94,21 +95,21 @@ class ByLossHessian(IncumbentNames):
 class DiagGGN(ByLossHessian):
     """Base of the diagonals of the generalised Gauss-Newton matrix."""
 
-    read = core.DiagGGNExact.read
-    columns_add = core.DiagGGNExact.columns_add
+    read = diag_ggn.DiagGGNExact.read
+    columns_add = diag_ggn.DiagGGNExact.columns_add
 
     def __init__(self, loss_hessian_strategy: str, savefield: str) -> None:
         super().__init__(loss_hessian_strategy, savefield)
 
 
-class DiagGGNExact(DiagGGN, core.DiagGGNExact):
+class DiagGGNExact(DiagGGN, diag_ggn.DiagGGNExact):
     """Diagonal of the generalised Gauss-Newton matrix, in ``diag_ggn_exact``."""
 
     def __init__(self) -> None:
         super().__init__(EXACT, "diag_ggn_exact")
 
 
-class DiagGGNMC(DiagGGN, core.DiagGGNMC):
+class DiagGGNMC(DiagGGN, diag_ggn.DiagGGNMC):
     """The same by Monte Carlo, in ``diag_ggn_mc``."""
 
     def __init__(self, mc_samples: int = 1) -> None:
@@ -119,21 +120,21 @@ class DiagGGNMC(DiagGGN, core.DiagGGNMC):
 class BatchDiagGGN(ByLossHessian):
     """Base of the diagonals of single samples."""
 
-    read = core.BatchDiagGGNExact.read
-    columns_add = core.BatchDiagGGNExact.columns_add
+    read = diag_ggn.BatchDiagGGNExact.read
+    columns_add = diag_ggn.BatchDiagGGNExact.columns_add
 
     def __init__(self, loss_hessian_strategy: str, savefield: str) -> None:
         super().__init__(loss_hessian_strategy, savefield)
 
 
-class BatchDiagGGNExact(BatchDiagGGN, core.BatchDiagGGNExact):
+class BatchDiagGGNExact(BatchDiagGGN, diag_ggn.BatchDiagGGNExact):
     """Diagonals of single samples, in ``diag_ggn_exact_batch``."""
 
     def __init__(self) -> None:
         super().__init__(EXACT, "diag_ggn_exact_batch")
 
 
-class BatchDiagGGNMC(BatchDiagGGN, core.BatchDiagGGNMC):
+class BatchDiagGGNMC(BatchDiagGGN, diag_ggn.BatchDiagGGNMC):
     """The same by Monte Carlo, in ``diag_ggn_mc_batch``."""
 
     def __init__(self, mc_samples: int = 1) -> None:
@@ -144,19 +145,19 @@ class BatchDiagGGNMC(BatchDiagGGN, core.BatchDiagGGNMC):
 class SqrtGGN(ByLossHessian):
     """Base of the square roots of the generalised Gauss-Newton matrix."""
 
-    read = core.SqrtGGNExact.read
-    combine = core.SqrtGGNExact.combine
-    columns_add = core.SqrtGGNExact.columns_add
+    read = sqrt_ggn.SqrtGGNExact.read
+    combine = sqrt_ggn.SqrtGGNExact.combine
+    columns_add = sqrt_ggn.SqrtGGNExact.columns_add
 
 
-class SqrtGGNExact(SqrtGGN, core.SqrtGGNExact):
+class SqrtGGNExact(SqrtGGN, sqrt_ggn.SqrtGGNExact):
     """Square root of the generalised Gauss-Newton matrix, in ``sqrt_ggn_exact``."""
 
     def __init__(self, subsampling: list[int] | None = None) -> None:
         super().__init__(EXACT, "sqrt_ggn_exact", subsampling)
 
 
-class SqrtGGNMC(SqrtGGN, core.SqrtGGNMC):
+class SqrtGGNMC(SqrtGGN, sqrt_ggn.SqrtGGNMC):
     """The same by Monte Carlo, in ``sqrt_ggn_mc``."""
 
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
@@ -164,14 +165,14 @@ class SqrtGGNMC(SqrtGGN, core.SqrtGGNMC):
         super().__init__(SAMPLING, "sqrt_ggn_mc", subsampling)
 
 
-class DiagHessian(IncumbentNames, core.DiagHessian):
+class DiagHessian(IncumbentNames, diag_hessian.DiagHessian):
     """Diagonal of the Hessian, in ``diag_h``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class BatchDiagHessian(IncumbentNames, core.BatchDiagHessian):
+class BatchDiagHessian(IncumbentNames, diag_hessian.BatchDiagHessian):
     """Diagonals of the Hessians of single samples, in ``diag_h_batch``."""
 
     def __init__(self) -> None:
@@ -210,10 +211,10 @@ class HBP(IncumbentNames):
     def _named(self) -> Extension:
         """The extension that goes by these strategies."""
         found = (self.loss_hessian_strategy, self.backprop_strategy)
-        known: dict[tuple[str, str], type[Extension]] = {
-            (EXACT, BackpropStrategy.SQRT): core.KFLR,
-            (SAMPLING, BackpropStrategy.SQRT): core.KFAC,
-            (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE): core.KFRA,
+        known: dict[tuple[str, str], type[kfac.KFAC | kfac.KFLR | kfra.KFRA]] = {
+            (EXACT, BackpropStrategy.SQRT): kfac.KFLR,
+            (SAMPLING, BackpropStrategy.SQRT): kfac.KFAC,
+            (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE): kfra.KFRA,
         }
         usual = (Curvature.GGN, BOTEV_MARTENS)
         if (self.curv_type, self.ea_strategy) != usual or found not in known:
@@ -223,7 +224,7 @@ class HBP(IncumbentNames):
                 "KFAC, KFLR or KFRA."
             )
         base = known[found]
-        return base(mc_samples=self.get_num_mc_samples()) if base is core.KFAC else base()
+        return kfac.KFAC(self.get_num_mc_samples()) if base is kfac.KFAC else base()
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
         """The factors."""
@@ -254,7 +255,7 @@ class HBP(IncumbentNames):
         return self._mc_samples
 
 
-class KFAC(HBP, core.KFAC):
+class KFAC(HBP, kfac.KFAC):
     """Kronecker factors with a sampled loss Hessian, in ``kfac``."""
 
     def __init__(self, mc_samples: int = 1) -> None:
@@ -262,14 +263,14 @@ class KFAC(HBP, core.KFAC):
         super().__init__(Curvature.GGN, SAMPLING, BackpropStrategy.SQRT, BOTEV_MARTENS, "kfac")
 
 
-class KFLR(HBP, core.KFLR):
+class KFLR(HBP, kfac.KFLR):
     """Kronecker factors with the exact loss Hessian, in ``kflr``."""
 
     def __init__(self) -> None:
         super().__init__(Curvature.GGN, EXACT, BackpropStrategy.SQRT, BOTEV_MARTENS, "kflr")
 
 
-class KFRA(HBP, core.KFRA):
+class KFRA(HBP, kfra.KFRA):
     """Kronecker factors by averages over the batch, in ``kfra``."""
 
     def __init__(self) -> None:
@@ -282,24 +283,24 @@ class KFRA(HBP, core.KFRA):
         )
 
 
-class GGNMP(IncumbentNames, core.GGNMP):
+class GGNMP(IncumbentNames, products.GGNMP):
     """Products with blocks of the generalised Gauss-Newton matrix, in ``ggnmp``."""
 
     def __init__(self, savefield: str = "ggnmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class HMP(IncumbentNames, core.HMP):
+class HMP(IncumbentNames, products.HMP):
     """Products with blocks of the Hessian, in ``hmp``."""
 
     def __init__(self, savefield: str = "hmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class PCHMP(IncumbentNames, core.PCHMP):
+class PCHMP(IncumbentNames, products.PCHMP):
     """Products with blocks of the positive-curvature Hessian, in ``pchmp``."""
 
-    def __init__(self, savefield: str = "pchmp", modify: str = "clip") -> None:
+    def __init__(self, savefield: str = "pchmp", modify: Literal["clip", "abs"] = "clip") -> None:
         self._modify = modify
         super().__init__(savefield=savefield, modify=modify)
 

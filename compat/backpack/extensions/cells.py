@@ -23,7 +23,7 @@ from backpack.extensions.hbp_options import LossHessianStrategy
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
 from backpack_core import Extension, LossRule
-from backpack_core import extensions as core
+from backpack_secondorder import diag_hessian, kfac, kfra, products
 
 Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives where there are parameters
 
@@ -51,7 +51,7 @@ class _PerParameter(ModuleExtension):
     def _per_sample(
         self, param: str, ext: Any, module: Module, g_inp: Any, g_out: Any, mat: Tensor | None
     ) -> Tensor:
-        """Transposed Jacobian products of the samples that take part; of the gradient by default."""
+        """Transposed Jacobian products of the samples that take part; default: of the gradient."""
         samples = ext.get_subsampling()
         if mat is None:
             mat = g_out[0] if samples is None else g_out[0][samples]
@@ -190,7 +190,7 @@ class DiagGGNLoss(LossStart, DiagGGNBaseModule):
 class CoreModule(_PerParameter):
     """One layer under an extension of the core: what is handed on is the core's own quantity."""
 
-    core_name: ClassVar[str]
+    core_extension: ClassVar[type[Extension]]
 
     def __init__(self, derivatives: BaseDerivatives, params: list[str] | None = None) -> None:
         self.derivatives = derivatives
@@ -198,8 +198,9 @@ class CoreModule(_PerParameter):
         super().__init__(params)
 
     def _extension(self, ext: Any) -> Extension:
-        kind: type[Extension] = getattr(core, self.core_name)
-        return ext if isinstance(ext, kind) else kind()  # type: ignore[call-arg]
+        kind: Any = self.core_extension
+        extension: Extension = ext if isinstance(ext, kind) else kind()
+        return extension
 
     def _value(
         self, param: str, ext: Any, module: Module, g_inp: Any, g_out: Any, backproped: Any
@@ -223,42 +224,40 @@ class CoreModule(_PerParameter):
 class DiagHBaseModule(CoreModule):
     """Diagonal of the Hessian of one layer."""
 
-    core_name = "DiagHessian"
+    core_extension = diag_hessian.DiagHessian
 
 
 class BatchDiagHBaseModule(CoreModule):
     """Diagonals of the Hessians of single samples of one layer."""
 
-    core_name = "BatchDiagHessian"
+    core_extension = diag_hessian.BatchDiagHessian
 
 
 class HBPBaseModule(CoreModule):
     """Kronecker factors of one layer."""
 
-    core_name = "KFLR"
+    core_extension = kfac.KFLR
 
     def _extension(self, ext: Any) -> Extension:
         strategy = ext.get_loss_hessian_strategy()
         if strategy == LossHessianStrategy.SAMPLING:
-            sampled: Extension = core.KFAC(mc_samples=ext.get_num_mc_samples())
-            return sampled
-        named: Extension = core.KFRA() if strategy == LossHessianStrategy.SUM else core.KFLR()
-        return named
+            return kfac.KFAC(mc_samples=ext.get_num_mc_samples())
+        return kfra.KFRA() if strategy == LossHessianStrategy.SUM else kfac.KFLR()
 
 
 class GGNMPBase(CoreModule):
     """Products with the generalised Gauss-Newton matrix of one layer."""
 
-    core_name = "GGNMP"
+    core_extension = products.GGNMP
 
 
 class HMPBase(CoreModule):
     """Products with the Hessian of one layer."""
 
-    core_name = "HMP"
+    core_extension = products.HMP
 
 
 class PCHMPBase(CoreModule):
     """Products with the positive-curvature Hessian of one layer."""
 
-    core_name = "PCHMP"
+    core_extension = products.PCHMP

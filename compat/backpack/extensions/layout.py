@@ -92,8 +92,6 @@ class Family:
         submodules: Layers, by submodule.
         loss: Base class of the losses' classes, where it is another.
         names: Classes whose name is not prefix and layer: ``{name: layer}``.
-        unbatched: Layers that have a class with the first prefix only, beside those without
-            parameters.
     """
 
     package: str
@@ -136,8 +134,8 @@ FAMILIES = (
          builtin.BatchDiagGGNExact, builtin.BatchDiagGGNMC),
         {"DiagGGN": cells.DiagGGNBaseModule, "BatchDiagGGN": cells.DiagGGNBaseModule},
         "diag_ggn_base",
-        _CONV | _CONVTRANSPOSE | _PARAMETRIC | _RECURRENT | _SIMPLE | _POOLS | _ACTIVATIONS | _LOSSES
-        | _INDEXING | _CUSTOM | _ADAPTIVE | {"permute": "Permute"},
+        _CONV | _CONVTRANSPOSE | _PARAMETRIC | _RECURRENT | _SIMPLE | _POOLS | _ACTIVATIONS
+        | _LOSSES | _INDEXING | _CUSTOM | _ADAPTIVE | {"permute": "Permute"},
         loss=cells.DiagGGNLoss,
         names={"DiagGGNBCEWithLogitsLossDerivatives": "DiagGGNBCEWithLogitsLoss"},
     ),
@@ -197,34 +195,27 @@ _PACKAGES: dict[str, dict[str, Any]] = {
 _STRATEGIES = (LossHessianStrategy, BackpropStrategy, ExpectationApproximation)
 
 
-def _constructor(base: type, layer: str, sums: bool) -> Any:
+def _constructor(base: Any, layer: str, sums: bool) -> Any:
     """The ``__init__`` that gives a layer's class its derivatives and parameters."""
     derivatives, params = LAYERS[layer]
     args: dict[str, Any] = {"params": list(params)} if params else {}
     if params and issubclass(base, cells.DiagGGNBaseModule):
         args["sum_batch"] = sums
 
-    if issubclass(base, cells.VarianceBaseModule):
+    def variance(self: Any) -> None:
+        own: Any = DERIVATIVES[derivatives]()
+        grad, sgs = cells.GradBaseModule(own, params), cells.SGSBase(own, params)
+        base.__init__(self, params, grad, sgs)
 
-        def variance(self: Any) -> None:
-            own = DERIVATIVES[derivatives]()
-            base.__init__(  # type: ignore[misc]
-                self, params, cells.GradBaseModule(own, params), cells.SGSBase(own, params)
-            )
-
-        return variance
-
-    if "{N}" in derivatives:
-
-        def dimensional(self: Any, N: int) -> None:
-            base.__init__(self, DERIVATIVES[derivatives.format(N=N)]())  # type: ignore[misc]
-
-        return dimensional
+    def dimensional(self: Any, N: int) -> None:
+        base.__init__(self, DERIVATIVES[derivatives.format(N=N)]())
 
     def plain(self: Any) -> None:
-        base.__init__(self, derivatives=DERIVATIVES[derivatives](), **args)  # type: ignore[misc]
+        base.__init__(self, derivatives=DERIVATIVES[derivatives](), **args)
 
-    return plain
+    if issubclass(base, cells.VarianceBaseModule):
+        return variance
+    return dimensional if "{N}" in derivatives else plain
 
 
 def _fill(family: Family) -> None:

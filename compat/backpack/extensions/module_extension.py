@@ -1,4 +1,4 @@
-"""Base class of module extensions, with the incumbent's methods and errors. Imports backpack_core."""
+"""Base class of module extensions, with the incumbent's methods and errors. Imports the core's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ModuleExtension(core.ModuleExtension):
     """Computes the quantity of one extension for one type of module.
 
     A subclass has a method for each parameter in ``params``, called as ``(extension, module, g_inp,
-    g_out, bpQuantities)``. A second-order one overrides :meth:`backpropagate`; what that returns goes
-    to every input of the module.
+    g_out, bpQuantities)``. A second-order one overrides :meth:`backpropagate`; what that returns
+    goes to every input of the module.
     """
 
     sends_to_every_input = True
@@ -33,8 +33,8 @@ class ModuleExtension(core.ModuleExtension):
         for param in self.params:
             if not hasattr(self, param):
                 raise NotImplementedError(
-                    f"The module extension {type(self).__name__} has no method for {param!r}: write "
-                    f"{param}(extension, module, g_inp, g_out, bpQuantities)."
+                    f"The module extension {type(self).__name__} has no method for {param!r}: "
+                    f"write {param}(extension, module, g_inp, g_out, bpQuantities)."
                 )
 
     def check(self, ext: Any, module: Module, g_inp: Any, g_out: Any) -> None:
@@ -49,5 +49,5 @@ class ModuleExtension(core.ModuleExtension):
     def backpropagate(
         self, extension: Any, module: Module, g_inp: Any, g_out: Any, bpQuantities: Any
     ) -> Any:
-        """The quantity at the inputs, from that at the output; ``None``, with a warning, by default."""
+        """The quantity at the inputs, from that at the output. Default: ``None``, and a warning."""
         warnings.warn("Backpropagate has not been overwritten", stacklevel=2)

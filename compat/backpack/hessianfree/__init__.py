@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from backpack.submodules import submodule
 from backpack_core import hessianfree as core
 
-for _name, _members in {
+_TABLE: dict[str, dict[str, Any]] = {
     "lop": {
         "L_op": core.transposed_jacobian_vector_product,
         "transposed_jacobian_vector_product": core.transposed_jacobian_vector_product,
@@ -19,5 +21,6 @@ for _name, _members in {
         "ggn_vector_product": core.ggn_vector_product,
         "ggn_vector_product_from_plist": core.ggn_vector_product_from_plist,
     },
-}.items():
+}
+for _name, _members in _TABLE.items():
     submodule(f"{__name__}.{_name}", _members)

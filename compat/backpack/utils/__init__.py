@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from backpack.submodules import submodule
 from backpack.utils import classification, parameters, tensors
 
-for _name, _members in {
+_TABLE: dict[str, dict[str, Any]] = {
     "convert_parameters": {"vector_to_parameter_list": parameters.vector_to_parameter_list},
     "errors": {"batch_norm_raise_error_if_train": classification.batch_norm_raise_error_if_train},
     "hooks": {"no_op": tensors.no_op},
@@ -20,5 +22,6 @@ for _name, _members in {
         "extract_weight_diagonal": parameters.extract_weight_diagonal,
         "extract_bias_diagonal": parameters.extract_bias_diagonal,
     },
-}.items():
+}
+for _name, _members in _TABLE.items():
     submodule(f"{__name__}.{_name}", _members)

@@ -33,7 +33,7 @@ def unfold_input(module: Module, input: Tensor) -> Tensor:
         input: Its input ``[N, C, *]``.
 
     Returns:
-        Shape ``[N, C·K, S]`` with ``K`` kernel elements and ``S`` positions, as ``torch.nn.Unfold``.
+        Shape ``[N, C·K, S]``: ``K`` kernel elements, ``S`` positions, as ``torch.nn.Unfold``.
     """
     rule = _rule(module)
     assert isinstance(rule, AffineRule)

@@ -1,4 +1,4 @@
-"""Unfolded inputs of transposed convolutions, by layer rules. Imports :mod:`backpack.utils.conv`."""
+"""Unfolded inputs of transposed convolutions, by layer rules."""
 
 from __future__ import annotations
 

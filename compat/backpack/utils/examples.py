@@ -20,8 +20,8 @@ from backpack_core.hessianfree import ggn_vector_product
 def load_mnist_dataset() -> Dataset[Any]:
     """The normalised training set of MNIST, downloaded into ``./data`` where it is missing.
 
-    Where there is neither a copy nor a network, a warning says so and scikit-learn's digits, resized
-    to 28x28, stand in.
+    Where there is neither a copy nor a network, a warning says so and scikit-learn's digits,
+    resized to 28x28, stand in.
     """
     return mnist.training_set(Path("data"))
 

@@ -24,7 +24,7 @@ def kfacs_to_mat(factors: Iterable[Tensor]) -> Tensor | None:
 
 def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
     """``A ⊗ B``."""
-    assert is_matrix(A) and is_matrix(B), "Kronecker factors are matrices."
+    assert all_tensors_of_order(2, (A, B)), "Kronecker factors are matrices."
     return torch.kron(A, B)
 
 
@@ -79,7 +79,8 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
 
 def _inverse(mat: Tensor, shift: float, largest: float = 1e8) -> Tensor:
     values, vectors = torch.linalg.eigh(mat)
-    return (vectors * (1 / (values + shift)).clamp(-largest, largest)) @ vectors.T
+    scaled: Tensor = vectors * (1 / (values + shift)).clamp(-largest, largest)
+    return scaled @ vectors.T
 
 
 def all_tensors_of_order(order: int, tensors: Iterable[Tensor]) -> bool:
@@ -103,5 +104,5 @@ def is_vector(tensor: Tensor) -> bool:
 
 
 def get_letters(max_letters: int = 26) -> Iterator[str]:
-    """``"a"``, ``"b"``, …"""
+    """The letters ``"a"``, ``"b"``, and so on."""
     yield from ascii_lowercase[:max_letters]

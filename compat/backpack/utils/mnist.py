@@ -140,7 +140,7 @@ def _md5(path: Path) -> str:
 
 
 def _parse(content: bytes) -> Tensor:
-    """The IDX format: two zero bytes, the type (8: bytes), the number of axes, the sizes, the data."""
+    """The IDX format: two zeros, the type (8: bytes), the number of axes, the sizes, the data."""
     zeros, kind, axes = struct.unpack(">HBB", content[:4])
     if zeros or kind != 8:
         raise NoCopyError(f"not an IDX file of bytes: it begins with {content[:4].hex()}")

@@ -19,7 +19,7 @@ class BatchGrad(FirstOrderExtension):
     """
 
     savefield = "grad_batch"
-    forms_products = True
+    precedence = 2
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """The per-sample product itself."""

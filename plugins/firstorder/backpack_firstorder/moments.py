@@ -35,10 +35,10 @@ class Variance(FirstOrderExtension):
     """
 
     savefield = "variance"
+    precedence = 1
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """Second moment minus squared first moment."""
         samples = mat.shape[1]
-        squares = ops.shared(ops.square_sum, rule, call, name, mat)
-        total = ops.shared(ops.per_sample_sum, rule, call, name, mat).squeeze(0)
-        return squares / samples - (total / samples).square()
+        total, squares = ops.shared_moments(rule, call, name, mat)
+        return squares / samples - (total.squeeze(0) / samples).square()

@@ -84,6 +84,8 @@ class ReduceTupleRule(LayerRule):
 
     module_types = (ReduceTuple,)
     hessian_is_zero = True
+    # It returns one of its inputs: the graph leads to that one only, not to the rest of the tuple.
+    transparent = True
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
         elements = call.args[0] if call.args else call.kwargs["input"]

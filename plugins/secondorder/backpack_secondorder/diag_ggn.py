@@ -27,9 +27,9 @@ class DiagGGNExact(ExactExtension):
 class DiagGGNMC(SampledExtension):
     """Diagonal of the generalised Gauss-Newton matrix, by Monte Carlo.
 
-    Stored in ``diag_ggn_mc``, shape ``[*θ]``: as :class:`DiagGGNExact` in expectation, with the loss
-    Hessian replaced by gradients for targets drawn from the model's likelihood. Costs ``mc_samples``
-    columns instead of as many as the model has outputs.
+    Stored in ``diag_ggn_mc``, shape ``[*θ]``: as :class:`DiagGGNExact` in expectation, with the
+    loss Hessian replaced by gradients for targets drawn from the model's likelihood. Costs
+    ``mc_samples`` columns instead of as many as the model has outputs.
     """
 
     savefield = "diag_ggn_mc"
@@ -58,8 +58,8 @@ class BatchDiagGGNExact(ExactExtension):
 class BatchDiagGGNMC(SampledExtension):
     """Diagonal of each sample's generalised Gauss-Newton matrix, by Monte Carlo.
 
-    Stored in ``diag_ggn_mc_batch``, shape ``[N, *θ]``: as :class:`BatchDiagGGNExact` in expectation.
-    The sum over ``n`` is ``diag_ggn_mc`` of the same columns.
+    Stored in ``diag_ggn_mc_batch``, shape ``[N, *θ]``: as :class:`BatchDiagGGNExact` in
+    expectation. The sum over ``n`` is ``diag_ggn_mc`` of the same columns.
     """
 
     savefield = "diag_ggn_mc_batch"

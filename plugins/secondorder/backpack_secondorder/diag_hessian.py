@@ -125,7 +125,7 @@ def require_linear(rule: LayerRule, call: ModuleCall, name: str) -> None:
     if not (isinstance(rule, ParametricRule) and name in rule.linear_in_params):
         raise UnsupportedError(
             f"The Hessian in {name!r} of {call.path} needs the layer's second derivative in that "
-            f"parameter, which {type(rule).__name__} does not declare to vanish: write a layer rule "
-            "that names it in linear_in_params, freeze the parameter, or use the generalised "
+            f"parameter, which {type(rule).__name__} does not declare to vanish: write a layer "
+            "rule that names it in linear_in_params, freeze the parameter, or use the generalised "
             "Gauss-Newton matrix (DiagGGNExact, GGNMP)."
         )

@@ -17,8 +17,8 @@ from backpack_secondorder.propagators import LossSqrt
 class EKFAC(SecondOrderExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
-    Stored in ``ekfac``, a :class:`~backpack_core.kronecker.KroneckerEigenbasis`: the eigenvectors of
-    the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of products of their
+    Stored in ``ekfac``, a :class:`~backpack_core.kronecker.KroneckerEigenbasis`: the eigenvectors
+    of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of products of their
     eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
     ``Σ_v Σ_n (Q_Bᵀ M[v, n] Q_A)²`` from the same columns, of shape ``[O, I]``. Of all matrices with
     these eigenvectors it is the closest to the block in the Frobenius norm. For biases it is the
@@ -42,7 +42,8 @@ class EKFAC(SecondOrderExtension):
             mc_samples: Number of samples from the model's likelihood for each datum; ``None`` for
                 the exact loss Hessian.
             weight_sharing: How positions enter the factors; see
-                :class:`~backpack_secondorder.kfac.KFAC`. The corrected eigenvalues are exact for all.
+                :class:`~backpack_secondorder.kfac.KFAC`. The corrected eigenvalues are exact for
+                all.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.

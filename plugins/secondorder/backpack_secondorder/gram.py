@@ -50,8 +50,8 @@ class Spectrum:
         rank = int((values > tolerance).sum())
         if not 1 <= count <= rank:
             raise UsageError(
-                f"{count} eigenvectors were asked for, but the matrix has rank {rank}: ask for 1 to "
-                f"{rank}."
+                f"{count} eigenvectors were asked for, but the matrix has rank {rank}: ask for 1 "
+                f"to {rank}."
             )
         chosen = vectors[:, :count] / values[:count].sqrt()
         return chosen.T.reshape(count, *self.gram.shape[:2])
@@ -62,7 +62,8 @@ class GramBlock:
     """What one parameter contributes.
 
     Attributes:
-        gram: The Gram matrix of this parameter alone. Shape ``[V, N, V, N]``, with the ``V`` columns
+        gram: The Gram matrix of this parameter alone. Shape ``[V, N, V, N]``, with the ``V``
+        columns
             that reach the parameter.
         spectrum: The spectrum over all parameters, the same object on each.
     """
@@ -100,9 +101,9 @@ class GramBlock:
 class GGNGram(SecondOrderExtension):
     """Spectrum of the generalised Gauss-Newton matrix of all parameters together.
 
-    The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``, and shares its nonzero eigenvalues with the Gram matrix
-    ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` outputs of the model, or ``mc_samples``), which needs
-    no ``M`` in affine layers. Stored in ``ggn_gram``, a :class:`GramBlock`:
+    The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``, and shares its nonzero eigenvalues with the Gram
+    matrix ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` outputs of the model, or ``mc_samples``),
+    which needs no ``M`` in affine layers. Stored in ``ggn_gram``, a :class:`GramBlock`:
 
     - ``param.ggn_gram.spectrum.eigenvalues``: the same for every parameter, largest first;
     - ``param.ggn_gram.eigenvectors(k)``: the parameter's part of the leading ``k`` eigenvectors;

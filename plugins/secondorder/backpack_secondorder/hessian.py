@@ -1,4 +1,4 @@
-"""The Hessian of the loss at one tensor, for each sample, in the cheapest exact form. No layer, no rule."""
+"""The Hessian of the loss at one tensor, in the cheapest exact form. Knows no layer and no rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backpack_core.ops.signed import unit_columns
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """``diag(a) Jᵀ diag(d) J diag(a)`` with one matrix ``J`` for all samples: columns not yet formed.
+    """``diag(a) Jᵀ diag(d) J diag(a)``, one matrix ``J`` for all samples: columns not yet formed.
 
     Attributes:
         rows: ``J``, shape ``[V, 1, *]``.
@@ -51,8 +51,8 @@ class Spread:
 class Hessian:
     """``Σ_v σ_v S_v S_vᵀ + diag(d) + H`` for each sample.
 
-    What comes from one root over several branches has to be added before it is squared. Only columns
-    can do that. So all else holds what has come, and will go, over a single path.
+    What comes from one root over several branches has to be added before it is squared. Only
+    columns can do that. So all else holds what has come, and will go, over a single path.
 
     Attributes:
         columns: ``S``, with signs in the roots; ``None`` for none.
@@ -189,7 +189,7 @@ class Hessian:
 def block_columns(block: Tensor) -> Columns:
     """A dense block ``H`` as ``2 D`` columns with signs, without an eigendecomposition.
 
-    ``H = Σ_d e_d h_dᵀ = 1/4 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ`` with the rows ``h_d``. The
+    With the rows ``h_d`` of ``H``, it is ``1/4 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ``. The
     scale ``a² = ‖h_d‖`` balances both parts.
 
     Args:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from backpack_core import (
@@ -32,7 +32,7 @@ from backpack_secondorder.kfac import as_weight_sharing
 
 @dataclass(frozen=True)
 class BatchAveraged(Propagator):
-    """One matrix ``Ḡ`` at every tensor: ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` (Botev et al., 2017, eq. 21).
+    """One matrix at every tensor: ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` (Botev et al., 2017, eq. 21).
 
     It starts with the loss Hessian, summed over samples. At a tensor of ``D`` entries per sample it
     has shape ``[D, D]``. Over branches it cannot be added, so the net must be a chain.
@@ -53,15 +53,13 @@ class BatchAveraged(Propagator):
             slope = rule.derivative(call).flatten(1)
             return {0: quantity * (slope.T @ slope / len(slope))}
         live = [position for position, edge in enumerate(call.edges) if edge is not None]
-        return {
-            position: _over_samples(
-                call.subsample([0]) if rule.jacobian_is_constant else call,
-                quantity,
-                call.inputs[position].shape[1:].numel(),
-                lambda part, mat, i=position: _product(rule, part, mat, i),
-            )
-            for position in live
-        }
+        samples = call.subsample([0]) if rule.jacobian_is_constant else call
+        result = {}
+        for position in live:
+            width = call.inputs[position].shape[1:].numel()
+            push = partial(_product, rule, position)
+            result[position] = _over_samples(samples, quantity, width, push)
+        return result
 
     def cross(
         self, node: Node, quantities: dict[int, Tensor], batch_size: int
@@ -72,7 +70,7 @@ class BatchAveraged(Propagator):
             BridgeError: The node has several outputs, or an output without samples on axis 0.
         """
         ((number, quantity),) = quantities.items()
-        shape = node._input_metadata[number].shape  # type: ignore[attr-defined]
+        shape = node._input_metadata[number].shape
         if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
             raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
         chosen = range(batch_size) if self.subsampling is None else self.subsampling
@@ -85,7 +83,8 @@ class BatchAveraged(Propagator):
         rows = quantity.unsqueeze(1).expand(-1, batch_size, -1)
         result = []
         for position, half in push(rows, None).items():
-            if node.next_functions[position][0].name() == "torch::autograd::AccumulateGrad":
+            parent = node.next_functions[position][0]
+            if parent is None or parent.name() == "torch::autograd::AccumulateGrad":
                 continue
             full = push(half.flatten(2).transpose(0, 2), position)[position].flatten(2)
             result.append((position, full[:, list(chosen)].mean(1)))
@@ -96,8 +95,8 @@ class KFRA(SecondOrderExtension):
     """Kronecker-factored curvature with recursive averages over the batch.
 
     Stored in ``kfra``, factors as in :class:`~backpack_secondorder.kfac.KFAC`. ``B`` comes from the
-    recursion of :class:`BatchAveraged`, so that no columns are carried; its size is quadratic in the
-    activations, which suits fully connected nets. Botev et al. (2017), section 3.4. Only chains.
+    recursion of :class:`BatchAveraged`, so that no columns are carried; its size is quadratic in
+    the activations, which suits fully connected nets. Chains only. Botev et al. (2017), sect. 3.4.
     """
 
     savefield = "kfra"
@@ -177,7 +176,7 @@ def _over_samples(
     return total / samples
 
 
-def _product(rule: LayerRule, call: ModuleCall, mat: Tensor, position: int) -> Tensor:
+def _product(rule: LayerRule, position: int, call: ModuleCall, mat: Tensor) -> Tensor:
     product = rule.jac_t_mat_prod(call, mat.reshape(*mat.shape[:2], *call.output_shape[1:]))
     found = product[position]
     assert found is not None

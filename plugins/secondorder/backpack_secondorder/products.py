@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from backpack_core import (
@@ -75,14 +74,15 @@ class BlockProduct:
         changed = self._versions != [p._version for p in self._call.module.parameters()]
         if changed and not isinstance(rule, AffineRule):
             raise OverwrittenInputError(
-                f"The parameters of {self._call.path} changed since the backward pass that made this "
-                "product: run another one."
+                f"The parameters of {self._call.path} changed since the backward pass that made "
+                "this product: run another one."
             )
-        outputs = rule.param_jac_mat_prod(self._call, self._name, vectors)
+        # Under autocast, the layer computes in another dtype than its parameters have.
+        outputs = rule.param_jac_mat_prod(self._call, self._name, vectors.to(self._call.dtype))
         columns = self._hessian.matmul(outputs)
         product = ops.per_sample_sum(rule, self._call, self._name, columns)
         self._call.memo.clear()
-        return product
+        return product.to(vectors.dtype)
 
     @staticmethod
     def _of_shared(product: Tensor, vectors: Tensor) -> Tensor:
@@ -155,11 +155,11 @@ class HMP(HessianExtension):
 class PCHMP(HMP):
     """Products with the blocks of the positive-curvature Hessian.
 
-    Stored in ``pchmp``, a function ``[V, *θ] → [V, *θ]``. The recursion is that of the Hessian, with
-    the residual of every nonlinear layer (and the Hessian of the loss, where it is indefinite) made
-    positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
-    (``"abs"``). The result is positive semi-definite, but no projection of the Hessian.
-    Chen et al. (2018), arXiv:1802.06502.
+    Stored in ``pchmp``, a function ``[V, *θ] → [V, *θ]``. The recursion is that of the Hessian,
+    with the residual of every nonlinear layer (and the Hessian of the loss, where it is indefinite)
+    made positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
+    (``"abs"``). The result is positive semi-definite, but no projection of the Hessian. Chen et al.
+    (2018), arXiv:1802.06502.
     """
 
     savefield = "pchmp"

@@ -2,8 +2,8 @@
 
 At a call ``y = f(x)`` the Hessian of the loss in ``x`` is ``J_xᵀ H_y J_x + Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``
 (Dangel et al., 2020, BackPACK, eq. 20 and appendix A.3). The second term, the *residual*, is new at
-every nonlinear call. Elementwise functions have a diagonal one, which stays a diagonal until something
-else than an elementwise function comes along.
+every nonlinear call. Elementwise functions have a diagonal one, which stays a diagonal until
+something else than an elementwise function comes along.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class SignedSqrt(Propagator):
         live = [position for position, edge in enumerate(call.edges) if edge is not None]
         if not rule.hessian_is_zero and len(live) > 1:
             raise UnsupportedError(
-                f"{call.path} is nonlinear in {len(live)} inputs at once, and {type(rule).__name__} "
-                "knows no mixed second derivatives: an exact Hessian is not to be had. Use the "
-                "generalised Gauss-Newton matrix (DiagGGNExact, GGNMP) instead."
+                f"{call.path} is nonlinear in {len(live)} inputs at once, and "
+                f"{type(rule).__name__} knows no mixed second derivatives: an exact Hessian is "
+                "not to be had. Use the generalised Gauss-Newton matrix (DiagGGNExact, GGNMP)."
             )
         inputs = self._pull_back(rule, call, quantity, live)
         if not rule.hessian_is_zero and live:
@@ -81,7 +81,7 @@ class SignedSqrt(Propagator):
             raise refuse(
                 node,
                 "it is not known to be linear, and the Hessian needs its second derivative. "
-                "(Multiplications of two activations, and functional activations, are of this kind)",
+                "(Products of two activations and functional activations are of this kind)",
             )
         arrived = {number: quantity.as_columns() for number, quantity in quantities.items()}
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}

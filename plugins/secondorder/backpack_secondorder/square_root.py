@@ -58,7 +58,8 @@ class SampledExtension(SecondOrderExtension):
 
     def get_num_mc_samples(self) -> int:
         """Number of Monte-Carlo samples."""
-        assert isinstance(self.propagator, LossSqrt) and self.propagator.samples is not None
+        assert isinstance(self.propagator, LossSqrt)
+        assert self.propagator.samples is not None
         return self.propagator.samples
 
 

@@ -1,8 +1,8 @@
 """Derivatives of layers by layer rules, with the incumbent's methods. Imports backpack_core only.
 
-The methods take a module with ``input0``, ``input1``, …, and ``output``, as it is after a forward pass
-and inside hooks. A subclass for a module of one's own overrides the methods with an underscore; what it
-leaves out is answered by the layer rule for the module's type.
+The methods take a module with ``input0``, ``input1``, …, and ``output``, as it is after a forward
+pass and inside hooks. A subclass for a module of one's own overrides the methods with an
+underscore; what it leaves out is answered by the layer rule for the module's type.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from functools import wraps
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,21 @@ from backpack_core.registry import registry
 
 Grads = Any  # tuple[Tensor, ...] | None
 Subsampling = Sequence[int] | None
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_backward_mode(method: Callable[P, R]) -> Callable[P, R]:
+    """Compute as autograd's hooks do: with a graph only inside ``backward(create_graph=True)``."""
+
+    @wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        in_backward = torch._C._current_graph_task_id() != -1
+        with torch.set_grad_enabled(in_backward and torch.is_grad_enabled()):
+            return method(*args, **kwargs)
+
+    return wrapped
 
 
 def call_of(module: Module, g_out: Grads = None) -> ModuleCall:
@@ -66,17 +82,19 @@ def call_of(module: Module, g_out: Grads = None) -> ModuleCall:
 class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
     """First and second derivatives of a layer without parameters.
 
-    ``V`` columns, ``N`` samples. Products take a matrix ``[V, N, *]`` or a single vector ``[N, *]``, and
+    ``V`` columns, ``N`` samples. Products take a matrix ``[V, N, *]`` or a vector ``[N, *]``, and
     return what they were given. ``g_inp`` may be ``None`` everywhere, ``g_out`` where no second
     derivative is asked for.
     """
 
+    @in_backward_mode
     def jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """Input Jacobian times columns: ``[V, N, *in] → [V, N, *out]``."""
         return _columns(
             lambda m: self._jac_mat_prod(module, g_inp, g_out, m), mat, _input(module), "input0"
         )
 
+    @in_backward_mode
     def jac_t_mat_prod(
         self,
         module: Module,
@@ -96,6 +114,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
             "output",
         )
 
+    @in_backward_mode
     def ea_jac_t_mat_jac_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
@@ -118,6 +137,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         """Whether ``∂²output_o/∂input_i∂input_j`` vanishes unless ``o = i = j``."""
         return _rule(module).hessian_is_diagonal
 
+    @in_backward_mode
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
         """``∂²output_i/∂input_i² · g_out_i``. Shape of the input."""
         ones = torch.ones_like(module.input0).unsqueeze(0)  # type: ignore[arg-type]
@@ -127,6 +147,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         """Whether the Hessian is positive semi-definite."""
         raise NotImplementedError(f"{type(self).__name__} says nothing about its Hessian's sign.")
 
+    @in_backward_mode
     def residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """``Σ_o g_out_o ∂²output_o/∂input²`` times columns: ``[V, N, *in] → [V, N, *in]``."""
         return _columns(
@@ -140,7 +161,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
     def reshape_like_input(
         cls, mat: Tensor, module: Module, subsampling: Subsampling = None
     ) -> Tensor:
-        """Give a matrix the shape ``[V, *input]``, with fewer samples where ``subsampling`` says."""
+        """Give a matrix the shape ``[V, *input]``, with fewer samples under ``subsampling``."""
         shape = _input(module)
         samples = shape[0] if subsampling is None else len(subsampling)
         return mat.reshape(-1, samples, *shape[1:])
@@ -175,6 +196,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
 class BaseParameterDerivatives(BaseDerivatives, ABC):
     """Derivatives of a layer with parameters."""
 
+    @in_backward_mode
     def param_mjp(
         self,
         param_str: str,
@@ -216,12 +238,14 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
 
         return _columns(product, mat, _output_shape(module, subsampling), "output")
 
+    @in_backward_mode
     def weight_jac_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor
     ) -> Tensor:
         """Weight Jacobian times columns: ``[V, *weight] → [V, N, *out]``."""
         return self._param_jac("weight", module, g_inp, g_out, mat)
 
+    @in_backward_mode
     def bias_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """Bias Jacobian times columns: ``[V, *bias] → [V, N, *out]``."""
         return self._param_jac("bias", module, g_inp, g_out, mat)
@@ -246,12 +270,14 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
 
     module_type: ClassVar[type[Module] | None] = None
 
+    @in_backward_mode
     def sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """Columns ``S`` with ``∇²ℓ_n = Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[V, N, *in]``."""
         return self._sqrt_hessian(module, g_inp, g_out, subsampling=subsampling)
 
+    @in_backward_mode
     def sqrt_hessian_sampled(
         self,
         module: Module,
@@ -271,8 +297,9 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         """The function ``mat ↦ ∇²ℓ mat``, ``[V, N, *in] → [V, N, *in]``."""
         product = self._make_hessian_mat_prod(module, g_inp, g_out)
         shape = _input(module)
-        return lambda mat: _columns(product, mat, shape, "input0")
+        return in_backward_mode(lambda mat: _columns(product, mat, shape, "input0"))
 
+    @in_backward_mode
     def sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         """``Σ_n ∇²ℓ_n``. Shape ``[D, D]``."""
         return self._sum_hessian(module, g_inp, g_out)
@@ -310,12 +337,12 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
 
 
 def _input(module: Module) -> torch.Size:
-    shape: torch.Size = module.input0.shape  # type: ignore[union-attr, assignment]
+    shape: torch.Size = module.input0.shape  # type: ignore[assignment]
     return shape
 
 
 def _output_shape(module: Module, subsampling: Subsampling) -> torch.Size:
-    shape: torch.Size = module.output.shape  # type: ignore[union-attr, assignment]
+    shape: torch.Size = module.output.shape  # type: ignore[assignment]
     if subsampling is None:
         return shape
     return torch.Size([len(subsampling), *shape[1:]])

@@ -1,4 +1,4 @@
-"""Base classes that several layers share, adapters over layer rules. Imports basederivatives only."""
+"""Base classes that several layers share, as adapters over layer rules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from backpack.core.derivatives.basederivatives import (
     _loss,
     _prepared,
     _rule,
+    in_backward_mode,
 )
 from backpack_core import AffineRule, ElementwiseRule, ModuleCall
 from backpack_core.errors import UsageError
 
 
 class ElementwiseDerivatives(BaseDerivatives):
-    """An activation ``y_i = φ(x_i)``. A subclass for an activation of one's own writes ``df``, ``d2f``."""
+    """An activation ``y_i = φ(x_i)``. A subclass for one of one's own writes ``df`` and ``d2f``."""
 
+    @in_backward_mode
     def df(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
@@ -34,6 +36,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         call = _prepared(module, g_out).subsample(subsampling)
         return _elementwise(module).derivative(call)
 
+    @in_backward_mode
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         """``φ''(x)``. Shape of the input."""
         return _elementwise(module).second_derivative(_prepared(module, g_out))
@@ -60,7 +63,8 @@ class ElementwiseDerivatives(BaseDerivatives):
         return mat * self.df(module, g_inp, g_out)
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        return mat * (self.d2f(module, g_inp, g_out) * g_out[0])
+        curvature: Tensor = self.d2f(module, g_inp, g_out) * g_out[0]
+        return mat * curvature
 
 
 def _elementwise(module: Module) -> ElementwiseRule:
@@ -146,7 +150,7 @@ class LinearLayerDerivatives(BaseParameterDerivatives):
     @staticmethod
     def _get_additional_dims(module: Module) -> torch.Size:
         """The axes of the input between samples and features."""
-        shape: torch.Size = module.input0.shape[1:-1]  # type: ignore[union-attr, assignment, index]
+        shape: torch.Size = module.input0.shape[1:-1]  # type: ignore[assignment, index]
         return shape
 
 

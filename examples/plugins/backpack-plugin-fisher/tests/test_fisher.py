@@ -26,7 +26,9 @@ def root(reference: Reference, name: str) -> Tensor:
     return reference.gradients(name) / factor**0.5
 
 
-DIAGONAL = Quantity(lambda reference, name: root(reference, name).square().sum(0), needs="curvature")
+DIAGONAL = Quantity(
+    lambda reference, name: root(reference, name).square().sum(0), needs="curvature"
+)
 CASES = [
     ExtensionCase(DiagFisher, DIAGONAL),
     ExtensionCase(SqrtFisher, Quantity(root, needs="curvature")),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from backpack_core import ModuleCall, backpack, extend, ops
+from backpack_core import backpack, extend, ops
 from backpack_core.testing import (
     ExtensionCase,
     Quantity,

@@ -1,0 +1,118 @@
+"""What extending a model costs: ``python -m benchmarks.overhead``.
+
+Two ratios, each of runs that alternate in one process:
+
+- forward and backward pass of an extended model with no extension active, over those of a plain one
+  (the cost of recording; target: at most 1.3);
+- those with individual gradients of one convolution, over those of the plain convolution (target: at
+  most 1.5).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.extensions import BatchGrad
+from benchmarks.measure import CLOCKS
+
+
+def ratio(
+    candidate: Callable[[], None], reference: Callable[[], None], rounds: int, clock: str
+) -> tuple[float, float, float]:
+    """Alternate two functions.
+
+    Returns:
+        Median seconds of the candidate, of the reference, and the median of the rounds' ratios.
+    """
+    now = CLOCKS[clock]
+
+    def seconds(function: Callable[[], None]) -> float:
+        start = now()
+        function()
+        return now() - start
+
+    for function in (candidate, reference) * 3:
+        function()
+    pairs = [(seconds(candidate), seconds(reference)) for _ in range(rounds)]
+    ours, theirs = zip(*pairs, strict=True)
+    return median(ours), median(theirs), median(a / b for a, b in pairs)
+
+
+def step(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> None:
+    """A forward and a backward pass."""
+    model.zero_grad()
+    lossfunc(model(x), y).backward()
+
+
+def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> None:
+    """The cost of recording, in a perceptron of three layers."""
+    sizes = [width, width, width, 10]
+    layers: list[nn.Module] = []
+    for i, o in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(i, o), nn.ReLU()]
+    plain = nn.Sequential(*layers[:-1])
+    extended, lossfunc = extend(copy.deepcopy(plain)), nn.CrossEntropyLoss()
+    extended_lossfunc = extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(batch, width), torch.randint(0, 10, (batch,))
+    ours, theirs, factor = ratio(
+        lambda: step(extended, extended_lossfunc, x, y),
+        lambda: step(plain, lossfunc, x, y),
+        rounds,
+        clock,
+    )
+    report("extended, no extension active", ours, theirs, factor, target=1.3)
+
+
+def individual_gradients(rounds: int, clock: str, batch: int = 64) -> None:
+    """Individual gradients of a convolution with 64 channels on maps of 16 x 16.
+
+    Its input requires a gradient, as in the middle of a net.
+    """
+    plain = nn.Conv2d(64, 64, 3, padding=1)
+    extended = extend(copy.deepcopy(plain))
+    x = torch.randn(batch, 64, 16, 16, requires_grad=True)
+    weights = torch.randn(batch, 64, 16, 16)
+
+    def ours() -> None:
+        extended.zero_grad()
+        output = extended(x)
+        with backpack(BatchGrad()):
+            output.backward(weights)
+
+    def theirs() -> None:
+        plain.zero_grad()
+        plain(x).backward(weights)
+
+    mine, reference, factor = ratio(ours, theirs, rounds, clock)
+    report("individual gradients of a convolution", mine, reference, factor, target=1.5)
+
+
+def report(what: str, ours: float, theirs: float, factor: float, target: float) -> None:
+    """Print a line."""
+    print(
+        f"{what:40} {ours * 1e3:9.3f} ms   plain {theirs * 1e3:9.3f} ms   "
+        f"ratio {factor:5.2f} (target {target})"
+    )
+
+
+def main() -> None:
+    """Measure and print both ratios."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    recording(400, options.clock)
+    individual_gradients(30, options.clock)
+
+
+if __name__ == "__main__":
+    main()

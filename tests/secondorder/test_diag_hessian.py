@@ -1,0 +1,140 @@
+"""Diagonals of the Hessian."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import backpack, extend
+from backpack_core.errors import BridgeError, UnsupportedError
+from backpack_core.extensions import BatchDiagHessian, DiagHessian
+from tests import oracle
+from tests.cases import Net, classification
+from tests.secondorder.problems import NETS, hessians, make
+
+
+def diagonals(blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
+    pairs = zip(blocks, shapes, strict=True)
+    return [block.diagonal(dim1=1, dim2=2).reshape(-1, *shape) for block, shape in pairs]
+
+
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("net", NETS)
+def test_exact(net: str, batch: int, reduction: str, loss: str) -> None:
+    problem = make(net, batch, reduction, loss)
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(DiagHessian(), BatchDiagHessian())
+    problem.compare("diag_h", [d.sum(0) for d in expected])
+    problem.compare("diag_h_batch", expected)
+
+
+def test_subsampling_keeps_the_scale() -> None:
+    for net in ("convolutions", "residual"):
+        problem = make(net)
+        problem.run(BatchDiagHessian())
+        everything = problem.fields("diag_h_batch")
+        problem.run(BatchDiagHessian(subsampling=[2, 0]), DiagHessian(subsampling=[2, 0]))
+        problem.compare("diag_h_batch", [d[[2, 0]] for d in everything])
+        problem.compare("diag_h", [d[[2, 0]].sum(0) for d in everything])
+
+
+def test_negative_loss() -> None:
+    """An indefinite loss Hessian has no real root; its eigenvalues have signs."""
+    problem = make("mlp")
+    extend(problem.model), extend(problem.lossfunc)
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    loss = -0.5 * problem.loss()
+    with backpack(DiagHessian()):
+        loss.backward()
+    problem.compare("diag_h", [-0.5 * d.sum(0) for d in expected])
+
+
+def test_two_losses() -> None:
+    problem = make("mlp")
+    model, (x,), labels, other = problem.model, problem.inputs, problem.target, nn.MSELoss()
+    shapes = [p.shape for p in problem.parameters]
+    one = diagonals(problem.expected(hessians), shapes)
+    problem.lossfunc, problem.target = other, torch.randn(4, 3)
+    two = diagonals(problem.expected(hessians), shapes)
+    extend(model), extend(other)
+    first = extend(nn.CrossEntropyLoss())
+    output = model(x)
+    with backpack(BatchDiagHessian()):
+        (first(output, labels) - other(output, problem.target)).backward()
+    problem.compare("diag_h_batch", [a - b for a, b in zip(one, two, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [(torch.sigmoid, "Sigmoid"), (lambda h: h * h, "Mul"), (F.gelu, "Gelu"), (torch.exp, "Exp")],
+)
+def test_nonlinear_operation_between_modules(operation: object, name: str) -> None:
+    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    net = Net(lambda net, x: net.b(operation(net.a(x))), **parts)  # type: ignore[operator]
+    with pytest.raises(BridgeError, match=f"operation '{name}'"):
+        classification(net, (3,)).run(DiagHessian())
+
+
+def test_linear_operations_between_modules() -> None:
+    scale = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.t(net.a(x)) * scale / 2
+        h = torch.cat([F.relu(h), h.flip(1)[:, :2]], 1) - net.a.bias.detach().sum()
+        return net.b(h.view(len(x), 1, 5).transpose(1, 2).mean(2))
+
+    net = Net(forward, a=nn.Linear(3, 3), t=nn.Tanh(), b=nn.Linear(5, 3))
+    problem = classification(net, (3,))
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(BatchDiagHessian())
+    problem.compare("diag_h_batch", expected)
+
+
+def test_shared_parameter_is_refused() -> None:
+    layer = nn.Linear(3, 3)
+    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=layer, t=nn.Tanh())
+    with pytest.raises(UnsupportedError, match="module calls share"):
+        classification(net, (3,)).run(DiagHessian())
+
+
+def test_activation_used_twice_is_fine() -> None:
+    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3), "t": nn.Tanh()}
+    problem = classification(Net(lambda net, x: net.t(net.b(net.t(net.a(x)))), **parts), (3,))
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(BatchDiagHessian())
+    problem.compare("diag_h_batch", expected)
+
+
+def test_parameters_that_enter_nonlinearly() -> None:
+    net = Net(lambda net, x: net.last(net.rnn(x)[0][:, -1]), rnn=nn.RNN(2, 3, batch_first=True),
+              last=nn.Linear(3, 3))  # fmt: skip
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        classification(net, (4, 2)).run(DiagHessian())
+
+
+def test_nonlinear_in_two_inputs() -> None:
+    parts = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "bilinear": nn.Bilinear(2, 2, 3)}
+    net = Net(lambda net, x: net.bilinear(net.a(x), net.b(x)), **parts)
+    with pytest.raises(UnsupportedError, match="nonlinear in 2 inputs at once"):
+        classification(net, (3,)).run(DiagHessian())
+
+
+def test_nothing_is_collected_where_branches_meet_again() -> None:
+    """Columns that went two ways are added before they are squared, however many there are."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.t(net.a(x))
+        for layer in (net.b, net.c, net.d):
+            h = h + net.t(layer(net.t(layer.weight.detach() @ h.unsqueeze(-1))[..., 0]))
+        return net.last(h)
+
+    parts = {name: nn.Linear(2, 2) for name in "abcd"}
+    problem = classification(Net(forward, **parts, t=nn.Tanh(), last=nn.Linear(2, 3)), (2,))
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(BatchDiagHessian())
+    problem.compare("diag_h_batch", expected)
+    oracle.assert_close(problem.parameters[0].diag_h_batch, expected[0])
