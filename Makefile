@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Folders of the distributions, and of the packages that they hold.
-DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder
+DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder compat
 PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
-	plugins/secondorder/backpack_secondorder
+	plugins/secondorder/backpack_secondorder compat/backpack
 EXTRAS := testing,cli,dev
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
@@ -18,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
 
-.PHONY: help env demo test lint format types bench build clean
+.PHONY: help env demo test lint format types bench-env bench build clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -52,12 +52,30 @@ format: $(STAMP) ## repair style and formatting
 types: $(STAMP) ## check types
 	$(BIN)/mypy --strict $(PACKAGES)
 
-bench: $(STAMP) ## run the benchmarks
-	$(BIN)/python -m benchmarks $(ARGS)
+# The peers of the benchmarks. One asks for torchvision, which it only needs for example data, and the
+# compatibility layer would take its import name: so neither is here.
+BENCH_PEERS := backpack-for-pytorch unfoldNd opacus
+BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy
+BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder
+BENCH_STAMP := .venv-bench/.installed
+BENCH_INSTALL := .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check \
+	--constraint constraints.txt
+
+bench-env: $(BENCH_STAMP) ## create .venv-bench with the libraries to compare with
+
+$(BENCH_STAMP): $(PYPROJECTS) constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	$(BENCH_INSTALL) $(BENCH_NEEDS)
+	$(BENCH_INSTALL) --no-build-isolation $(BENCH_DISTRIBUTIONS:%=--editable %)
+	$(BENCH_INSTALL) --no-deps $(BENCH_PEERS)
+	@touch $@
+
+bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d --quantity BatchGrad"
+	.venv-bench/bin/python -m benchmarks $(ARGS)
 
 build: $(STAMP) ## build sdist and wheel of every distribution into dist/
 	$(foreach folder,$(DISTRIBUTIONS),$(BIN)/python -m build --no-isolation --outdir dist $(folder) &&) true
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-bench dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

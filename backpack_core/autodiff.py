@@ -1,14 +1,15 @@
 """The generic rule: parameters of modules without a layer rule, by ``torch.func``.
 
 The module's forward pass is replayed for single samples, with our hooks off, and differentiated.
-Exact for every module that can be replayed: one that draws random numbers inside cannot, and says so.
+Exact for every module that can be replayed: one that draws random numbers inside cannot, and says
+so.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class AutodiffRule(ParametricRule):
         parameter = call.parameter(name)
 
         def one_sample(columns: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-            output, pullback = vjp(lambda p: forward(p, inputs), parameter)
+            output, pullback = vjp(lambda p: forward(p, inputs), parameter)[:2]
             product: Tensor = vmap(lambda column: pullback(column)[0])(columns)
             return product, output
 
@@ -49,13 +50,16 @@ class AutodiffRule(ParametricRule):
         return product
 
 
-def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor) -> Tensor:
+def transpose(
+    call: ModuleCall, function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor
+) -> Tensor:
     """The transpose of a linear map, applied to a vector.
 
     The gradient of ``⟨A w, v⟩`` in ``w`` is ``Aᵀ v``, at any ``w``. Unlike forward mode through the
     module, this needs no second run of it: random numbers, padding and fused kernels do not matter.
 
     Args:
+        call: The call that the map belongs to.
         function: The linear map ``w ↦ A w``, in differentiable operations.
         shape: Shape of ``w``.
         vector: ``v``, of the shape of ``A w``.
@@ -64,7 +68,7 @@ def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector
         ``Aᵀ v``, of the given shape.
     """
     create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with torch.enable_grad(), nullcontext() if create_graph else call.constant():
         w = vector.new_zeros(tuple(shape), requires_grad=True)
         image = function(w)
         if not image.requires_grad:  # the map is zero
@@ -111,7 +115,7 @@ def _replay(
             x.unsqueeze(0) if has_batch else x for x, has_batch in zip(inputs, batched, strict=True)
         )
         args, kwargs = map_tensors((call.args, call.kwargs), lambda _: next(queue))
-        values = others if name is None else {**others, name: parameter}
+        values = others if name is None or parameter is None else {**others, name: parameter}
         # A parameter under two names, or shared with a child, has a part for each.
         output = functional_call(call.module, values, args, kwargs, tie_weights=False)
         return list(iter_tensors(output))[call.output_nr].squeeze(0)

@@ -1,9 +1,9 @@
 """Carries columns exactly through autograd nodes that no module call covers. Imports torch only.
 
-Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each such
-node is linear in the gradient, so calling it under vmap over the columns carries all of them. Two
-things autograd's engine does *around* nodes are repeated here: gradients are summed to the shape of
-the tensor they belong to (broadcasting), and cast to its dtype.
+Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
+such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
+Two things autograd's engine does *around* nodes are repeated here: gradients are summed to the shape
+of the tensor they belong to (broadcasting), and cast to its dtype.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def name_of(node: Node) -> str:
 def refuse(node: Node, reason: str) -> BridgeError:
     """The error for a node that cannot be crossed."""
     return BridgeError(
-        f"Cannot carry the quantity through the operation {name_of(node)!r} ({node.name()}) between "
-        f"two modules: {reason}. Move the operation into a module and give it a layer rule."
+        f"Cannot carry the quantity through the operation {name_of(node)!r} ({node.name()}) "
+        f"between two modules: {reason}. Move the operation into a module and give it a layer rule."
     )
 
 
@@ -86,11 +86,11 @@ def is_linear(node: Node) -> bool:
 def mixes_samples(node: Node) -> bool:
     """Whether the node is a batch normalisation with statistics of several samples.
 
-    An instance normalisation is one of a batch of a single sample, to which torch folds all samples.
+    An instance normalisation is one of a batch of a single sample, into which torch folds all.
     """
     if not _BATCH_NORM.match(node.name()):
         return False
-    (output, *_) = node._input_metadata  # type: ignore[attr-defined]
+    (output, *_) = node._input_metadata
     return output.shape[0] > 1 and bool(getattr(node, "_saved_training", True))
 
 
@@ -124,7 +124,7 @@ def _push(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor]:
     """Call a node for every column: ``{output_nr: [V, ...]}`` to ``{position: [V, ...]}``."""
     if node.name() == "torch::autograd::AccumulateGrad":
         return {}
-    metadata = node._input_metadata  # type: ignore[attr-defined]
+    metadata = node._input_metadata
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     numbers = list(mats)
     # Nodes of a Python autograd.Function are not callable, but have apply.
@@ -166,7 +166,7 @@ def _over_columns(call: Any, mats: list[Tensor]) -> dict[int, Tensor]:
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
     """No warning where torch has no batching rule: that costs time, not exactness."""
-    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    functorch: Any = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
     try:
         yield
@@ -175,7 +175,7 @@ def quiet_vmap() -> Iterator[None]:
 
 
 def _fit(product: Tensor, edge: tuple[Any, int]) -> Tensor:
-    """Sum ``[V, *broadcast]`` to ``[V, *shape]`` of the tensor behind an edge; cast to its dtype."""
+    """Sum ``[V, *broadcast]`` to ``[V, *shape]`` of the tensor behind an edge, in its dtype."""
     node, number = edge
     variable = getattr(node, "variable", None)
     target = variable if variable is not None else node._input_metadata[number]

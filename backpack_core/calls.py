@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -79,7 +80,8 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 def records_at(node: Node, output_nr: int) -> list[Record]:
     """The calls that returned output ``output_nr`` of ``node``, in order of execution."""
-    table: dict[int, list[Record]] | None = node.metadata.get(METADATA_KEY)
+    metadata: Any = node.metadata
+    table: dict[int, list[Record]] | None = metadata.get(METADATA_KEY)
     return [] if table is None else table.get(output_nr, [])
 
 
@@ -126,7 +128,7 @@ class ModuleCall:
         args: Positional arguments, as passed.
         kwargs: Keyword arguments, as passed.
         inputs: Every tensor among the arguments, positional ones first, in order.
-        edges: The gradient edge of each input before the forward; ``None`` for constants and leaves.
+        edges: The gradient edge of each input before the forward; ``None`` for constants, leaves.
         outputs: Every tensor in the return value, detached.
         output_nr: Position in ``outputs`` of the tensor that is differentiated at present.
         grad_output: Gradient of the loss with respect to that tensor; ``None`` before backward.
@@ -158,6 +160,7 @@ class ModuleCall:
     constants: dict[Any, Any] = field(default_factory=dict)
     _versions: tuple[int, ...] = ()
     _released: bool = False
+    _is_constant: bool = False
     _whole: ModuleCall | None = None
 
     def __post_init__(self) -> None:
@@ -183,7 +186,7 @@ class ModuleCall:
         self._check_released()
         slot = len(self.inputs) + self.output_nr
         stored = self._read(self.outputs[self.output_nr], slot, "output")
-        return self._attached(stored) if torch.is_grad_enabled() else stored
+        return self._attached(stored) if self._is_differentiable else stored
 
     @property
     def output_shape(self) -> torch.Size:
@@ -237,7 +240,7 @@ class ModuleCall:
         for part in parents:
             owner = getattr(owner, part)
         value: Tensor = getattr(owner, last)
-        return self._cast(value.detach() if not torch.is_grad_enabled() else value)
+        return self._cast(value if self._is_differentiable else value.detach())
 
     def subsample(self, indices: Sequence[int] | None) -> ModuleCall:
         """A view of this call that shows only some samples.
@@ -331,6 +334,19 @@ class ModuleCall:
     def full(self) -> ModuleCall:
         """The call with all samples: itself, unless it is a view made by :meth:`subsample`."""
         return self if self._whole is None else self._whole
+
+    @contextmanager
+    def constant(self) -> Iterator[None]:
+        """Outputs and parameters stay detached within the block, whatever the grad mode."""
+        before, self._is_constant = self._is_constant, True
+        try:
+            yield
+        finally:
+            self._is_constant = before
+
+    @property
+    def _is_differentiable(self) -> bool:
+        return torch.is_grad_enabled() and not self._is_constant
 
     def release(self) -> None:
         """Free inputs and outputs; any later use raises :class:`ReleasedIOError`."""

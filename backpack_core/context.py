@@ -1,9 +1,9 @@
-"""The contexts ``backpack(...)`` and ``disable()``. Imports core's extension base, never the engine.
+"""The contexts ``backpack(...)`` and ``disable()``. Imports core's extensions, never the engine.
 
 Every user thread has a stack of contexts. Autograd runs hooks of CPU graphs on the thread that
 called backward, and those of CUDA graphs on device threads of its own, which see neither
-thread-locals nor ContextVars. So the stacks lie in one table by thread: a thread that Python did not
-start looks up the thread that ran the forward pass.
+thread-locals nor ContextVars. So the stacks lie in one table by thread: a thread that Python did
+not start looks up the thread that ran the forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Context:
         debug: Whether to log, and to probe that samples do not mix.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         groups: The extensions by propagator: each propagator is pushed once.
-        passes: State of the backward passes under way, by autograd's graph-task id; autograd owns it.
+        passes: State of the backward passes under way, by autograd's graph-task id. Autograd owns
+            it.
     """
 
     extensions: tuple[Extension, ...]
@@ -203,9 +204,10 @@ class backpack:
             _STACKS.pop(ident, None)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(
-                "A quantity was carried through an operation inside checkpoint(use_reentrant=False) "
-                "that no module covers, and a checkpoint gives each saved tensor only once. Move the "
-                "operation into a module and give it a layer rule, or leave the checkpoint out."
+                "A quantity was carried through an operation inside checkpoint("
+                "use_reentrant=False) that no module covers, and a checkpoint gives each saved "
+                "tensor only once. Move the operation into a module and give it a layer rule, or "
+                "leave the checkpoint out."
             ) from exc
         if exc_type is None and context.extensions and "ran" not in context.seen:
             names = ", ".join(type(e).__name__ for e in context.extensions)

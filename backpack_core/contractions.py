@@ -57,9 +57,9 @@ def products(out: Tensor, inp: Rows) -> Tensor:
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
     if out.shape[2] == 1:
-        left = out.square().sum(0).squeeze(1)  # [N, G, O]
+        left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
-        return left.permute(1, 2, 0) @ right.permute(1, 0, 2)
+        return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
         result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
@@ -83,7 +83,7 @@ def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v M²``. Shape ``[N, G, O, I]``."""
     columns, samples, positions, _, _ = out.shape
     if positions == 1:
-        left = out.square().sum(0).squeeze(1)
+        left = _sum_of_squares(out).squeeze(1)
         return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
     if columns == 1 or torch.is_grad_enabled():
         return _squared(products(out, inp)).sum(0)
@@ -120,7 +120,7 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     size = inp.shape[3]
     if positions == 1:
         left = out.square().sum(-1).squeeze(2)
-        return torch.einsum("vng,ng->vn", left, inp[:].square().sum(-1).squeeze(1))
+        return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
     if positions * (columns * features + size) < columns * features * size:
         return _squared_norm_by_gram(out, inp)
     parts: dict[int, list[Tensor]] = {}
@@ -133,12 +133,12 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
-    total = out.new_zeros(groups, columns * features, size)
+    total: Tensor | None = None
     for rows in _row_steps(inp, out.element_size()):
-        part = inp[rows]
         left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
-        right = part.permute(2, 0, 1, 3).reshape(groups, -1, size)
-        total = torch.baddbmm(total, left, right)
+        right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
+        total = torch.bmm(left, right) if total is None else torch.baddbmm(total, left, right)
+    assert total is not None
     return total.reshape(groups, columns, features, size).transpose(0, 1)
 
 
@@ -212,6 +212,11 @@ def _batched(out: Tensor) -> Tensor:
     return out.permute(1, 3, 0, 4, 2).reshape(*shape, positions)
 
 
+def _sum_of_squares(out: Tensor) -> Tensor:
+    """``Σ_v out[v]²``. Shape ``[N, S, G, O]``."""
+    return out[0].square() if len(out) == 1 else out.square().sum(0)
+
+
 def _squared(piece: Tensor) -> Tensor:
     return piece.square() if torch.is_grad_enabled() else piece.square_()
 
@@ -223,7 +228,7 @@ def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
         right = inp[rows].transpose(1, 2)  # [n, G, S, I]
         left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
         inner = right @ right.mT
-        parts.append(torch.stack([((x @ x.mT) * inner).sum((1, 2, 3)) for x in left]))
+        parts.append(torch.stack([((x @ x.mT)).sum((1, 2, 3)) for x in left]))
     return torch.cat(parts, 1)
 
 

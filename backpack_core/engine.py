@@ -1,9 +1,9 @@
 """What happens when autograd has the gradient of a call's output. Imports core; knows no layer.
 
 One backward pass of autograd is one :class:`BackwardPass`. Autograd runs our hooks in topological
-order: when the hook on an output fires, every consumer of that output has been visited. So a quantity
-waits where it was delivered, at a call's output or at an autograd node between calls, until autograd
-gets there, and every call and every node is passed exactly once.
+order: when the hook on an output fires, every consumer of that output has been visited. So a
+quantity waits where it was delivered, at a call's output or at an autograd node between calls,
+until autograd gets there, and every call and every node is passed exactly once.
 """
 
 from __future__ import annotations
@@ -83,22 +83,23 @@ class BackwardPass(Traversal):
         context.passes[task] = self
         context.seen.add("ran")
         # Autograd owns the pass: it ends when autograd is through, or has failed.
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+        engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         self.context.passes.pop(self.task, None)
         for call in self._release_last:
             call.release()
+        # With backward(inputs=...), some of the calls that share a parameter may not be reached.
+        for (extension, key), (parameter, calls) in self._summed.items():
+            if calls < self.survey.uses[key]:
+                parameter.__dict__.pop(extension.savefield, None)
+                self._deferred.get(extension, {}).pop(parameter, None)
         if not self._is_outermost:
             return
         for extension, values in self._deferred.items():
             for parameter, value in extension.finish(values).items():
                 setattr(parameter, extension.savefield, value)
-        # With backward(inputs=...), some of the calls that share a parameter may not be reached.
-        for (extension, key), (parameter, calls) in self._summed.items():
-            if calls < self.survey.uses[key]:
-                delattr(parameter, extension.savefield)
 
     def visit(self, call: ModuleCall, index: int, node: Node, output_nr: int, grad: Tensor) -> None:
         """Everything that happens at one output of one call."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -36,8 +36,8 @@ from backpack_core.registry import registry
 
 M = TypeVar("M", bound=Module)
 
-# Our place among a module's hooks. Torch counts from zero in every process, so that a key of its own
-# could be given out again to a module that was pickled.
+# Our place among a module's hooks. Torch counts from zero in every process, so that a key of its
+# own could be given out again to a module that was pickled.
 _KEY = -1
 
 
@@ -61,14 +61,15 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     Raises:
         UsageError: The argument is no module.
     """
-    if not isinstance(module, Module):
-        hint = f" Write {module.__name__}(...)." if isinstance(module, type) else ""
-        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {module!r}.{hint}")
+    given: object = module
+    if not isinstance(given, Module):
+        hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
+        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
     ensure_loaded()
     if use_converter:
         from backpack_core.converter import convert
 
-        module = convert(module)
+        module = cast(M, convert(module))
     _extend(module, "", debug)
     return module
 
@@ -169,7 +170,8 @@ def _after_forward(
 
 def _ordered(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments in the order in which ``forward`` declares them."""
-    order = _parameter_names(type(module))
+    kind: Any = type(module)
+    order = _parameter_names(kind)
     return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
 
 

@@ -168,7 +168,7 @@ class ColumnPropagator(Propagator):
         return quantity.mat
 
     def adopt(self, value: Tensor, like: Columns | None) -> Columns:
-        """Columns with the roots of ``like`` where their number is unchanged, else with a new one."""
+        """Columns with the roots of ``like`` if their number is unchanged, else with a new one."""
         if like is not None and len(like.mat) == len(value):
             return like.split(value)
         return Columns.start(repr(self), value)
@@ -204,7 +204,8 @@ class Extension(ABC):
         columns_add: Whether values for disjoint sets of columns can be put together by
             :meth:`combine`, so that columns may go through the net in chunks.
         precedence: Extensions with a higher one read first, so that the others find what those had
-            computed: 2 where :func:`ops.per_sample` is formed, 1 where :func:`ops.shared_moments` is.
+            computed: 2 where :func:`ops.per_sample` is formed, 1 where
+            :func:`ops.shared_moments` is.
         reads_quantity: Whether :meth:`read` wants the propagator's quantity itself (the
             :class:`~backpack_core.columns.Columns` with their roots, say) and not what
             :meth:`Propagator.present` makes of it.
@@ -253,8 +254,8 @@ class Extension(ABC):
             )
         if hasattr(Tensor, self.savefield):
             raise UsageError(
-                f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the parameters: "
-                "give it another savefield."
+                f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the "
+                "parameters: give it another savefield."
             )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode

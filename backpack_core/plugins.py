@@ -205,10 +205,10 @@ def hook_names() -> list[str]:
 def declared_api(obj: Any) -> set[int]:
     """Versions of the plugin interface that a plugin says it was written for.
 
-    ``backpack_api``, an integer or several, on the object, on its module, or on its package. Without
-    it, the first version.
+    ``backpack_api``, an integer or several, on the object, on its module, or on its package.
+    Without it, the first version.
     """
-    module: str = getattr(obj, "__module__", None) or getattr(obj, "__name__", "")
+    module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
     places = (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0]))
     for place in places:
         declared = getattr(place, "backpack_api", None)

@@ -1,4 +1,4 @@
-"""The debugging probe: checks that samples do not mix between calls. Imports core's contract only."""
+"""The debugging probe: samples must not mix between calls. Imports core's contract only."""
 
 from __future__ import annotations
 

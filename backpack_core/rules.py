@@ -167,7 +167,7 @@ class LayerRule(ABC):
             product = found[0] if isinstance(found, tuple) else found
             return torch.zeros_like(mat) if product is None else product
 
-        return transpose(first, (len(mat), *call.output_shape), mat)
+        return transpose(call, first, (len(mat), *call.output_shape), mat)
 
     def _second_derivative_mat_prod(
         self, call: ModuleCall, grad_output: Tensor, mat: Tensor
@@ -255,7 +255,11 @@ class ParametricRule(LayerRule):
 
         shape = (len(mat), *call.output_shape)
         shared = mat.unsqueeze(1).expand(-1, shape[1], *mat.shape[1:])
-        return transpose(lambda out: self._param_jac_t_mat_prod(call, name, out), shape, shared)
+        
+        def product(out: Tensor) -> Tensor:
+            return self._param_jac_t_mat_prod(call, name, out)
+
+        return transpose(call, product, shape, shared)
 
 
 class ElementwiseRule(LayerRule):

@@ -1,9 +1,9 @@
 """Looks at the whole graph behind a call before anything is computed. Imports calls and registry.
 
-Some faults can only be seen from above: a parameter that several calls use, or that is used by a bare
-functional call as well; calls that disagree about the batch; an operation that mixes samples. The
-survey walks the autograd graph once per backward pass. Calls with a rule are stepped over, so it
-costs a visit per call and per node between calls.
+Some faults can only be seen from above: a parameter that several calls use, or that is used by a
+bare functional call as well; calls that disagree about the batch; an operation that mixes samples.
+The survey walks the autograd graph once per backward pass. Calls with a rule are stepped over, so
+it costs a visit per call and per node between calls.
 """
 
 from __future__ import annotations
@@ -170,8 +170,8 @@ def _check_parameters(call: ModuleCall, resolved: Resolved) -> None:
             raise UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
                 f"{type(resolved.rule).__name__} knows nothing of. If it belongs to a "
-                "parametrization, remove that (torch.nn.utils.parametrize.remove_parametrizations), "
-                "or freeze the parameter."
+                "parametrization, remove that (torch.nn.utils.parametrize."
+                "remove_parametrizations), or freeze the parameter."
             )
 
 

@@ -1,7 +1,7 @@
-"""Takes quantities from calls to the calls before them, and lets extensions read off. No layer, no quantity.
+"""Takes quantities from calls to the calls before them, and lets extensions read off.
 
-A :class:`Traversal` visits calls in topological order. Who decides the order is left open: autograd does
-(``engine.py``), or a list made beforehand (``sweep.py``).
+Knows no layer and no quantity. A :class:`Traversal` visits calls in topological order. Who decides
+the order is left open: autograd does (``engine.py``), or a list made beforehand (``sweep.py``).
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class Traversal(ABC):
             if id(parameter) in self.survey.bare:
                 operation = self.survey.bare[id(parameter)][1]
                 raise UnsupportedError(
-                    f"The parameter {name!r} is also used by the operation {operation!r} outside of "
-                    f"any module, so '{extension.savefield}' would miss that part. Apply the "
+                    f"The parameter {name!r} is also used by the operation {operation!r} outside "
+                    f"of any module, so '{extension.savefield}' would miss that part. Apply the "
                     "parameter through a module (nn.Linear with a tied weight, say)."
                 )
             try:
@@ -199,8 +199,8 @@ class Traversal(ABC):
         if not extension.shared_parameters or not isinstance(propagator, ColumnPropagator):
             raise UnsupportedError(
                 f"{type(extension).__name__} has no meaning for the parameter {name!r}, which "
-                f"{self.survey.uses[id(parameter)]} module calls share. Leave the extension out, or "
-                "untie the parameter."
+                f"{self.survey.uses[id(parameter)]} module calls share. Leave the extension out, "
+                "or untie the parameter."
             )
         # The sum over calls comes before any nonlinear reduction: restate the result each time.
         key = (slot, id(parameter))
@@ -235,7 +235,8 @@ class Traversal(ABC):
         propagator = self.groups[slot][0]
         node, output_nr = output
         full = call.full
-        if all(edge is None for edge in call.edges) and not resolved.rule.transparent:
+        looks_inside = resolved.rule.transparent and legacy is None
+        if all(edge is None for edge in call.edges) and not looks_inside:
             return  # nothing before this call wants the quantity
         is_loss = isinstance(resolved.rule, LossRule)
         if legacy is not None:
@@ -311,8 +312,8 @@ def _fallback(call: ModuleCall, extension: Extension) -> ParametricRule | None:
     name = type(call.module).__name__
     if extension.fail_mode == "error":
         raise missing(
-            f"No layer rule covers the parameters of {call.path}, and fail_mode is 'error'. Install "
-            f"a plugin that knows {name}, or write a layer rule.",
+            f"No layer rule covers the parameters of {call.path}, and fail_mode is 'error'. "
+            f"Install a plugin that knows {name}, or write a layer rule.",
             name,
         )
     if extension.fail_mode == "silent":
@@ -336,9 +337,9 @@ def _nothing_arrived(call: ModuleCall, extension: Extension, resolved: Resolved)
     name = type(extension).__name__
     if call.outputs[call.output_nr].dim() == 0:
         return missing(
-            f"{name} starts at a loss, and no loss rule is known for {call.path}. Use a loss that an "
-            "installed plugin knows (backpack-plugin-layers covers torch.nn), or write a LossRule "
-            f"for {type(call.module).__name__}.",
+            f"{name} starts at a loss, and no loss rule is known for {call.path}. Use a loss that "
+            "an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
+            f"LossRule for {type(call.module).__name__}.",
             "loss",
         )
     return NotExtendedError(

@@ -4,8 +4,8 @@ Two ratios, each of runs that alternate in one process:
 
 - forward and backward pass of an extended model with no extension active, over those of a plain one
   (the cost of recording; target: at most 1.3);
-- those with individual gradients of one convolution, over those of the plain convolution (target: at
-  most 1.5).
+- those with individual gradients of one convolution, over those of the plain convolution (target:
+  at most 1.5).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -55,7 +56,7 @@ def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> No
     """The cost of recording, in a perceptron of three layers."""
     sizes = [width, width, width, 10]
     layers: list[nn.Module] = []
-    for i, o in zip(sizes, sizes[1:], strict=False):
+    for i, o in pairwise(sizes):
         layers += [nn.Linear(i, o), nn.ReLU()]
     plain = nn.Sequential(*layers[:-1])
     extended, lossfunc = extend(copy.deepcopy(plain)), nn.CrossEntropyLoss()

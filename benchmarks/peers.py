@@ -10,7 +10,6 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from benchmarks.quantities import Quantity
 Step = Callable[[], None]
 
 
-class Unsupported(Exception):  # noqa: N818 - not an error of the program
+class Unsupported(Exception):
     """The library has no such quantity, or cannot treat the net."""
 
 

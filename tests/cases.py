@@ -1,4 +1,4 @@
-"""Layers and losses as data, and one problem type: a model, data, a loss, and what is expected of it."""
+"""Layers and losses as data, and one problem type: a model, data, a loss, and what to expect."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ class Net(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+def mlp() -> nn.Sequential:
+    """The smallest net with something to pass through."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
 @dataclass

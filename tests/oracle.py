@@ -1,7 +1,7 @@
 """What the extensions should give, by plain autograd: loops over samples, explicit matrices.
 
-Nothing here knows the library. A *forward* maps input tensors ``[N, *]`` to an output ``[N, *out]``, a
-*loss* maps the output to a number.
+Nothing here knows the library. A *forward* maps input tensors ``[N, *]`` to an output
+``[N, *out]``, a *loss* maps the output to a number.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def individual_gradients(
 def jacobians(
     forward: Forward, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
 ) -> Tensor:
-    """Jacobian of each sample's output. Shape ``[N, D, P]``, with flattened output and parameter."""
+    """Jacobian of each sample's output. Shape ``[N, D, P]``; output and parameter flattened."""
 
     def of_sample(sample: Tensor) -> Tensor:
         unit = torch.eye(sample.numel(), dtype=sample.dtype).reshape(-1, *sample.shape)

@@ -10,6 +10,7 @@ from backpack_core import plugins
 from backpack_core.cli.inspection import Provided, Report
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.discovery import Plugin, without_plugins
+from backpack_core.namesakes import INCUMBENT, OURS, namesakes
 from backpack_core.registry import canonical, registry
 
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
@@ -64,6 +65,9 @@ def examine(limit: float = 10.0) -> Diagnosis:
     findings += _name_conflicts(installed)
     findings += _key_conflicts(reports)
     findings += [_empty(name) for name in without_plugins()]
+    both = namesakes()
+    if both is not None:
+        findings.append(Finding("warning", f"{OURS}, {INCUMBENT}", "", *both))
     return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
 
 

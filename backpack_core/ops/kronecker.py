@@ -178,7 +178,7 @@ def input_covariance(
     if key not in known:
         samples, positions = inp.shape[:2]
         count = samples * positions if sharing == "expand" else samples
-        total = contractions.outer_sum(inp, call.output, mean=sharing == "reduce")
+        total = contractions.outer_sum(inp, call.parameter(name), mean=sharing == "reduce")
         known[key] = _without_groups(total / count)
     return known[key]
 

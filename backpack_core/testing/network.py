@@ -244,5 +244,7 @@ class SmallNet(Module):
 
         args, kwargs = map_tensors((args, kwargs), mixed)
         output = list(iter_tensors(self.layer(*args, **kwargs)))[self.output_nr]
-        result: Tensor = self.readout(output.movedim(self.batch_axis, 0))
+        if self.batch_axis:
+            output = output.movedim(self.batch_axis, 0)
+        result: Tensor = self.readout(output)
         return result

@@ -31,12 +31,15 @@ class Quantity:
         needs: What a net must offer for the extension to have a value there. Every layer has a
             gradient and curvature; one without the rest may refuse. "sampling" is curvature that
             starts at random columns: exact only for the kit's own loss.
+        cancels: Whether it is a small difference of large numbers, which half precision does not
+            resolve: there it is not checked.
         arguments: What the extension's constructor needs, where it has no defaults.
     """
 
     expected: Callable[[Reference, str], Tensor]
     observed: Callable[[Any, Reference, str], Tensor] | None = None
     needs: Needs = "gradient"
+    cancels: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
@@ -128,7 +131,7 @@ _QUANTITIES: dict[str, Quantity] = {
     "grad_batch": Quantity(lambda r, p: r.gradients(p)),
     "batch_l2": Quantity(lambda r, p: r.gradients(p).flatten(1).square().sum(1)),
     "sum_grad_squared": Quantity(lambda r, p: r.gradients(p).square().sum(0)),
-    "variance": Quantity(_variance),
+    "variance": Quantity(_variance, cancels=True),
     "batch_dot": Quantity(lambda r, p: r.gradients(p).flatten(1) @ r.gradients(p).flatten(1).T),
     "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1}),
     "diag_ggn_exact": Quantity(

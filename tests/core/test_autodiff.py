@@ -204,7 +204,7 @@ def test_replay_that_gives_something_else(name: str) -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 4), layers[name], nn.Linear(4, 3)), (3,))
     with (
         pytest.warns(AutodiffFallbackWarning),
-        pytest.raises(UnsupportedError, match="gives other\nvalues|gives other values"),
+        pytest.raises(UnsupportedError, match="gives other values"),
     ):
         problem.run(BatchGrad())
 

@@ -134,9 +134,11 @@ def test_nothing_was_extended() -> None:
 
 
 def test_backward_was_not_called() -> None:
-    with pytest.raises(NotExtendedError, match=r"call\s+backward\(\) inside the block"):
-        with backpack(BatchGrad()):
-            pass
+    with (
+        pytest.raises(NotExtendedError, match=r"call\s+backward\(\) inside the block"),
+        backpack(BatchGrad()),
+    ):
+        pass
     with backpack():
         pass
 

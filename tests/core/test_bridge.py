@@ -273,7 +273,7 @@ def test_function_inside_checkpoint() -> None:
     """Such a checkpoint gives each saved tensor once, and autograd itself wants it."""
     model = Checkpointed(Net(lambda _, x: torch.sin(x)), reentrant=False)
     classification(model, (3,)).check(second=False)
-    with pytest.raises(BridgeError, match="checkpoint.*into a module"):
+    with pytest.raises(BridgeError, match=r"checkpoint.*into a module"):
         classification(model, (3,)).run(DiagGGNExact())
 
 

@@ -127,7 +127,7 @@ def _exception_in_hook(loss: Tensor) -> None:
 
 
 def _only_some_inputs(loss: Tensor) -> None:
-    leaf = [n for n in _leaves(loss.grad_fn) if n.requires_grad][0]
+    leaf = next(n for n in _leaves(loss.grad_fn) if n.requires_grad)
     with backpack(DiagGGNExact()):
         loss.backward(inputs=[leaf])
 

@@ -13,11 +13,7 @@ from backpack_core import backpack, disable, extend
 from backpack_core.errors import AutodiffFallbackWarning, ReleasedIOError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
-from tests.cases import Net, Problem, classification
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+from tests.cases import Net, Problem, classification, mlp
 
 
 def test_hook_sees_every_module_after_all_extensions() -> None:

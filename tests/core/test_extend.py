@@ -18,11 +18,7 @@ from backpack_core import backpack, disable, extend, is_extended, unextend
 from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
-from tests.cases import classification
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+from tests.cases import classification, mlp
 
 
 def state(module: nn.Module) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def test_second_order() -> None:
 
 def test_only_this_instance_is_meant() -> None:
     """Two extensions with one propagator: the other keeps the layer rules."""
-    model, problem = scaled()
+    _, problem = scaled()
     expected = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
     by_hand, other = DiagGGNExact(savefield="by_hand"), DiagGGNExact()
     by_hand.set_module_extension(Scale, ScaleDiagGGN())

@@ -67,7 +67,7 @@ def test_time_first_with_as_many_steps_as_samples() -> None:
         a=nn.Linear(3, 4),
         b=nn.Linear(4, 3),
     )
-    with pytest.raises(SampleMixingError, match="Between (Linear 'b'|LSTM)"):
+    with pytest.raises(SampleMixingError, match=r"Between (Linear 'b'|LSTM)"):
         classification(model, (BATCH, 3), BATCH).run(BatchGrad(), debug=True)
 
 
@@ -78,7 +78,7 @@ def test_lstm_with_time_first_and_as_many_steps_as_samples() -> None:
         lstm=nn.LSTM(4, 4, batch_first=True),
         head=nn.Linear(4, 3),
     )
-    with pytest.raises(SampleMixingError, match="Between (Linear 'b'|LSTM)"):
+    with pytest.raises(SampleMixingError, match=r"Between (Linear 'b'|LSTM)"):
         classification(model, (BATCH, 3), BATCH).run(BatchGrad(), debug=True)
 
 

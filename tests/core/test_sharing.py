@@ -212,7 +212,7 @@ def test_two_forward_passes_that_meet_behind_the_losses(extension: Any) -> None:
     first, second = (classification(model, (3,)) for _ in range(2))
     loss = first.loss() + second.loss()
     with (
-        pytest.raises(UnsupportedError, match="Call backward.. on each loss"),
+        pytest.raises(UnsupportedError, match=r"Call backward\(\) on each loss"),
         backpack(extension()),
     ):
         loss.backward()

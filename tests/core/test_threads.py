@@ -17,11 +17,7 @@ from backpack_core.context import _STACKS, current
 from backpack_core.errors import NotExtendedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
-from tests.cases import Problem, classification
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+from tests.cases import Problem, classification, mlp
 
 
 def in_foreign_thread(function: Callable[[], Any]) -> None:

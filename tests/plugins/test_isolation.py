@@ -53,7 +53,7 @@ def test_core_works(sick: Sick, fake_distribution: FakeDistribution) -> None:
 
 @pytest.fixture
 def only_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is really installed is blocked, which makes it quick, and the verdict that of the fakes."""
+    """What is really installed is blocked: quick, and the verdict is that of the fakes."""
     names = ",".join(f"backpack-plugin-{name}" for name in ("sick", "one", "two", "sound"))
     monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", names)
 
@@ -95,7 +95,7 @@ def test_what_is_missing_is_chained_to_the_broken_plugin(
     fake_distribution: FakeDistribution,
 ) -> None:
     fake_distribution(**one("raise ValueError('rotten')")[0])
-    with pytest.warns(BrokenPluginWarning, match="backpack-plugin-sick 0.1"):
+    with pytest.warns(BrokenPluginWarning, match=r"backpack-plugin-sick 0\.1"):
         plugins.ensure_loaded()
     with pytest.raises(MissingPluginError, match=r"'sick' of backpack-plugin-sick 0.1") as caught:
         from backpack_core.extensions import GradNorm  # noqa: F401
@@ -132,7 +132,7 @@ def test_a_layer_without_rule_is_chained_to_the_broken_plugin(
     loss = lossfunc(model(torch.rand(4, 3)), torch.rand(4, 3))
     with (
         backpack(BatchGrad(fail_mode="error")),
-        pytest.raises(MissingPluginError, match="backpack-plugin-scale 0.1") as caught,
+        pytest.raises(MissingPluginError, match=r"backpack-plugin-scale 0\.1") as caught,
     ):
         loss.backward()
     assert isinstance(caught.value.__cause__, ValueError)

@@ -29,6 +29,11 @@ def _piecewise() -> Made:
     return nn.Sequential(*layers), (4,)
 
 
+def _in_place() -> Made:
+    layers = [nn.Linear(4, 3), nn.ELU(inplace=True), nn.Linear(3, 3), nn.SELU(inplace=True)]
+    return nn.Sequential(*layers, nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 3)), (4,)
+
+
 def _convolutions() -> Made:
     layers = [
         nn.Conv2d(1, 2, 2, padding=1), nn.Sigmoid(), nn.MaxPool2d(2), nn.Conv2d(2, 2, 2), nn.Tanh(),
@@ -80,6 +85,7 @@ NETS: dict[str, Callable[[], Made]] = {
     "mlp": _mlp,
     "deep": _deep,
     "piecewise": _piecewise,
+    "in_place": _in_place,
     "convolutions": _convolutions,
     "transposed": _transposed,
     "grouped": _grouped,

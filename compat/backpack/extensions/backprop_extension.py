@@ -141,9 +141,8 @@ class BackpropExtension(IncumbentNames):
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
         """Extensions of the core count, by their base class there."""
-        if cls.__dict__.get("core_base") is not None and issubclass(other, cls.core_base):
-            return True
-        return NotImplemented
+        is_base = "core_base" in cls.__dict__
+        return True if is_base and cls.core_base in other.__mro__ else NotImplemented
 
     @abstractmethod
     def expects_backpropagation_quantities(self) -> bool:

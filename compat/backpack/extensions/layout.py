@@ -92,6 +92,7 @@ class Family:
         submodules: Layers, by submodule.
         loss: Base class of the losses' classes, where it is another.
         names: Classes whose name is not prefix and layer: ``{name: layer}``.
+        further: Other names of the base classes, by submodule.
     """
 
     package: str
@@ -101,6 +102,7 @@ class Family:
     submodules: dict[str, str]
     loss: type | None = None
     names: dict[str, str] = field(default_factory=dict)
+    further: dict[str, str] = field(default_factory=dict)
 
 
 FAMILIES = (
@@ -115,6 +117,7 @@ FAMILIES = (
          "convtransposend": "ConvTranspose1d ConvTranspose2d ConvTranspose3d",
          **_PARAMETRIC, **_RECURRENT},
         names={"BatchL2BatchNorm": "BatchL2BatchNormNd"},
+        further={"convnd": "BatchL2ConvND", "convtransposend": "BatchL2ConvTransposeND"},
     ),
     Family(
         "firstorder.gradient", (), {"Grad": cells.GradBaseModule}, "base",
@@ -138,6 +141,8 @@ FAMILIES = (
         | _LOSSES | _INDEXING | _CUSTOM | _ADAPTIVE | {"permute": "Permute"},
         loss=cells.DiagGGNLoss,
         names={"DiagGGNBCEWithLogitsLossDerivatives": "DiagGGNBCEWithLogitsLoss"},
+        further={"convnd": "DiagGGNConvND BatchDiagGGNConvND",
+                 "convtransposend": "DiagGGNConvTransposeND BatchDiagGGNConvTransposeND"},
     ),
     Family(
         "secondorder.sqrt_ggn", (builtin.SqrtGGN, builtin.SqrtGGNExact, builtin.SqrtGGNMC),
@@ -153,17 +158,20 @@ FAMILIES = (
         {"DiagH": cells.DiagHBaseModule, "BatchDiagH": cells.BatchDiagHBaseModule}, "diag_h_base",
         _CONV | _CONVTRANSPOSE | {"linear": "Linear"} | _SIMPLE | _POOLS | _ACTIVATIONS | _LOSSES
         | _INDEXING | _ADAPTIVE,
+        further={"convnd": "DiagHConvND BatchDiagHConvND", "losses": "DiagHLoss",
+                 "convtransposend": "DiagHConvTransposeND BatchDiagHConvTransposeND"},
     ),
     Family(
         "secondorder.hbp", (builtin.HBP, builtin.KFAC, builtin.KFLR, builtin.KFRA),
         {"HBP": cells.HBPBaseModule}, "hbpbase",
         _CONV | _CONV_TRANSPOSE | _MATPROD | _LOSSES | _CUSTOM,
-        names={"HBPMaxpool2d": "HBPMaxPool2d"},
+        names={"HBPMaxpool2d": "HBPMaxPool2d"}, further={"losses": "HBPLoss"},
     ),
     *(
         Family(
             f"curvmatprod.{name.lower()}", (extension,), {name: base}, f"{name.lower()}base",
             _MATPROD | further, names={f"{name}Maxpool2d": f"{name}MaxPool2d", **norms},
+            further={"losses": f"{name}Loss"},
         )
         for name, extension, base, further, norms in (
             ("GGNMP", builtin.GGNMP, cells.GGNMPBase, {"batchnorm1d": "BatchNormNd"},
@@ -224,11 +232,13 @@ def _fill(family: Family) -> None:
     bases = dict.fromkeys(family.bases.values())
     submodule(f"{package}.{family.base_module}", {base.__name__: base for base in bases})
     other_names = {regular: name for name, regular in family.names.items()}
-    for where, layers in family.submodules.items():
+    for where in {**family.submodules, **family.further}:
         members: dict[str, Any] = {}
+        for name in family.further.get(where, "").split():
+            members[name] = next(b for p, b in family.bases.items() if name.startswith(p))
         if where == "losses" and family.loss is not None:
             members[family.loss.__name__] = family.loss
-        for layer in layers.split():
+        for layer in family.submodules.get(where, "").split():
             for position, (prefix, base) in enumerate(family.bases.items()):
                 if position and not LAYERS[layer][1]:
                     continue  # without parameters, one class serves both

@@ -79,8 +79,8 @@ def inv_kfacs(factors: Sequence[Tensor], shift: Shift = None) -> list[Tensor]:
 
 def _inverse(mat: Tensor, shift: float, largest: float = 1e8) -> Tensor:
     values, vectors = torch.linalg.eigh(mat)
-    scaled: Tensor = vectors * (1 / (values + shift)).clamp(-largest, largest)
-    return scaled @ vectors.T
+    inverse: Tensor = vectors * (1 / (values + shift)).clamp(-largest, largest) @ vectors.T
+    return inverse
 
 
 def all_tensors_of_order(order: int, tensors: Iterable[Tensor]) -> bool:

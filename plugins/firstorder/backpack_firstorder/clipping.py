@@ -113,5 +113,5 @@ class ClippedSumGrad(FirstOrderExtension):
 
 
 def _scale(mat: Tensor, weights: Tensor) -> Tensor:
-    """``[V, N, *]`` with each sample times its weight."""
-    return mat * weights.reshape(1, -1, *[1] * (mat.dim() - 2))
+    """``[V, N, *]`` with each sample times its weight, in the dtype of ``mat``."""
+    return mat * weights.to(mat.dtype).reshape(1, -1, *[1] * (mat.dim() - 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
@@ -41,4 +42,5 @@ class Variance(FirstOrderExtension):
         """Second moment minus squared first moment."""
         samples = mat.shape[1]
         total, squares = ops.shared_moments(rule, call, name, mat)
-        return squares / samples - (total.squeeze(0) / samples).square()
+        total = total.squeeze(0)
+        return torch.addcmul(squares / samples, total, total, value=-1 / samples**2)

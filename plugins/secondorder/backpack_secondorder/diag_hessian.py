@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from backpack_core import (
@@ -109,8 +110,8 @@ def _local(rule: LayerRule, call: ModuleCall, hessian: Hessian) -> Hessian:
     """Columns and a diagonal; without shared positions, a diagonal for all but the columns."""
     if hessian.spread is None and hessian.block is None:
         return hessian
-    like = call.output.unsqueeze(0)
-    if isinstance(rule, AffineRule) and rule.affine_output(call, like).shape[2] == 1:
+    column = torch.empty(1, *call.output_shape)
+    if isinstance(rule, AffineRule) and rule.affine_output(call, column).shape[2] == 1:
         return Hessian(hessian.columns, hessian.own_diagonal())
     blocks = replace(hessian, diagonal=None).as_columns()
     return replace(blocks, diagonal=hessian.diagonal)

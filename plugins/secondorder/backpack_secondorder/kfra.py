@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from backpack_core import (
@@ -70,7 +71,7 @@ class BatchAveraged(Propagator):
             BridgeError: The node has several outputs, or an output without samples on axis 0.
         """
         ((number, quantity),) = quantities.items()
-        shape = node._input_metadata[number].shape
+        shape = torch.Size(node._input_metadata[number].shape)
         if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
             raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
         chosen = range(batch_size) if self.subsampling is None else self.subsampling
@@ -86,6 +87,8 @@ class BatchAveraged(Propagator):
             parent = node.next_functions[position][0]
             if parent is None or parent.name() == "torch::autograd::AccumulateGrad":
                 continue
+            if half.shape[1] != batch_size:
+                raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
             full = push(half.flatten(2).transpose(0, 2), position)[position].flatten(2)
             result.append((position, full[:, list(chosen)].mean(1)))
         return result
@@ -185,17 +188,18 @@ def _product(rule: LayerRule, position: int, call: ModuleCall, mat: Tensor) -> T
 
 def _block(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """``1/N Σ_n J_θᵀ Ḡ J_θ`` of a vector in which the layer is linear."""
-    if not (isinstance(rule, ParametricRule) and name in rule.linear_in_params):
+    is_linear = isinstance(rule, ParametricRule) and name in rule.linear_in_params
+    if not is_linear or call.parameter(name).dim() != 1:
         raise UnsupportedError(
             f"KFRA needs Kronecker structure, and {type(rule).__name__} of {call.path} declares "
             f"none for {name!r}: derive the rule from AffineRule, freeze the parameter, or leave "
             "KFRA out."
         )
-    known = rule
 
     def push(part: ModuleCall, rows: Tensor) -> Tensor:
+        assert isinstance(rule, ParametricRule)
         columns = rows.reshape(*rows.shape[:2], *call.output_shape[1:])
-        return known.param_jac_t_mat_prod(part, name, columns).flatten(2)
+        return rule.param_jac_t_mat_prod(part, name, columns).flatten(2)
 
     return _over_samples(call, mat, call.parameter(name).numel(), push)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 from backpack_core import (
@@ -46,6 +48,7 @@ class BlockProduct:
         self._name = name
         self._hessian = hessian
         self._shape = call.parameter(name).shape
+        self._is_differentiable = torch.is_grad_enabled()  # with create_graph=True
         self._versions = [p._version for p in call.module.parameters()]
 
     def __call__(self, vectors: Tensor) -> Tensor:
@@ -78,9 +81,11 @@ class BlockProduct:
                 "this product: run another one."
             )
         # Under autocast, the layer computes in another dtype than its parameters have.
-        outputs = rule.param_jac_mat_prod(self._call, self._name, vectors.to(self._call.dtype))
-        columns = self._hessian.matmul(outputs)
-        product = ops.per_sample_sum(rule, self._call, self._name, columns)
+        vectors_there = vectors.to(self._call.dtype)
+        with nullcontext() if self._is_differentiable else self._call.constant():
+            outputs = rule.param_jac_mat_prod(self._call, self._name, vectors_there)
+            columns = self._hessian.matmul(outputs)
+            product = ops.per_sample_sum(rule, self._call, self._name, columns)
         self._call.memo.clear()
         return product.to(vectors.dtype)
 

@@ -20,7 +20,7 @@ class SqrtGGNExact(ExactExtension):
 
     savefield = "sqrt_ggn_exact"
     columns_add = True
-    forms_products = True
+    precedence = 2
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """``M`` itself."""
@@ -40,7 +40,7 @@ class SqrtGGNMC(SampledExtension):
 
     savefield = "sqrt_ggn_mc"
     columns_add = True
-    forms_products = True
+    precedence = 2
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """``M`` itself."""

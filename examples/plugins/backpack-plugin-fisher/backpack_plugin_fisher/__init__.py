@@ -25,7 +25,7 @@ class EmpiricalFisherRoot(ColumnPropagator):
 
     Its outer products are the empirical Fisher matrix of type 2, ``c Σ_n ∇ℓ_n ∇ℓ_nᵀ``, with targets
     of the data in place of targets drawn from the model (Kunstner, Balles, Hennig, 2019,
-    arXiv:1905.12558, equation 3). ``c`` is the reduction of the loss times the gradient that arrives.
+    arXiv:1905.12558, equation 3). ``c`` is the reduction of the loss times the arriving gradient.
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
@@ -42,8 +42,8 @@ class EmpiricalFisherRoot(ColumnPropagator):
         factor = rule.factor(call)
         if bool((factor < 0).any()):
             raise UnsupportedError(
-                f"{call.path} is multiplied by a negative number, so its empirical Fisher matrix has "
-                "no real root: call backward() on the loss itself."
+                f"{call.path} is multiplied by a negative number, so its empirical Fisher matrix "
+                "has no real root: call backward() on the loss itself."
             )
         column = rule.gradient(call) / factor.sqrt()
         return Columns.start("empirical Fisher", column.where(factor > 0, 0.0).unsqueeze(0))

@@ -1,6 +1,7 @@
 """Compares the extensions with automatic differentiation, on layers of all kinds."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,10 +21,11 @@ from backpack_plugin_fisher import DiagFisher, EmpiricalFisherRoot, SqrtFisher
 
 def root(reference: Reference, name: str) -> Tensor:
     """``√c ∇ℓ_n``, from the gradients ``c ∇ℓ_n``."""
-    factor = getattr(reference.loss, "factor", 1.0)
+    factor = float(getattr(reference.loss, "factor", 1.0))
     if reference.loss.reduction == "mean":
         factor /= reference.samples
-    return reference.gradients(name) / factor**0.5
+    gradients: Tensor = reference.gradients(name)
+    return gradients / float(factor**0.5)
 
 
 DIAGONAL = Quantity(
@@ -48,17 +50,18 @@ LOSSES = [nn.CrossEntropyLoss(reduction=r) for r in ("mean", "sum")]
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("subsampling", [None, [2, 0]])
 def test_with_installed_layers(
-    lossfunc: nn.Module, scale: float, subsampling: list[int] | None
+    lossfunc: nn.CrossEntropyLoss, scale: float, subsampling: list[int] | None
 ) -> None:
     """Against a loop over samples, with a multiplied loss; one push serves both extensions."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    first = nn.Linear(3, 4)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 2)).double()
     inputs, targets = torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
     factor = scale / (4 if lossfunc.reduction == "mean" else 1)
     expected = []
     for n in subsampling or range(4):
         loss = nn.functional.cross_entropy(model(inputs[n : n + 1]), targets[n : n + 1])
-        expected.append(torch.autograd.grad(loss, model[0].weight)[0] * factor**0.5)
+        expected.append(torch.autograd.grad(loss, first.weight)[0] * factor**0.5)
     extend(model), extend(lossfunc)
     loss = scale * lossfunc(model(inputs), targets)
     start = EmpiricalFisherRoot.start
@@ -68,7 +71,7 @@ def test_with_installed_layers(
     ):
         loss.backward()
     assert started.call_count == 1
-    found = model[0].weight
+    found: Any = first.weight
     torch.testing.assert_close(found.sqrt_fisher, torch.stack(expected), rtol=1e-10, atol=1e-14)
     diagonal = torch.stack(expected).square().sum(0)
     torch.testing.assert_close(found.diag_fisher, diagonal, rtol=1e-10, atol=1e-14)

@@ -1,4 +1,4 @@
-"""A module that scales its input by a number, and the rule that makes every extension work for it."""
+"""A module that scales its input, and the rule that makes every extension work for it."""
 
 from __future__ import annotations
 

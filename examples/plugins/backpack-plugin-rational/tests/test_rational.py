@@ -1,0 +1,19 @@
+"""Compares the rule with automatic differentiation. One case for each shape."""
+
+from collections.abc import Callable
+
+import torch
+from backpack_core.testing import RuleCase, parametrize_rule_checks
+
+from backpack_plugin_rational import Rational
+
+CASES = [
+    RuleCase(Rational, lambda n: torch.randn(n, 4), name="vectors"),
+    RuleCase(Rational, lambda n: torch.randn(n, 2, 1, 2), name="images"),
+]
+
+
+@parametrize_rule_checks(CASES)
+def test_conformance(check: Callable[[], None]) -> None:
+    """One test for each check of each case."""
+    check()

@@ -1,0 +1,63 @@
+"""Modules and users that overwrite what a forward pass saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack
+from backpack_core.errors import (
+    OverwrittenInputError,
+)
+from backpack_core.extensions import BatchGrad, DiagGGNExact
+from tests.cases import Net, classification
+
+
+@pytest.mark.parametrize(
+    "make",
+    [nn.ReLU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Mish, nn.Hardswish, nn.SELU, nn.Dropout],
+)
+def test_in_place_module(make: Any) -> None:
+    """Where a derivative needs the overwritten input, autograd's own copy answers."""
+    model = nn.Sequential(nn.Linear(3, 4), make(inplace=True), nn.Linear(4, 3))
+    problem = classification(model, (3,))
+    model.eval()
+    problem.check()
+
+
+def test_in_place_modules_after_functions_and_views() -> None:
+    model = Net(
+        lambda net, x: net.c(net.silu(net.relu(torch.sin(net.a(x))).view(-1, 4) * 1).flatten(1)),
+        a=nn.Linear(3, 4),
+        relu=nn.ReLU(inplace=True),
+        silu=nn.SiLU(inplace=True),
+        c=nn.Linear(4, 3),
+    )
+    classification(model, (3,)).check()
+
+
+def test_in_place_addition_of_a_residual() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        branch = net.b(torch.tanh(h))
+        branch += h
+        return net.c(branch)  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3))
+    classification(model, (3,)).check()
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_input_overwritten_before_backward(extension: Any) -> None:
+    """Autograd would not notice where the weight is frozen, and is not asked where we notice."""
+    problem = classification(nn.Linear(3, 3), (3,))
+    loss = problem.loss()
+    problem.inputs[0].mul_(2)
+    with (
+        pytest.raises(OverwrittenInputError, match=r"Linear.*changed in place.*out-of-place"),
+        backpack(extension()),
+    ):
+        loss.backward()

@@ -1,0 +1,102 @@
+"""Retained graphs, pruned ones, and passes inside passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_core import backpack
+from backpack_core.errors import (
+    ReleasedIOError,
+)
+from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
+from tests import oracle
+from tests.cases import Net, classification, mlp
+
+
+def test_retain_graph() -> None:
+    problem = classification(nn.Sequential(*mlp(), Net(lambda _, x: torch.sin(x))), (3,))
+    loss = problem.loss()
+    results = []
+    for _ in range(2):
+        with backpack(BatchGrad(), SumGradSquared(), DiagGGNExact(), retain_graph=True):
+            loss.backward(retain_graph=True)
+        results.append(problem.fields("grad_batch") + problem.fields("diag_ggn_exact"))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+    with backpack(BatchGrad()):
+        loss.backward(retain_graph=True)
+    with pytest.raises(ReleasedIOError, match="retain_graph=True"), backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_retained_graph_of_a_backward_pass_without_a_context() -> None:
+    problem = classification(mlp(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    loss = problem.loss()
+    loss.backward(retain_graph=True)
+    with backpack(BatchGrad()):
+        loss.backward()
+    problem.compare("grad_batch", expected)
+
+
+def test_only_some_inputs() -> None:
+    problem = classification(nn.Sequential(*mlp(), nn.Tanh(), nn.Linear(3, 3)), (3,))
+    model = problem.model
+    gradients = problem.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    loss = problem.loss()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward(inputs=[model[2].weight])  # type: ignore[index]
+    assert [hasattr(p, "grad_batch") for p in problem.parameters] == [False] * 2 + [True] * 4
+    for position in range(2, 6):
+        oracle.assert_close(problem.parameters[position].grad_batch, gradients[position])  # type: ignore[attr-defined]
+        oracle.assert_close(problem.parameters[position].diag_ggn_exact, diagonals[position])  # type: ignore[attr-defined]
+    assert [p.grad is not None for p in problem.parameters] == [False] * 2 + [True] + [False] * 3
+
+
+def test_some_inputs_leave_no_partial_sum_over_calls() -> None:
+    """The first of two calls is never reached: half of the sum would be wrong."""
+    model = Net(
+        lambda net, x: net.c(net.a(torch.tanh(net.b(torch.tanh(net.a(x)))))),
+        a=nn.Linear(3, 3),
+        b=nn.Linear(3, 3),
+        c=nn.Linear(3, 3),
+    )
+    problem = classification(model, (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    loss = problem.loss()
+    with backpack(BatchGrad()):
+        loss.backward(inputs=[model.b.weight])
+    assert not hasattr(model.a.weight, "grad_batch")
+    oracle.assert_close(model.b.weight.grad_batch, expected[2])
+
+
+def test_autograd_grad_inside_the_context() -> None:
+    problem = classification(mlp(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    loss = problem.loss()
+    with backpack(BatchGrad()):
+        grads = torch.autograd.grad(loss, problem.parameters)
+    problem.compare("grad_batch", expected)
+    for grad, individual in zip(grads, expected, strict=True):
+        oracle.assert_close(grad, individual.sum(0))
+    assert all(p.grad is None for p in problem.parameters)
+
+
+def test_gradient_hook_inside_a_pass_may_run_another_pass() -> None:
+    outer, inner = classification(mlp(), (3,)), classification(mlp(), (3,))
+    expected = [p.expected(oracle.individual_gradients) for p in (outer, inner)]
+    other = inner.loss()
+    todo = [other]
+
+    def nested(module: nn.Module) -> None:
+        if todo:
+            todo.pop().backward()
+
+    loss = outer.loss()
+    with backpack(BatchGrad(), extension_hook=nested):
+        loss.backward()
+    outer.compare("grad_batch", expected[0])
+    inner.compare("grad_batch", expected[1])

@@ -1,0 +1,94 @@
+"""A few layers with right rules, for the kit to pass, and to be broken one at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack_core import AffineRule, ElementwiseRule, LayerRule, ModuleCall, ParametricRule
+from backpack_core.testing import RuleCase
+
+
+class Gain(Module):
+    """``y = w ⊙ x``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class GainRule(ParametricRule):
+    module_types = (Gain,)
+    params = ("weight",)
+    linear_in_params = ("weight",)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat * call.parameter("weight")
+
+    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        return mat * call.input
+
+
+class Grouped(Module):
+    """``y[n, g] = W[g] x[n, g]`` for two groups: two inputs and two outputs each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(4, 2))
+        self.bias = Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("goi,ngi->ngo", self.weight.view(2, 2, 2), x.view(-1, 2, 2))
+        return y.flatten(1) + self.bias
+
+
+class GroupedRule(AffineRule):
+    module_types = (Grouped,)
+
+    def groups(self, call: ModuleCall) -> int:
+        return 2
+
+    def affine_input(self, call: ModuleCall) -> Tensor:
+        return call.input.reshape(-1, 1, 2, 2)
+
+    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat.reshape(*mat.shape[:2], 1, 2, 2)
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        weight = call.parameter("weight").view(2, 2, 2)
+        product = torch.einsum("goi,vngo->vngi", weight, mat.reshape(*mat.shape[:2], 2, 2))
+        return product.flatten(2)
+
+
+class Cube(Module):
+    """``y = x³``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x**3
+
+
+class CubeRule(ElementwiseRule):
+    module_types = (Cube,)
+
+    def derivative(self, call: ModuleCall) -> Tensor:
+        return 3 * call.input**2
+
+    def second_derivative(self, call: ModuleCall) -> Tensor:
+        return 6 * call.input
+
+
+class Centre(Module):
+    """Samples minus their mean: they mix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def case_of(layer: type[Module], rule: type[LayerRule], **options: object) -> RuleCase:
+    """A layer on ``[N, 4]`` with a rule of the test's."""
+    return RuleCase(layer, lambda n: torch.randn(n, 4), rule=rule, **options)

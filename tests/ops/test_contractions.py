@@ -1,0 +1,132 @@
+"""Every contraction against the products themselves, for few and many positions, and tiny budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from backpack_core import contractions, memory_budget, set_memory_budget
+from tests.oracle import assert_close
+
+
+class Lazy:
+    """Inputs that are handed out for some samples only, as a convolution's patches are."""
+
+    def __init__(self, inp: Tensor) -> None:
+        self.shape = inp.shape
+        self.largest = 0
+        self._inp = inp
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        part = self._inp[rows]
+        self.largest = max(self.largest, len(part))
+        return part
+
+
+def products(out: Tensor, inp: Tensor) -> Tensor:
+    return torch.einsum("vnsgo,nsgi->vngoi", out, inp)
+
+
+# Of the products [V, N, G, O, I].
+CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
+    contractions.products: lambda m: m,
+    contractions.square_sum: lambda m: m.square().sum((0, 1)),
+    contractions.per_sample_square_sum: lambda m: m.square().sum(0),
+    contractions.squared_norm: lambda m: m.square().sum((2, 3, 4)),
+    contractions.sums: lambda m: m.sum(1),
+    contractions.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
+    lambda out, inp: contractions.moments(out, inp)[0]: lambda m: m.sum(1),
+    lambda out, inp: contractions.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
+}
+NAMES = ["products", "square_sum", "per_sample_square_sum", "squared_norm", "sums", "gram",
+         "first moment", "second moment"]  # fmt: skip
+# V, N, S, G, O, I: a column or several, one position, few positions (Gram), many, groups, large O·I.
+SHAPES = [
+    (1, 5, 1, 1, 3, 4),
+    (3, 5, 1, 1, 3, 4),
+    (3, 4, 1, 2, 3, 2),
+    (1, 5, 2, 1, 7, 6),
+    (2, 4, 2, 1, 7, 6),
+    (1, 5, 9, 1, 3, 2),
+    (3, 4, 9, 1, 3, 2),
+    (3, 4, 7, 2, 3, 2),
+    (1, 4, 7, 3, 2, 2),
+    (2, 3, 5, 1, 128, 130),
+    (1, 1, 1, 1, 1, 1),
+]
+
+
+@pytest.fixture(params=[None, 1, 300])
+def budget(request: pytest.FixtureRequest) -> Iterator[int | None]:
+    """Bytes that a piece may take."""
+    before = memory_budget()
+    if request.param is not None:
+        set_memory_budget(request.param)
+    yield request.param
+    set_memory_budget(before)
+
+
+def _factors(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    columns, samples, positions, groups, features, size = shape
+    out = torch.randn(columns, samples, positions, groups, features)
+    return out, torch.randn(samples, positions, groups, size)
+
+
+@pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_value(
+    contraction: Callable[..., Tensor], shape: tuple[int, ...], differentiable: bool, budget: int | None
+) -> None:
+    out, inp = _factors(shape)
+    expected = CONTRACTIONS[contraction](products(out, inp))
+    with torch.set_grad_enabled(differentiable):
+        assert_close(contraction(out, inp), expected)
+        # The layout of a convolution: positions last in memory.
+        out = out.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
+        inp = inp.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        assert_close(contraction(out, inp), expected)
+
+
+@pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
+@pytest.mark.parametrize("shape", [(2, 3, 1, 1, 3, 2), (2, 3, 2, 1, 7, 6), (1, 3, 5, 2, 3, 2)], ids=str)
+def test_derivative(contraction: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
+    factors = [f.requires_grad_() for f in _factors(shape)]
+    ours = contraction(*factors)
+    weights = torch.randn(ours.shape)
+    expected = CONTRACTIONS[contraction](products(*factors))
+    pairs = zip(
+        torch.autograd.grad(ours, factors, weights),
+        torch.autograd.grad(expected, factors, weights),
+        strict=True,
+    )
+    for found, reference in pairs:
+        assert_close(found, reference)
+
+
+def test_pieces_cover_everything_once(budget: int | None) -> None:
+    out, inp = _factors((5, 4, 3, 2, 3, 2))
+    total = torch.zeros(5, 4, 2, 3, 2)
+    with torch.no_grad():
+        for columns, rows, piece in contractions.pieces(out, inp):
+            assert budget is None or piece.nbytes <= max(budget, 8 * 12)
+            total[columns, rows] += piece.permute(2, 0, 1, 3, 4)
+    assert_close(total, products(out, inp))
+
+
+@pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
+def test_inputs_are_never_asked_for_whole(contraction: Callable[..., Tensor]) -> None:
+    out, inp = _factors((2, 6, 9, 1, 3, 2))
+    rows = Lazy(inp)
+    before = memory_budget()
+    set_memory_budget(2 * inp[0].nbytes)
+    try:
+        with torch.no_grad():
+            found = contraction(out, rows)
+    finally:
+        set_memory_budget(before)
+    assert_close(found, CONTRACTIONS[contraction](products(out, inp)))
+    assert rows.largest <= 2

@@ -1,0 +1,328 @@
+"""Kronecker-factored curvature: KFAC, KFLR, KFRA and EKFAC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core.errors import BridgeError, UnsupportedError, UsageError
+from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA
+from backpack_core.kronecker import KroneckerFactors
+from backpack_secondorder.propagators import LossSqrt
+from tests import oracle
+from tests.cases import Net, Problem, classification
+from tests.secondorder.problems import CHAINS, make
+
+SAMPLES, SAMPLED_RTOL = 40_000, 0.03
+
+
+def inputs_of(problem: Problem) -> dict[nn.Module, Tensor]:
+    """What each module receives, by a plain forward pass."""
+    found: dict[nn.Module, Tensor] = {}
+    handles = [
+        m.register_forward_pre_hook(lambda m, args: found.update({m: args[0].detach().clone()}))
+        for m in problem.model.modules()
+    ]
+    problem.model(*problem.inputs)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def covariance(module: nn.Module, x: Tensor) -> Tensor:
+    """``1/N Σ_n Σ_s x xᵀ`` of what the weight multiplies, from torch's own unfold."""
+    if isinstance(module, nn.Conv2d):
+        rows = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+    elif isinstance(module, nn.ConvTranspose1d):
+        # Column (c, k) of the map from weights to outputs, with the weight as a unit vector.
+        size = module.in_channels * module.kernel_size[0]
+        units = torch.eye(size).reshape(size, module.in_channels, 1, -1)
+        outs = [F.conv_transpose1d(x, unit, stride=module.stride) for unit in units]
+        rows = torch.stack([out.flatten(1) for out in outs], 1)
+    else:
+        rows = x.reshape(len(x), -1, x.shape[-1]).mT
+    return torch.einsum("nis,njs->ij", rows, rows) / len(x)
+
+
+def layers(problem: Problem) -> list[Any]:
+    kinds = (nn.Linear, nn.Conv2d, nn.ConvTranspose1d)
+    return [m for m in problem.model.modules() if isinstance(m, kinds)]
+
+
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("net", CHAINS)
+def test_kflr_conventions(net: str, reduction: str, loss: str) -> None:
+    """``B`` is the block of the bias, with the scale of the loss; ``A`` an average over samples."""
+    problem = make(net, 4, reduction, loss)
+    blocks = dict(zip(problem.parameters, problem.expected(oracle.ggn), strict=True))
+    received = inputs_of(problem)
+    problem.run(KFLR())
+    for layer in layers(problem):
+        (own,) = layer.bias.kflr
+        oracle.assert_close(own, blocks[layer.bias].sum(0))
+        outer, inner = layer.weight.kflr
+        oracle.assert_close(outer, own)
+        oracle.assert_close(inner, covariance(layer, received[layer]))
+
+
+@pytest.mark.parametrize("net", ["mlp", "convolutions"])
+def test_kfac_is_kflr_in_expectation(net: str) -> None:
+    problem = make(net, 2)
+    problem.run(KFLR(), KFAC(SAMPLES))
+    for p in problem.parameters:
+        for sampled, exact in zip(p.kfac, p.kflr, strict=True):
+            oracle.assert_close(sampled, exact, SAMPLED_RTOL)
+
+
+@pytest.mark.parametrize("net", ["mlp", "deep", "piecewise", "frozen"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_exact_for_one_sample(net: str, reduction: str) -> None:
+    problem = make(net, 1, reduction)
+    blocks = problem.expected(oracle.ggn)
+    problem.run(KFLR(), EKFAC(None), *([] if net == "frozen" else [KFRA()]))
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        oracle.assert_close(p.kflr.dense(), block.sum(0))
+        oracle.assert_close(p.ekfac.dense(), block.sum(0))
+        if net != "frozen":
+            oracle.assert_close(p.kfra.dense(), block.sum(0))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_exact_for_deep_linear_nets(reduction: str) -> None:
+    """All samples have one Jacobian and one loss Hessian: the expectation factorises."""
+    problem = make("mlp", 5, reduction, "mse")
+    problem.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 3))
+    blocks = problem.expected(oracle.ggn)
+    problem.run(KFLR(), KFRA(), EKFAC(None))
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        for field in ("kflr", "kfra", "ekfac"):
+            oracle.assert_close(getattr(p, field).dense(), block.sum(0))
+
+
+@pytest.mark.parametrize("setting", ["expand", "reduce"])
+def test_weight_sharing_is_exact_for_deep_linear_nets(setting: Any) -> None:
+    """Eschenhagen et al. (2023), propositions 2 and 3."""
+    inner = [nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False)]
+    problem = make("mlp", 3, "mean", "mse")
+    problem.inputs = (torch.randn(3, 5, 4),)
+    if setting == "expand":
+        problem.model = nn.Sequential(*inner)
+        problem.target = torch.randn(3, 5, 2)
+    else:
+        parts = {"a": inner[0], "b": inner[1]}
+        problem.model = Net(lambda net, x: net.b(net.a(x)).mean(1), **parts)
+        problem.target = torch.randn(3, 2)
+    blocks = problem.expected(oracle.ggn)
+    problem.run(KFLR(setting))
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        oracle.assert_close(p.kflr.dense(), block.sum(0))
+
+
+def test_weight_sharing_changes_nothing_for_one_position() -> None:
+    problem = make("mlp")
+    problem.run(KFLR(), KFLR("expand", savefield="expanded"), KFLR("reduce", savefield="reduced"))
+    for p in problem.parameters:
+        for field in ("expanded", "reduced"):
+            oracle.assert_close(getattr(p, field).dense(), p.kflr.dense())
+
+
+@pytest.mark.parametrize("extension", [KFAC, KFLR, KFRA, EKFAC])
+def test_unknown_weight_sharing(extension: Any) -> None:
+    with pytest.raises(UsageError, match="'kfc', 'expand', 'reduce'"):
+        extension(weight_sharing="sum")
+
+
+def test_it_is_the_list_of_factors() -> None:
+    problem = make("mlp")
+    problem.run(KFAC())
+    weight, bias = problem.parameters[:2]
+    assert isinstance(weight.kfac, list)
+    assert [tuple(f.shape) for f in weight.kfac] == [(5, 5), (4, 4)]
+    assert len(bias.kfac) == 1
+
+
+def test_groups_have_a_factor_each() -> None:
+    problem = make("grouped", 1)
+    blocks = problem.expected(oracle.ggn)
+    problem.run(KFLR("expand"), KFLR(savefield="kfc"))
+    conv = problem.model[0]  # type: ignore[index]
+    assert [tuple(f.shape) for f in conv.weight.kflr] == [(2, 2, 2), (2, 2, 2)]
+    dense = conv.weight.kflr.dense()
+    assert not dense[:4, 4:].any()  # nothing between groups
+    oracle.assert_close(conv.bias.kfc[0], blocks[1].sum(0))
+    # By hand: each group is a convolution of its own.
+    x = problem.inputs[0]
+    for g in range(2):
+        rows = F.unfold(x[:, g : g + 1].unsqueeze(2), (1, 2))
+        oracle.assert_close(conv.weight.kfc[1][g], torch.einsum("nis,njs->ij", rows, rows) / len(x))
+        own = conv.bias.kfc[0][2 * g : 2 * g + 2, 2 * g : 2 * g + 2]
+        oracle.assert_close(conv.weight.kfc[0][g], own)
+
+
+def test_vectors_get_their_block() -> None:
+    problem = make("normalised", 3)
+    blocks = dict(zip(problem.parameters, problem.expected(oracle.ggn), strict=True))
+    problem.run(KFLR())
+    norm = problem.model[1]  # type: ignore[index]
+    for p in (norm.weight, norm.bias):
+        oracle.assert_close(p.kflr[0], blocks[p].sum(0))
+
+
+def test_recurrent_layers_have_structure() -> None:
+    parts = {"rnn": nn.RNN(2, 3, batch_first=True), "last": nn.Linear(3, 3)}
+    net = Net(lambda net, x: net.last(net.rnn(x)[0][:, -1]), **parts)
+    problem = classification(net, (1, 2), 1)
+    blocks = problem.expected(oracle.ggn)
+    problem.run(KFLR())
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        if block.any():  # one time step: the recurrent weight multiplies zero
+            oracle.assert_close(p.kflr.dense(), block.sum(0))
+
+
+@pytest.mark.parametrize("extension", [KFAC, KFLR, KFRA, EKFAC])
+def test_no_structure(extension: Any) -> None:
+    net = Net(lambda net, x: net.last(net.table(x).flatten(1)), table=nn.Embedding(5, 2),
+              last=nn.Linear(4, 3))  # fmt: skip
+    problem = classification(net, (2,))
+    problem.inputs = (torch.randint(0, 5, (3, 2)),)
+    with pytest.raises(UnsupportedError, match="Kronecker structure.* declares none"):
+        problem.run(extension())
+    problem.run(extension(fail_mode="silent"))
+    assert not hasattr(net.table.weight, extension.savefield)
+    assert hasattr(net.last.weight, extension.savefield)
+
+
+def test_shared_parameter_is_refused() -> None:
+    layer = nn.Linear(3, 3)
+    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=layer, t=nn.Tanh())
+    for extension in (KFAC(), KFLR(), KFRA(), EKFAC()):
+        with pytest.raises(UnsupportedError, match="module calls share"):
+            classification(net, (3,)).run(extension)
+
+
+def test_subsampling() -> None:
+    """The chosen samples alone, but for the scale of the mean."""
+    problem = make("convolutions", 4)
+    problem.run(KFLR(subsampling=[2, 0]), KFRA(subsampling=[2, 0]))
+    ours = [[list(p.kflr), list(p.kfra)] for p in problem.parameters]
+    problem.inputs = (problem.inputs[0][[2, 0]],)
+    problem.target = problem.target[[2, 0]]
+    problem.run(KFLR(), KFRA())
+    for p, pair in zip(problem.parameters, ours, strict=True):
+        for factors, field in zip(pair, ("kflr", "kfra"), strict=True):
+            first, *others = getattr(p, field)
+            oracle.assert_close(factors[0], first / 2)
+            for factor, other in zip(factors[1:], others, strict=True):
+                oracle.assert_close(factor, other)
+
+
+def recursion(modules: Sequence[nn.Module], problem: Problem) -> dict[nn.Module, Tensor]:
+    """``Ḡ`` at the output of every module, by explicit Jacobians of every sample."""
+    tensors = [problem.inputs[0]]
+    for module in modules:
+        tensors.append(module(tensors[-1]).detach())
+    blocks = oracle.loss_hessians(lambda out: problem.lossfunc(out, problem.target), tensors[-1])
+    average = blocks.sum(0)
+    found = {}
+    for module, x in zip(reversed(modules), reversed(tensors[:-1]), strict=True):
+        found[module] = average
+        jacobians = [
+            torch.autograd.functional.jacobian(
+                lambda v, m=module, s=sample.shape: m(v.reshape(1, *s)).flatten(), sample.flatten()
+            )
+            for sample in x
+        ]
+        average = sum(j.T @ average @ j for j in jacobians) / len(x)  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("net", CHAINS)
+def test_kfra(net: str, reduction: str, loss: str) -> None:
+    problem = make(net, 3, reduction, loss)
+    modules = [m if not getattr(m, "inplace", False) else nn.ReLU() for m in problem.model]  # type: ignore[attr-defined]
+    averages = recursion(modules, problem)
+    received = inputs_of(problem)
+    problem.run(KFRA(), KFRA("expand", savefield="expanded"))
+    for layer in layers(problem):
+        features = len(layer.bias)
+        average = averages[layer]
+        if isinstance(layer, nn.Linear):
+            positions = len(average) // features
+            split = average.reshape(positions, features, positions, features).permute(1, 3, 0, 2)
+        else:
+            pixels = len(average) // features
+            split = average.reshape(features, pixels, features, pixels).transpose(1, 2)
+        outer, inner = layer.weight.kfra
+        oracle.assert_close(outer, split.sum((2, 3)))
+        oracle.assert_close(inner, covariance(layer, received[layer]))
+        oracle.assert_close(layer.bias.kfra[0], outer)
+        expanded = split.diagonal(dim1=2, dim2=3).sum(-1)
+        oracle.assert_close(layer.weight.expanded[0], expanded)
+
+
+def test_kfra_goes_through_functional_operations() -> None:
+    parts = {"conv": nn.Conv2d(1, 2, 2), "last": nn.Linear(8, 3)}
+    net = Net(lambda net, x: net.last(F.silu(net.conv(x)).flatten(1)), **parts)
+    problem = classification(net, (1, 3, 3))
+    problem.run(KFRA(), KFRA(subsampling=[0, 1], savefield="some"))
+    ours = [list(p.kfra) + list(p.some) for p in problem.parameters]
+    problem.model = nn.Sequential(parts["conv"], nn.SiLU(), nn.Flatten(), parts["last"])
+    problem.run(KFRA(), KFRA(subsampling=[0, 1], savefield="some"))
+    for p, factors in zip(problem.parameters, ours, strict=True):
+        for factor, other in zip(factors, list(p.kfra) + list(p.some), strict=True):
+            oracle.assert_close(factor, other)
+
+
+def test_kfra_refuses_branches() -> None:
+    with pytest.raises(UnsupportedError, match="the net must be a chain"):
+        make("residual").run(KFRA())
+    merged = Net(lambda net, x: net.a(x).flatten(0, 1).unflatten(0, (3, 2)).flatten(1), a=nn.Linear(2, 2))
+    problem = classification(merged, (2, 2), classes=4)
+    with pytest.raises(BridgeError, match="samples on axis 0"):
+        problem.run(KFRA())
+
+
+@pytest.mark.parametrize("net", ["mlp", "convolutions", "transposed", "grouped", "tokens"])
+def test_ekfac_has_the_diagonal_in_its_basis(net: str) -> None:
+    problem = make(net, 4)
+    blocks = problem.expected(oracle.ggn)
+    problem.run(EKFAC(None), KFLR())
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        basis = p.ekfac
+        size = p.numel()
+        rotation = basis.with_values(torch.ones_like(basis.values)).rotate(
+            torch.eye(size).reshape(size, *p.shape)
+        )  # rows of Q
+        expected = (rotation.T @ block.sum(0) @ rotation).diagonal()
+        oracle.assert_close(basis.values.flatten(), expected)
+        scale = block.sum(0).norm()
+        assert (basis.dense() - block.sum(0)).norm() <= (p.kflr.dense() - block.sum(0)).norm() + 1e-10 * scale
+
+
+def test_ekfac_is_unbiased() -> None:
+    problem = make("mlp", 2)
+    problem.run(EKFAC(SAMPLES), EKFAC(None, savefield="exact"))
+    for p in problem.parameters:
+        oracle.assert_close(p.ekfac.dense(), p.exact.dense(), SAMPLED_RTOL)
+
+
+def test_propagators_are_shared() -> None:
+    assert KFLR().propagator == EKFAC(None).propagator == LossSqrt()
+    assert KFAC(3).propagator == EKFAC(3).propagator != LossSqrt()
+
+
+def test_columns_with_structure_from_elsewhere() -> None:
+    """An exact block is what a Kronecker product of one factor means."""
+    problem = make("mlp")
+    problem.run(KFLR())
+    factors = problem.parameters[1].kflr
+    assert isinstance(factors, KroneckerFactors)
+    oracle.assert_close(factors.dense(), factors[0])

@@ -1,0 +1,166 @@
+"""Products with the blocks of the generalised Gauss-Newton matrix and of two Hessians."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import disable
+from backpack_core.calls import live_calls
+from backpack_core.errors import OverwrittenInputError, ShapeError, UnsupportedError, UsageError
+from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
+from tests import oracle
+from tests.cases import Net, Problem, classification
+from tests.secondorder.problems import CHAINS, NETS, chain_curvature, hessians, make
+
+
+def compare(problem: Problem, field: str, blocks: list[Tensor]) -> None:
+    """Products with three vectors, after the graph and its inputs are gone."""
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        vectors = torch.randn(3, *p.shape)
+        expected = (vectors.flatten(1) @ block).reshape(vectors.shape)
+        oracle.assert_close(getattr(p, field)(vectors), expected)
+
+
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("net", NETS)
+def test_exact(net: str, reduction: str, loss: str) -> None:
+    problem = make(net, 3, reduction, loss)
+    ggn = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    hessian = [b.sum(0) for b in problem.expected(hessians)]
+    problem.run(GGNMP(), HMP())
+    compare(problem, "ggnmp", ggn)
+    compare(problem, "hmp", hessian)
+    compare(problem, "hmp", hessian)  # and again
+
+
+@pytest.mark.parametrize("modify", ["clip", "abs"])
+@pytest.mark.parametrize("loss", ["ce", "mse"])
+@pytest.mark.parametrize("net", CHAINS)
+def test_positive_curvature(net: str, loss: str, modify: Any) -> None:
+    problem = make(net, 2, "mean", loss)
+    modules = [m if not getattr(m, "inplace", False) else nn.ReLU() for m in problem.model]  # type: ignore[attr-defined]
+
+    def modified(residual: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(residual)
+        values = values.clamp(min=0) if modify == "clip" else values.abs()
+        return vectors @ torch.diag(values) @ vectors.T
+
+    with disable():
+        blocks = [
+            chain_curvature(
+                modules, lambda out: problem.lossfunc(out, problem.target), problem.inputs[0],
+                modified, p,
+            )
+            for p in problem.parameters
+        ]  # fmt: skip
+    problem.run(PCHMP(modify=modify))
+    compare(problem, "pchmp", blocks)
+
+
+def test_positive_curvature_is_positive() -> None:
+    problem = make("normalised", 3)
+    problem.run(PCHMP("clip_it", "clip"), PCHMP(savefield="abs_it", modify="abs"))
+    for p in problem.parameters:
+        eye = torch.eye(p.numel()).reshape(-1, *p.shape)
+        for field in ("clip_it", "abs_it"):
+            values = torch.linalg.eigvalsh(getattr(p, field)(eye).flatten(1))
+            assert values.min() > -1e-12 * values.max()
+
+
+def test_subsampling() -> None:
+    problem = make("convolutions", 4)
+    ggn = [b[[3, 1]].sum(0) for b in problem.expected(oracle.ggn)]
+    hessian = [b[[3, 1]].sum(0) for b in problem.expected(hessians)]
+    problem.run(GGNMP(subsampling=[3, 1]), HMP(subsampling=[3, 1]))
+    compare(problem, "ggnmp", ggn)
+    compare(problem, "hmp", hessian)
+
+
+def test_shared_parameter() -> None:
+    layer = nn.Linear(3, 3)
+    problem = classification(Net(lambda net, x: net.a(net.t(net.a(x))), a=layer, t=nn.Tanh()), (3,))
+    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    problem.run(GGNMP())
+    compare(problem, "ggnmp", blocks)
+    with pytest.raises(UnsupportedError, match="module calls share"):
+        problem.run(HMP())
+
+
+def test_modules_without_a_rule() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x * self.factor)
+
+    problem = classification(nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 3)), (3,))
+    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    with pytest.warns(UserWarning, match="no layer rule"):
+        problem.run(GGNMP())
+    compare(problem, "ggnmp", blocks)
+
+
+def test_next_to_other_extensions() -> None:
+    problem = make("mlp")
+    blocks = [b.sum(0) for b in problem.expected(hessians)]
+    problem.run(HMP(), DiagHessian(), BatchGrad(), GGNMP(), DiagGGNExact())
+    compare(problem, "hmp", blocks)
+    for p, block in zip(problem.parameters, blocks, strict=True):
+        oracle.assert_close(p.diag_h.flatten(), block.diagonal())
+
+
+def test_functions_hold_no_graph() -> None:
+    gc.collect()
+    before = live_calls()
+    problem = make("convolutions")
+    loss = problem.run(GGNMP(), HMP())
+    del loss
+    assert live_calls() == before
+
+
+def test_after_a_step() -> None:
+    """The Jacobian of an affine layer is made of its inputs; that of others may have moved."""
+    problem = make("normalised", 2)
+    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    problem.run(GGNMP())
+    with torch.no_grad():
+        for p in problem.parameters:
+            p += 1
+    first, _, scale = problem.parameters[:3]
+    vectors = torch.randn(2, *first.shape)
+    oracle.assert_close(first.ggnmp(vectors).flatten(1), vectors.flatten(1) @ blocks[0])
+    with pytest.raises(OverwrittenInputError, match="changed since the backward pass"):
+        scale.ggnmp(torch.randn(1, *scale.shape))
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 4, 5), (2, 5, 4, 1)])
+def test_wrong_shape(shape: tuple[int, ...]) -> None:
+    problem = make("mlp")
+    problem.run(GGNMP())
+    with pytest.raises(ShapeError, match=r"Expected vectors of shape \[V, 5, 4\]"):
+        problem.parameters[0].ggnmp(torch.randn(shape))
+
+
+def test_arguments() -> None:
+    with pytest.raises(UsageError, match="'clip', 'abs'"):
+        PCHMP(modify="square")  # type: ignore[arg-type]
+    assert PCHMP(modify="abs").get_modification_mode() == "abs"
+    assert [GGNMP("a").savefield, HMP("b").savefield, PCHMP("c").savefield] == ["a", "b", "c"]
+
+
+def test_parameters_that_enter_nonlinearly() -> None:
+    parts = {"rnn": nn.RNN(2, 3, batch_first=True), "last": nn.Linear(3, 3)}
+    problem = classification(Net(lambda net, x: net.last(net.rnn(x)[0][:, -1]), **parts), (2, 2))
+    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    problem.run(GGNMP())
+    compare(problem, "ggnmp", blocks)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        problem.run(HMP())
