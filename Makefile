@@ -73,6 +73,9 @@ $(BENCH_STAMP): $(PYPROJECTS) constraints.txt
 bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d --quantity BatchGrad"
 	.venv-bench/bin/python -m benchmarks $(ARGS)
 
+support: $(STAMP) ## regenerate the support matrix of the documentation
+	$(BIN)/python -m backpack_core.testing.support --write docs/support-matrix.md
+
 build: $(STAMP) ## build sdist and wheel of every distribution into dist/
 	$(foreach folder,$(DISTRIBUTIONS),$(BIN)/python -m build --no-isolation --outdir dist $(folder) &&) true
 

@@ -2,8 +2,8 @@
 
 Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
 such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
-Two things autograd's engine does *around* nodes are repeated here: gradients are summed to the shape
-of the tensor they belong to (broadcasting), and cast to its dtype.
+Two things autograd's engine does *around* nodes are repeated here: gradients are summed to the
+shape of the tensor they belong to (broadcasting), and cast to its dtype.
 """
 
 from __future__ import annotations

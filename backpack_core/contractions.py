@@ -1,13 +1,13 @@
-"""Contractions of layers in weight-sharing form ``y[n, s, g] = W[g] x[n, s, g]``. Imports torch only.
+"""Contractions of layers in weight-sharing form ``y[n, s, g] = W[g] x[n, s, g]``. Imports budget.
 
 Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp`` (what the weight
 multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
 ``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
 
-Fresh memory costs more than arithmetic here: the first write to a page takes as long as hundreds of
-multiply-adds for each number on it. So pieces are small enough for the cache and share one buffer, and
-inputs that have to be copied together (patches of a convolution) are made for some samples at a time.
-The measurements are in ``docs/design/contractions.md``.
+Fresh memory costs more than arithmetic here: for each number on a page, the first write takes as
+long as many multiply-adds. So pieces are small enough for the cache and share one buffer, and
+inputs that have to be copied together (patches of a convolution) are made for some samples at a
+time. The measurements are in ``docs/design/contractions.md``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def add(total: Tensor, rows: Tensor) -> Tensor:
 
 
 def add_squares(total: Tensor, rows: Tensor) -> Tensor:
-    """``total + Σ_k rows[k]²`` for ``rows`` ``[K, *]``; changes ``total`` unless autograd records."""
+    """``total + Σ_k rows[k]²`` for ``rows`` ``[K, *]``; in place unless autograd records."""
     if torch.is_grad_enabled():
         return total + rows.square().sum(0)
     if total.numel() < LARGE:
@@ -228,7 +228,7 @@ def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
         right = inp[rows].transpose(1, 2)  # [n, G, S, I]
         left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
         inner = right @ right.mT
-        parts.append(torch.stack([((x @ x.mT)).sum((1, 2, 3)) for x in left]))
+        parts.append(torch.stack([((x @ x.mT) * inner).sum((1, 2, 3)) for x in left]))
     return torch.cat(parts, 1)
 
 
@@ -244,26 +244,36 @@ def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
     return total
 
 
-def outer_sum(inp: Rows, like: Tensor, mean: bool = False) -> Tensor:
-    """``Σ_n Σ_s inp ⊗ inp``. Shape ``[G, I, I]``.
+def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) -> Tensor:
+    """``scale · Σ_n Σ_s inp ⊗ inp``. Shape ``[G, I, I]``.
 
     Args:
         inp: Shape ``[N, S, G, I]``.
-        like: A tensor of the same dtype, on the same device.
+        itemsize: Bytes of one number.
+        scale: A factor.
         mean: Average over the positions ``s`` first: ``Σ_n (mean_s inp) ⊗ (mean_s inp)``.
     """
-    _, positions, groups, size = inp.shape
-    total = like.new_zeros(groups, size, size)
-    for rows in _row_steps(inp, like.element_size()):
+    positions = inp.shape[1]
+    total: Tensor | None = None
+    for rows in _row_steps(inp, itemsize):
         part = inp[rows]
         if mean:
             part = part.mean(1, keepdim=True)
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
-            flat = part.flatten(0, 1).transpose(0, 1)
-            total = torch.baddbmm(total, flat.mT, flat)
+            total = _add_outer(total, part.flatten(0, 1))
             continue
         # Patches lie as [I, S]: a product for each sample is cheaper than copying them together.
         for sample in part:
-            flat = sample.transpose(0, 1)
-            total = torch.baddbmm(total, flat.mT, flat)
-    return total
+            total = _add_outer(total, sample)
+    assert total is not None
+    return total * scale if torch.is_grad_enabled() else total.mul_(scale)
+
+
+def _add_outer(total: Tensor | None, rows: Tensor) -> Tensor:
+    """``total + Σ_m rows[m] ⊗ rows[m]`` for ``[M, G, I]``, in place unless autograd records."""
+    left, right = rows.permute(1, 2, 0), rows.transpose(0, 1)
+    if total is None:
+        return torch.bmm(left, right)
+    if torch.is_grad_enabled():
+        return torch.baddbmm(total, left, right)
+    return total.baddbmm_(left, right)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Node
 from torch.nn import Module
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
@@ -44,16 +45,33 @@ def converted(node: Node) -> Conversion:
 def is_only_reader(node: Node) -> bool:
     """Whether nothing else reads the memory of a node's first argument.
 
-    Anything but a module call may be a view of what it received.
+    Anything but a module that is known to make a new tensor may give a view of what it received.
     """
     source = node.args[0] if node.args else None
     while isinstance(source, Node):
         if len(source.users) > 1:
             return False
-        if source.op == "call_module" or not source.args:
+        if _makes_new_tensor(source):
             return True
-        source = source.args[0]
+        source = source.args[0] if source.args else None
     return True
+
+
+def _makes_new_tensor(node: Node) -> bool:
+    if node.op != "call_module":
+        return False
+    module = _root(node).get_submodule(str(node.target))
+    if isinstance(module, _DropoutNd):
+        return False
+    if isinstance(module, (ScaleModule, SumModule)):
+        return True
+    return bool(module._parameters) or not getattr(module, "inplace", True)
+
+
+def _root(node: Node) -> Module:
+    root = node.graph.owning_module
+    assert root is not None
+    return root
 
 
 def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
@@ -127,9 +145,9 @@ def _index(node: Node) -> Conversion:
 
 def _is_tuple(node: Node) -> bool:
     """Whether a node gives what a recurrent or attention layer returns, or the states in it."""
-    root = node.graph.owning_module
-    if node.op != "call_module" or root is None:
+    if node.op != "call_module":
         return False
+    root = _root(node)
     module = root.get_submodule(str(node.target))
     while isinstance(module, nn.Sequential) and len(module):
         module = module[-1]
@@ -145,15 +163,21 @@ def _is_lstm(root: Module, node: Node) -> bool:
 
 
 def _drop(node: Node) -> Conversion:
-    """Only where the call says so is dropout subject to the mode of the network."""
+    """Only where it goes by the mode of the network."""
     settings = _bind(node, ("p", "training", "inplace"))
-    if settings is None or "training" not in settings:
+    if settings is None or settings.get("training", True) != _root(node).training:
         return None
     return nn.Dropout(settings.get("p", 0.5)), (node.args[0],)
 
 
 def _softmax(kind: Callable[..., Module]) -> Convert:
-    return _module(lambda dim, _stacklevel=3: kind(dim), "dim", "_stacklevel")
+    def conversion(node: Node) -> Conversion:
+        settings = _bind(node, ("dim", "_stacklevel", "dtype"))
+        if settings is None or settings.get("dtype") is not None:
+            return None
+        return kind(settings["dim"]), (node.args[0],)
+
+    return conversion
 
 
 def _max_pool(kind: Callable[..., Module]) -> Convert:

@@ -7,6 +7,7 @@ the type of a module.
 
 from __future__ import annotations
 
+import re
 import warnings
 from copy import deepcopy
 from typing import Any
@@ -44,7 +45,9 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     Sums become :class:`SumModule`, products with a number :class:`ScaleModule`; ``flatten``,
     ``permute``, ``transpose``, indexing, padding, pooling and activations the modules of that name.
     Recurrent layers of several layers become a ``Sequential`` of single ones, in-place modules
-    ordinary ones, and a module without parameters that is called several times is copied.
+    ordinary ones, and a module without parameters that is called several times is copied. An
+    operation that overwrites what is read elsewhere stays; ``h += x`` is no such operation to
+    ``torch.fx``, which sees ``h = h + x``.
 
     Args:
         module: The network. It is left as it is; parameters are shared, not copied.
@@ -159,6 +162,5 @@ def _has(root: Module, path: str) -> bool:
 
 
 def _snake(name: str) -> str:
-    letters = [("_" if c.isupper() and i and name[i - 1].islower() else "") + c for i, c in
-               enumerate(name)]  # fmt: skip
-    return "".join(letters).lower()
+    """As ``"leaky_relu"`` for ``"LeakyReLU"``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z][a-z]|ReLU)", "_", name).lower()

@@ -1,8 +1,8 @@
 """The main job on real data: ``python -m backpack_core.demo``. Needs scikit-learn and the plugins.
 
-Individual gradients, the exact and the Monte-Carlo diagonal of the generalised Gauss-Newton matrix of
-a small convolutional net on the 1797 digits that scikit-learn ships, all in one backward pass, and
-each number compared with plain autograd.
+Individual gradients, the exact and the Monte-Carlo diagonal of the generalised Gauss-Newton matrix
+of a small convolutional net on the 1797 digits that scikit-learn ships, all in one backward pass,
+and each number compared with plain autograd.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Propagator(ABC):
 
         Raises:
             BridgeError: The quantity cannot be carried through this node exactly.
-        """
+        """  # noqa: DOC202 - what an override returns
         raise bridge.refuse(node, f"{self!r} only passes through modules with a layer rule")
 
     def move_batch_axis(self, quantity: Any, axis: int) -> Any:

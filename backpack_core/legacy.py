@@ -1,4 +1,4 @@
-"""Runs module extensions with ``module.input0``, …, ``module.output`` set. Imports core's contract only."""
+"""Runs module extensions with inputs and output set on the module. Imports core's contract only."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class ModuleExtension:
 
     A subclass has one method for each name in ``params``, called as ``(ext, module, g_inp, g_out,
     bpQuantities)``, which returns the value to store. A second-order one also overrides
-    :meth:`backpropagate`. ``module.input0``, ``module.input1``, … and ``module.output`` are set while
-    it runs; they hold all samples, also where the extension is restricted to some. ``g_inp`` holds
-    ``None`` for every input, since gradients at inputs do not exist yet.
+    :meth:`backpropagate`. ``module.input0``, ``module.input1``, … and ``module.output`` are set
+    while it runs; they hold all samples, also where the extension is restricted to some. ``g_inp``
+    holds ``None`` for every input, since gradients at inputs do not exist yet.
 
     Attributes:
         params: Names of the parameters that it computes the quantity for.
@@ -71,7 +71,7 @@ class ModuleExtension:
 
         Returns:
             The quantity at the first input.
-        """
+        """  # noqa: DOC202 - what an override returns
         raise UnsupportedError(
             f"{type(self).__name__} computes no quantity to pass on from {type(module).__name__}: "
             "override backpropagate(ext, module, g_inp, g_out, bpQuantities)."

@@ -12,7 +12,7 @@ base                  what to write                                             
 ===================== ================================================================== ===========
 :class:`LayerRule`    ``_jac_t_mat_prod``                                                propagation
 :class:`ParametricRule` + ``params``, ``_param_jac_t_mat_prod``                           parameters
-:class:`ElementwiseRule` ``derivative``, ``second_derivative``                            Hessians too
+:class:`ElementwiseRule` ``derivative``, ``second_derivative``                            Hessians
 :class:`AffineRule`   ``affine_input``, ``affine_output`` (+ ``_jac_t_mat_prod``)        fast paths
 :class:`AffinePairsRule` ``affine_pair`` (+ ``_jac_t_mat_prod``): affine maps inside     fast paths
 :class:`LossRule`     ``_sqrt_hessian`` and relatives                                    a start
@@ -66,7 +66,7 @@ class LayerRule(ABC):
         """Hand this class to the registry: a rule class is a plugin by itself."""
         return [cls]
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, call: ModuleCall) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.
 
         Called before every other method, once per call and backward pass.
@@ -153,9 +153,7 @@ class LayerRule(ABC):
         return product
 
     @abstractmethod
-    def _jac_t_mat_prod(
-        self, call: ModuleCall, mat: Tensor
-    ) -> Tensor | tuple[Tensor | None, ...]:
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
 
     def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
@@ -255,7 +253,7 @@ class ParametricRule(LayerRule):
 
         shape = (len(mat), *call.output_shape)
         shared = mat.unsqueeze(1).expand(-1, shape[1], *mat.shape[1:])
-        
+
         def product(out: Tensor) -> Tensor:
             return self._param_jac_t_mat_prod(call, name, out)
 
@@ -299,10 +297,11 @@ class ElementwiseRule(LayerRule):
 class AffinePairsRule(ParametricRule):
     """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
 
-    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent cell
-    or the projections of attention do. ``s`` runs over the positions that share the weight (pixels,
-    tokens, time steps), ``g`` over groups. Every extension works on the pair by contractions that
-    avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023, arXiv:2311.00636).
+    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
+    cell or the projections of attention do. ``s`` runs over the positions that share the weight
+    (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
+    contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
+    arXiv:2311.00636).
     """
 
     @abstractmethod
@@ -519,5 +518,3 @@ def _expect(
         f"{type(rule).__name__}.{what} shape {found} at {call.path}, expected "
         f"[{lead}, {', '.join(map(str, shape))}]."
     )
-
-

@@ -1,9 +1,9 @@
 """Carries columns through the graph in chunks, in an order of our own. Imports traversal.
 
-An exact quantity has a column for every output of the model, and all of them at once are the largest
-tensors of the backward pass. When the loss is visited, the whole graph is still alive: so all chunks of
-columns but the last go through it one after the other, and the last one rides with autograd as usual.
-Besides memory this saves time, since small chunks stay in the allocator's reach.
+An exact quantity has a column for every output of the model, and all of them at once are the
+largest tensors of the backward pass. When the loss is visited, the whole graph is still alive: so
+all chunks of columns but the last go through it one after the other, and the last one rides with
+autograd as usual. Besides memory this saves time, since small chunks stay in the allocator's reach.
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ def main() -> None:
                 report.save(options.output / "results.json", cells, growth, rate)
         report.plot(options.output / "results.png", cells)
     else:
-        for found in study(options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, rate, options.clock):
+        for found in study(
+            options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, rate, options.clock
+        ):
             growth.append(found)
             print(found, flush=True)
         report.save(options.output / "growth.json", cells, growth, rate)

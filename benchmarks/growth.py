@@ -78,9 +78,7 @@ def study(
             growth = Growth(axis, name, list(values))
             for value in values:
                 problem, batch = make(value)
-                cell = measure(
-                    problem, QUANTITIES[name], PEERS, seconds, rate, clock, False, batch
-                )
+                cell = measure(problem, QUANTITIES[name], PEERS, seconds, rate, clock, False, batch)
                 for peer in PEERS:
                     time = cell.time.get(peer)
                     if time is not None:

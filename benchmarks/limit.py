@@ -1,10 +1,10 @@
 """How many multiply-adds a quantity needs at least, counted layer by layer.
 
-What is counted: the products of the gradient itself; for each sample the product of output gradient and
-input where positions share a weight, or the squares' product where they do not; a transposed Jacobian
-product for each column and layer; covariances as symmetric products. Norms take the cheaper of the
-product and the Gram matrices over positions. Elementwise work counts nothing. The bytes of the result are
-added at the rate of a first write to fresh memory.
+What is counted: the products of the gradient itself; for each sample the product of output
+gradient and input where positions share a weight, or the squares' product where they do not; a
+transposed Jacobian product for each column and layer; covariances as symmetric products. Norms take
+the cheaper of the product and the Gram matrices over positions. Elementwise work counts nothing. The
+bytes of the result are added at the rate of a first write to fresh memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.quantities import Quantity
 
 @dataclass(frozen=True)
 class Layer:
-    """An affine map ``y[n, s, g] = W[g] x[n, s, g]``, or (``params == 0``) a product of activations.
+    """An affine map ``y[n, s, g] = W[g] x[n, s, g]``, or a product of activations (no params).
 
     Attributes:
         positions: ``S``.
@@ -78,7 +78,9 @@ def layers(problem: Problem) -> list[Layer]:
     return found
 
 
-def _of_module(module: nn.Module, args: tuple[Tensor, ...], result: Any, first: bool) -> list[Layer]:
+def _of_module(
+    module: nn.Module, args: tuple[Tensor, ...], result: Any, first: bool
+) -> list[Layer]:
     params = sum(p.numel() for p in module.parameters(recurse=False))
     if isinstance(module, nn.Linear):
         positions = args[0].shape[1:-1].numel()
@@ -101,7 +103,7 @@ def _of_module(module: nn.Module, args: tuple[Tensor, ...], result: Any, first: 
 
 def limit(problem: Problem, quantity: Quantity, batch: int) -> Limit | None:
     """The lower bound, or ``None`` where it was not worked out."""
-    net = [layer for layer in layers(problem)]
+    net = layers(problem)
     gradient = sum(2 * layer.product + layer.back for layer in net)  # for a sample
     params = sum(layer.params for layer in net)
     columns = problem.classes if quantity.exact else 1

@@ -41,20 +41,18 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def alternate(
-    steps: Mapping[str, Step], seconds: float, clock: str = "wall", least: int = 3, most: int = 15
+    steps: Mapping[str, Step], seconds: float, clock: str = "wall", least: int = 2, most: int = 15
 ) -> Times:
-    """Run the steps in turn, after one run each to warm up.
+    """Run the steps in turn; each of them has run once before.
 
     Args:
         steps: By peer.
         seconds: When to stop, as long as there were enough rounds.
-        clock: ``"wall"``, or ``"cpu"`` for the time of this process: for one thread on a machine that
-            others use, too.
+        clock: ``"wall"``, or ``"cpu"`` for the time of this process: for one thread on a machine
+            that others use, too.
         least: Fewest rounds.
         most: Most rounds.
     """
-    for step in steps.values():
-        step()
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
     for turn in range(most):
@@ -84,8 +82,8 @@ def write_rate(clock: str = "wall", size: int = 2**28) -> float:
 def peak_memory(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int | None:
     """Bytes by which the resident set of a fresh process grows during one pass.
 
-    The process has run a plain gradient before, so that libraries are loaded. Freed memory goes back to
-    the system at once (``MALLOC_*``), so that the resident set is what is in use.
+    The process has run a plain gradient before, so that libraries are loaded. Freed memory goes
+    back to the system at once (``MALLOC_*``), so that the resident set is what is in use.
 
     Returns:
         ``None`` where the peer cannot compute the quantity.

@@ -1,7 +1,7 @@
 """How each library computes a quantity. All of them can be imported into one process.
 
-A peer makes, for a problem and a quantity, a function that does one forward and backward pass. It raises
-:class:`Unsupported` where the library has no such quantity, or cannot treat the net.
+A peer makes, for a problem and a quantity, a function that does one forward and backward pass. It
+raises :class:`Unsupported` where the library has no such quantity, or cannot treat the net.
 """
 
 from __future__ import annotations

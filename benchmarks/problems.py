@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def mlp(width: int = 512, depth: int = 2, classes: int = 10) -> nn.Module:
     """784 → 512 → 256 → 10 with sigmoids; each hidden layer is half as wide as the one before."""
     widths = [784, *(max(16, width >> level) for level in range(depth))]
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.Sigmoid()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
@@ -72,6 +73,7 @@ def net_3c3d() -> nn.Module:
 
 def all_cnn_c() -> nn.Module:
     """Nine convolutions on 3 × 32 × 32, 100 classes (Springenberg et al., 2015)."""
+
     def layer(*args: int, **options: int) -> list[nn.Module]:
         return [nn.Conv2d(*args, **options), nn.ReLU()]
 

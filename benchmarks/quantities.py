@@ -45,7 +45,9 @@ QUANTITIES = {
         Quantity("BatchDiagGGNMC", ("BatchDiagGGNMC",), random=True),
         Quantity("SqrtGGNMC", ("SqrtGGNMC",), random=True),
         Quantity("DiagGGNExact", ("DiagGGNExact",), ("diag_ggn_exact",), exact=True),
-        Quantity("BatchDiagGGNExact", ("BatchDiagGGNExact",), ("diag_ggn_exact_batch",), exact=True),
+        Quantity(
+            "BatchDiagGGNExact", ("BatchDiagGGNExact",), ("diag_ggn_exact_batch",), exact=True
+        ),
         Quantity("SqrtGGNExact", ("SqrtGGNExact",), ("sqrt_ggn_exact",), exact=True),
         Quantity("KFLR", ("KFLR",), ("kflr",), exact=True),
         Quantity("KFRA", ("KFRA",), ("kfra",), exact=True),

@@ -14,8 +14,9 @@ from benchmarks.cells import Cell
 from benchmarks.growth import Growth
 
 _HEADER = (
-    f"{'problem':12}{'quantity':18}{'N':>4} |{'gradient':>9} |{'limit':>7}{'ours':>8}{'ours/lim':>9} |"
-    f"{'incumb.':>8}{'t.func':>8}{'opacus':>8} |{'MB ours':>9}{'incumb.':>9}{'t.func':>9} |{'differ':>8}"
+    f"{'problem':12}{'quantity':18}{'N':>4} |{'gradient':>9} |"
+    f"{'limit':>7}{'ours':>8}{'ours/lim':>9} |{'incumb.':>8}{'t.func':>8}{'opacus':>8} |"
+    f"{'MB ours':>9}{'incumb.':>9}{'t.func':>9} |{'differ':>8}"
 )
 
 

@@ -15,8 +15,9 @@ PAGE = Path(__file__).parent / "extensions.md"
 
 HEAD = """# Quantities
 
-Every extension of this repository's plugins, generated from the docstrings by `docs/make_reference.py`.
-Axes, scaling and the life of a result are explained once in [conventions](conventions.md).
+Every extension of this repository's plugins, from its docstring (`docs/make_reference.py` writes
+this page). Axes, scaling and the life of a result are explained once in
+[conventions](conventions.md).
 
     from backpack_core.extensions import {example}
 """

@@ -1,8 +1,8 @@
 """A layer of your own, in two ways, both verified against autograd.
 
-The layer multiplies its input by one learned number. First it is supported by *module extensions*, one
-class for each pair (quantity, layer). Then by a *layer rule*: two formulas of one line each, and every
-quantity that is installed works on the layer.
+The layer multiplies its input by one learned number. First it is supported by *module extensions*,
+one class for each pair (quantity, layer). Then by a *layer rule*: two formulas of one line each,
+and every quantity that is installed works on the layer.
 
 Run: ``python examples/custom_module.py``
 """
@@ -43,7 +43,7 @@ class GainBatchGrad(FirstOrderModuleExtension):
     def __init__(self) -> None:
         super().__init__(params=["weight"])
 
-    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):
         """``Σ_d g[n, d] x[n, d]``, shape ``[N, 1]``."""
         return (g_out[0] * module.input0).flatten(1).sum(1, keepdim=True)
 
@@ -54,11 +54,11 @@ class GainDiagGGN(ModuleExtension):
     def __init__(self) -> None:
         super().__init__(params=["weight"])
 
-    def weight(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+    def weight(self, ext, module, g_inp, g_out, bpQuantities):
         """Square of ``Jᵀ S``, summed over columns and samples; shape ``[1]``."""
         return (bpQuantities * module.input0).flatten(2).sum(2).square().sum().unsqueeze(0)
 
-    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):  # noqa: N803
+    def backpropagate(self, ext, module, g_inp, g_out, bpQuantities):
         """Columns at the input: the Jacobian is the weight times the identity."""
         return bpQuantities * module.weight
 

@@ -1,8 +1,9 @@
 """Trace of the generalised Gauss-Newton matrix, while its diagonal is being freed.
 
-``extension_hook`` is called with every module as soon as all quantities of its parameters are there.
-It can boil them down and free them at once, so that never more than one module's quantities exist.
-Here the trace of the GGN is summed up that way, and compared with the trace taken afterwards.
+``extension_hook`` is called with every module as soon as all quantities of its parameters are
+there. It can boil them down and free them at once, so that never more than one module's quantities
+exist. Here the trace of the GGN is summed up that way, and compared with the trace taken
+afterwards.
 
 Run: ``python examples/extension_hook.py``
 """
@@ -33,6 +34,7 @@ class TraceHook:
         self.most_fields = 0
 
     def __call__(self, module: nn.Module) -> None:
+        """Add the trace of the module's diagonals, and drop them."""
         parameters = [p for p in module.parameters() if hasattr(p, "diag_ggn_exact")]
         self.most_fields = max(self.most_fields, len(parameters))
         for parameter in parameters:

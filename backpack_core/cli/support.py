@@ -197,7 +197,18 @@ def _is_generic(operation: Any, rule: LayerRule) -> bool:
 
 @cache
 def _operations_of(extension: type[Extension]) -> tuple[Callable[..., Any], ...]:
-    """The functions of ``ops`` that an extension's ``read`` names."""
-    code = inspect.unwrap(extension.read).__code__
-    named = [getattr(ops, name, None) for name in code.co_names]
-    return tuple(o for o in named if callable(o) and hasattr(o, "dispatch"))
+    """The functions of ``ops`` that an extension's ``read`` names, or what it calls of its own."""
+    found: list[Callable[..., Any]] = []
+    seen: set[Any] = set()
+    waiting: list[Any] = [extension.read]
+    while waiting:
+        function = inspect.unwrap(waiting.pop())
+        if not inspect.isfunction(function) or function in seen:
+            continue
+        seen.add(function)
+        for name in function.__code__.co_names:
+            operation = getattr(ops, name, None)
+            if operation is not None and hasattr(operation, "dispatch"):
+                found.append(operation)
+            waiting += [getattr(extension, name, None), function.__globals__.get(name), operation]
+    return tuple(found)

@@ -1,9 +1,10 @@
 """Operations derived from a layer rule, open to faster versions.
 
 Each operation is a function with ``functools.singledispatch`` on the type of the rule. They are not
-methods of the rule, so that someone who needs a new operation is not second class: write the generic
-definition through ``param_jac_t_mat_prod``, and register a contraction for the rule types that allow
-one. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions, ``G`` groups, ``I``, ``O``.
+methods of the rule, so that someone who needs a new operation is not second class: write the
+generic definition through ``param_jac_t_mat_prod``, and register a contraction for the rule types
+that allow one. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions, ``G`` groups,
+``I``, ``O``.
 """
 
 from backpack_core.ops import affine as affine

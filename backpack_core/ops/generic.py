@@ -1,7 +1,7 @@
 """The generic definition of every operation, through ``M[v, n] = J_θᵀ mat``. Imports rules only.
 
-Nothing here holds ``[V, N, *θ]`` only to reduce it: the work goes in chunks of columns, and of samples
-where one column is too large, whose products fit into the memory budget.
+Nothing here holds ``[V, N, *θ]`` only to reduce it: the work goes in chunks of columns, and of
+samples where one column is too large, whose products fit into the memory budget.
 """
 
 from __future__ import annotations
@@ -161,9 +161,7 @@ def per_sample_sum(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) ->
 
 
 @singledispatch
-def moments(
-    rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
-) -> tuple[Tensor, Tensor]:
+def moments(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor]:
     """``Σ_n M[v, n]`` and ``Σ_v Σ_n M[v, n]²``. Arguments as in :func:`per_sample`."""
     return per_sample_sum(rule, call, name, mat), square_sum(rule, call, name, mat)
 
@@ -211,4 +209,3 @@ def chunks(
         for first in range(0, len(mat), fitting):
             columns = slice(first, first + fitting)
             yield columns, rows, rule.param_jac_t_mat_prod(part, name, mat[columns, rows])
-

@@ -178,8 +178,9 @@ def input_covariance(
     if key not in known:
         samples, positions = inp.shape[:2]
         count = samples * positions if sharing == "expand" else samples
-        total = contractions.outer_sum(inp, call.parameter(name), mean=sharing == "reduce")
-        known[key] = _without_groups(total / count)
+        itemsize = call.parameter(name).element_size()
+        total = contractions.outer_sum(inp, itemsize, 1 / count, mean=sharing == "reduce")
+        known[key] = _without_groups(total)
     return known[key]
 
 

@@ -8,8 +8,8 @@ A test file for a layer rule is a list of instances::
     def test_conformance(check):
         check()
 
-``LossCase`` and ``ExtensionCase`` work alike; ``check_rule`` and its relatives return results instead
-of running under pytest. Needs ``pip install backpack-core[testing]`` and no configuration.
+``LossCase`` and ``ExtensionCase`` work alike; ``check_rule`` and its relatives return results
+instead of running under pytest. Needs ``pip install backpack-core[testing]`` and no configuration.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ if TYPE_CHECKING:
 # Loaded when they are asked for: pytest imports this package in every run, for its plugin.
 _HOMES = {
     "cases": "Arguments ExtensionCase LossCase RuleCase Tolerances",
-    "decorators": (
-        "parametrize_extension_checks parametrize_loss_checks parametrize_rule_checks"
-    ),
+    "decorators": ("parametrize_extension_checks parametrize_loss_checks parametrize_rule_checks"),
     "promise": "KIT_VERSION",
     "quantities": "Quantity register_quantity",
     "reference": "Reference",

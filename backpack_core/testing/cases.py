@@ -1,6 +1,6 @@
 """What an author hands to the conformance kit: one instance per configuration. Imports torch, core.
 
-A case says how to build a thing and its inputs, and nothing about what to check: the kit knows that.
+A case says how to build a thing and its inputs, and not what to check: the kit knows that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One execution of a layer: the call that a rule sees, and the graph that the oracle differentiates.
+"""One execution of a layer: the call that a rule sees, and the graph that the oracle takes.
 
-The call is the product's own: the layer is extended and run, and the call is taken from the graph. The
-oracle has a graph of its own, made by the same layer without hooks.
+The call is the product's own: the layer is extended and run, and the call is taken from the graph.
+The oracle has a graph of its own, made by the same layer without hooks.
 """
 
 from __future__ import annotations
@@ -50,15 +50,21 @@ class Execution:
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """Parameters that the rule covers, and that exist in this configuration."""
-        names = self.rule.parameter_names(self.call.module) if isinstance(self.rule, ParametricRule) else ()
+        names = (
+            self.rule.parameter_names(self.call.module)
+            if isinstance(self.rule, ParametricRule)
+            else ()
+        )
         own = dict(self.module.named_parameters(remove_duplicate=False))
         return {name: own[name] for name in names if name in own}
 
     @cached_property
     def jacobians(self) -> dict[int | str, Tensor]:
         """Dense Jacobians ``[*out, *target]`` by input position and by parameter name."""
-        targets: dict[int | str, Tensor] = dict(self.parameters)
-        targets |= {i: leaf for i, leaf in enumerate(self.leaves) if leaf is not None}
+        targets: dict[int | str, Tensor] = {
+            i: leaf for i, leaf in enumerate(self.leaves) if leaf is not None
+        }
+        targets.update(self.parameters.items())
         return oracle.jacobians(self.output, targets)
 
     @property
@@ -80,7 +86,9 @@ def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) 
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def execute(case: RuleCase, arguments: Arguments | None = None, samples: int = SAMPLES) -> Execution:
+def execute(
+    case: RuleCase, arguments: Arguments | None = None, samples: int = SAMPLES
+) -> Execution:
     """Run a case's layer. The case's rule has to be installed.
 
     Args:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
 import pickle
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -198,7 +196,7 @@ def value_overwritten(case: ExtensionCase) -> None:
     value = forward_loss(net, arguments, loss)
     for keep in (True, False):
         with backpack(extension, retain_graph=keep):
-            value.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+            value.backward(retain_graph=keep)
     stored = values_of(net, [extension])[extension.savefield]
     _compare_values(case, net, stored, given.reference)
 
@@ -279,7 +277,7 @@ def leaves_gradient_alone(case: ExtensionCase) -> None:
     given = _problem(case)
     net, _ = given.run([case.extension_factory()])
     plain, arguments, loss = given.build(torch.float64)
-    forward_loss(plain, arguments, loss).backward()  # type: ignore[no-untyped-call]
+    forward_loss(plain, arguments, loss).backward()
     for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert with_it.grad is not None
         assert without.grad is not None
@@ -305,5 +303,3 @@ def extension_no_live_calls(case: ExtensionCase) -> None:
         del values
         forget(net)
         del net
-
-

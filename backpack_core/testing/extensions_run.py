@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from backpack_core.calls import iter_tensors
 from backpack_core.context import backpack
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import MissingPluginError, UnsupportedError
 from backpack_core.extend import extend
 from backpack_core.extension import Extension
 from backpack_core.plugins import ensure_loaded
@@ -37,7 +37,7 @@ def installed_factories() -> list[Callable[..., Extension]]:
     states them.
     """
     ensure_loaded()
-    factories = []
+    factories: list[Callable[..., Extension]] = []
     for name, claims in sorted(registry.extensions.items()):
         kind = registry.choose(claims, name, "extension").value
         known = quantity_of(kind.savefield)
@@ -119,7 +119,7 @@ class Problem:
         with cast:
             value = forward_loss(net, arguments, loss) * scale
         with backpack(*extensions):
-            value.backward()  # type: ignore[no-untyped-call]
+            value.backward()
         return net, values_of(net, extensions)
 
     def usable(self, extensions: Sequence[Extension]) -> list[Extension]:
@@ -155,7 +155,7 @@ class Problem:
 
     def _judge(self, extension: Extension, error: Exception) -> None:
         name = type(extension).__name__
-        if not isinstance(error, UnsupportedError):
+        if not isinstance(error, (UnsupportedError, MissingPluginError)):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
         quantity = quantity_of(extension.savefield)
         if quantity is not None and quantity.needs not in self.may_refuse:

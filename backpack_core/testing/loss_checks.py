@@ -21,6 +21,9 @@ from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Shrink
 from backpack_core.testing.reference import Reference
 
+# Positions of the target and whatever else a loss may take.
+ALL_BUT_FIRST = tuple(range(1, 16))
+
 
 @dataclass(eq=False)
 class LossRun:
@@ -63,11 +66,6 @@ class LossRun:
         return torch.einsum("nij,vnj->vni", self.hessian, mat.flatten(2)).reshape(mat.shape)
 
 
-def _constants(case: RuleCase) -> tuple[int, ...]:
-    """Every tensor but the prediction."""
-    return tuple(range(1, 16))
-
-
 def run_loss(
     case: LossCase, reduction: str, samples: int = SAMPLES, strided: bool = False
 ) -> LossRun:
@@ -78,7 +76,7 @@ def run_loss(
         first = torch.stack([given.args[0]] * 2, -1).flatten(-2)[..., ::2]
         given = Arguments((first, *given.args[1:]), given.kwargs)
     constant = RuleCase(
-        layer.module_factory, layer.input_factory, rule=layer.rule, constants=_constants(layer)
+        layer.module_factory, layer.input_factory, rule=layer.rule, constants=ALL_BUT_FIRST
     )
     run = execute(constant, given)
     require(isinstance(run.rule, LossRule), f"{type(run.rule).__name__} is no LossRule.")
@@ -203,9 +201,9 @@ def started_extensions(case: LossCase, reduction: str) -> None:
 class _Bound(Module):
     """A loss as a function of the flat prediction alone."""
 
-    def __init__(self, loss: Module, arguments: Arguments, flat: bool) -> None:
+    def __init__(self, loss: Module, arguments: Arguments) -> None:
         super().__init__()
-        self.loss, self.arguments, self.flat = loss, arguments, flat
+        self.loss, self.arguments = loss, arguments
         self.reduction = loss.reduction
 
     def forward(self, prediction: Tensor) -> Tensor:
@@ -222,11 +220,11 @@ def _problem(case: LossCase, reduction: str) -> Problem:
         given = layer.arguments(dtype=dtype)
         first = given.args[0]
         net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), _Bound(layer.module(dtype), given, flat=False)
+        return net, Arguments((first,)), _Bound(layer.module(dtype), given)
 
     net, arguments, loss = build(torch.float64)
     reference = Reference(torch.nn.Sequential(net, torch.nn.Flatten()), arguments, loss)
-    reference.parameters = {"weight": net.weight}
+    reference.parameters = {"weight": net.get_parameter("weight")}
     rule = shared_run(case, reduction).rule
     may = {"structure"}
     if not rule.hessian_is_psd:

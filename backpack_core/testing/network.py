@@ -2,9 +2,9 @@
 
     x ── Mix ── layer ── Readout ── SoftmaxLoss
 
-``Mix`` makes the layer's input depend on parameters, ``Readout`` turns any output into two numbers
-for each sample. ``SoftmaxLoss`` has a Hessian that is neither constant nor diagonal, and a "sampled"
-root whose random numbers are always the same, so that Monte-Carlo quantities have an exact value.
+``Mix`` makes the layer's input depend on parameters, ``Readout`` turns any output into two
+numbers for each sample. ``SoftmaxLoss`` has a Hessian that is neither constant nor diagonal, and a
+"sampled" root whose numbers are the same each time, so Monte-Carlo quantities have exact values.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def fixed_mixing(samples: int, columns: int) -> Tensor:
     """Numbers that stand for random ones of mean zero and variance ``1/samples``."""
     generator = torch.Generator().manual_seed(samples)
     drawn = torch.randn(samples, columns, generator=generator, dtype=torch.float64)
-    return drawn / samples**0.5
+    scaled: Tensor = drawn / samples**0.5
+    return scaled
 
 
 class SmallNet(Module):
@@ -229,9 +230,7 @@ class SmallNet(Module):
             result = result + self._branch(0.7, args, kwargs)
         return result
 
-    def _branch(
-        self, factor: float, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Tensor:
+    def _branch(self, factor: float, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
         position = -1
 
         def mixed(tensor: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_core.extension import ColumnPropagator, Extension
 from backpack_core.rules import AffineRule, ParametricRule
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
-from backpack_core.testing.compare import close, require
-from backpack_core.testing.execution import execute, shared_execution
+from backpack_core.testing.compare import require
+from backpack_core.testing.execution import shared_execution
 from backpack_core.testing.extensions_run import (
     ALL_NEEDS,
     Problem,
@@ -40,9 +40,17 @@ COARSE = ("gradient", "curvature", "sampling")
 
 
 def build_net(
-    case: RuleCase, samples: int, dtype: torch.dtype, twice: bool = False
+    case: RuleCase, samples: int, dtype: torch.dtype, twice: bool = False, axis: int = 0
 ) -> tuple[SmallNet, Arguments]:
-    """The small net around a case's layer, always the same."""
+    """The small net around a case's layer, always the same.
+
+    Args:
+        case: The layer.
+        samples: Size of the batch.
+        dtype: Of parameters and inputs.
+        twice: Call the layer on two inputs.
+        axis: Which axis of the layer's output holds the samples.
+    """
     with disable(), torch.no_grad():
         probe = execute_plainly(case, samples)
     layer, arguments = case.module(), case.arguments(samples)
@@ -55,7 +63,6 @@ def build_net(
         and tensor.dim() > 1
         and len(tensor) == samples
     ]
-    axis = shared_execution(case).batch_axis
     features = probe.movedim(axis, 0)[0].numel()
 
     def make() -> SmallNet:
@@ -78,8 +85,8 @@ def problem(
     case: RuleCase, reduction: str = "mean", samples: int = SAMPLES, twice: bool = False
 ) -> Problem:
     """A case's small net, with its reference."""
-
-    template, arguments = build_net(case, samples, torch.float64, twice)
+    axis = shared_execution(case).batch_axis
+    template, arguments = build_net(case, samples, torch.float64, twice, axis)
 
     def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
         return copy.deepcopy(template).to(dtype), arguments.to(dtype), SoftmaxLoss(reduction)
@@ -244,7 +251,7 @@ def retain_graph(case: RuleCase) -> None:
             for extension in extensions:
                 parameter.__dict__.pop(extension.savefield, None)
         with backpack(*extensions, retain_graph=keep):
-            value.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+            value.backward(retain_graph=keep)
         _exact(case, given, values_of(net, extensions), extensions)
 
 
@@ -269,7 +276,7 @@ def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None
         require(type(duplicate(original)) is type(original), "The copy has another type.")
     net, loss = duplicate(net), duplicate(loss)
     with backpack(*extensions):
-        forward_loss(net, arguments, loss).backward()  # type: ignore[no-untyped-call]
+        forward_loss(net, arguments, loss).backward()
     _exact(case, given, values_of(net, extensions), extensions)
 
 

@@ -1,4 +1,4 @@
-"""The oracle: dense derivatives by autograd, one backward pass for every entry. Imports torch only."""
+"""The oracle: dense derivatives by autograd, a backward pass for each entry. Imports torch only."""
 
 from __future__ import annotations
 

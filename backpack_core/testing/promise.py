@@ -1,4 +1,4 @@
-"""Which checks the kit promises for which kind of thing: the contract of this version. Imports nothing.
+"""Which checks the kit promises for which kind of thing: the contract. Imports nothing.
 
 A check that is listed here and does not run is a failure, whatever the reason; one that runs and is
 not listed cannot exist. The implementations are looked up by name in the modules ``*_checks``.
@@ -58,14 +58,24 @@ _PRODUCTS = (
         "separate, kept, elementwise",
         {"derivative": "φ'(x)"},
     )
-    + _rows("separate, kept, twice, elementwise, second derivative", {"second_derivative": "φ''(x)"})
+    + _rows(
+        "separate, kept, twice, elementwise, second derivative", {"second_derivative": "φ''(x)"}
+    )
     + _rows(
         "separate, kept, twice, second derivative",
         {"second_derivative_mat_prod": "second derivative contracted with a gradient"},
     )
-    + _rows("separate, kept, twice, zero hessian", {"hessian_is_zero": "the second derivative vanishes"})
-    + _rows("separate, kept, twice, diagonal hessian", {"hessian_is_diagonal": "∂²f_o/∂x_i∂x_j = 0 but for i = j = o"})
-    + _rows("separate, kept, twice, linear parameters", {"linear_in_params": "∂²f/∂θ² = 0 for the declared parameters"})
+    + _rows(
+        "separate, kept, twice, zero hessian", {"hessian_is_zero": "the second derivative vanishes"}
+    )
+    + _rows(
+        "separate, kept, twice, diagonal hessian",
+        {"hessian_is_diagonal": "∂²f_o/∂x_i∂x_j = 0 but for i = j = o"},
+    )
+    + _rows(
+        "separate, kept, twice, linear parameters",
+        {"linear_in_params": "∂²f/∂θ² = 0 for the declared parameters"},
+    )
     + _rows(
         "separate, kept, affine",
         {

@@ -6,8 +6,8 @@ test uses the kit: neither torch nor the rest of core is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator
+from typing import Any, cast
 
 import pytest
 
@@ -20,10 +20,10 @@ PROMISES = "backpack_promises"
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[None]:
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note which check a test performed; a test that passed without calling its check failed."""
-    report: Any = yield  # type: ignore[misc]
-    check = getattr(item, "callspec", None) and item.callspec.params.get("check")
+    report = yield
+    check: Any = getattr(getattr(item, "callspec", None), "params", {}).get("check")
     if call.when == "call" and hasattr(check, "group"):
         if check.called:
             report.user_properties.append((PROPERTY, [*check.group, check.name]))
@@ -37,7 +37,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Cross off what was performed, here or in a worker process."""
     for name, value in report.user_properties:
         if name == PROPERTY:
-            test, case, check = value
+            test, case, check = cast("tuple[str, str, str]", value)
             LEDGER.perform((test, case), check)
 
 

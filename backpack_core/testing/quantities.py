@@ -1,6 +1,6 @@
 """The table save field → oracle: what the value of an extension must be. Imports torch only.
 
-Open to authors: :func:`register_quantity` adds a row, or an ``ExtensionCase`` brings one of its own.
+Open to authors: :func:`register_quantity` adds a row, and an ``ExtensionCase`` may bring one.
 An extension whose save field has no row is checked to be finite and the same each time.
 """
 
@@ -134,9 +134,7 @@ _QUANTITIES: dict[str, Quantity] = {
     "variance": Quantity(_variance, cancels=True),
     "batch_dot": Quantity(lambda r, p: r.gradients(p).flatten(1) @ r.gradients(p).flatten(1).T),
     "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1}),
-    "diag_ggn_exact": Quantity(
-        lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"
-    ),
+    "diag_ggn_exact": Quantity(lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"),
     "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
     "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="sampling"),
     "diag_ggn_mc_batch": Quantity(lambda r, p: r.roots(p, 1).square().sum(0), needs="sampling"),
@@ -145,9 +143,7 @@ _QUANTITIES: dict[str, Quantity] = {
     "diag_h": Quantity(
         lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="second derivative"
     ),
-    "diag_h_batch": Quantity(
-        lambda r, p: _diagonal(r.hessian(p), r, p), needs="second derivative"
-    ),
+    "diag_h_batch": Quantity(lambda r, p: _diagonal(r.hessian(p), r, p), needs="second derivative"),
     "ggnmp": Quantity(lambda r, p: _block_product(r.ggn(p), r, p), _applied, needs="curvature"),
     "hmp": Quantity(
         lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="second derivative"

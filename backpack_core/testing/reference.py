@@ -18,8 +18,9 @@ from torch.nn import Module, Parameter
 from backpack_core.context import disable
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
-from backpack_core.testing.quantities import Quantity
 from backpack_core.testing.network import CLASSES, fixed_mixing
+from backpack_core.testing.quantities import Quantity
+
 
 @dataclass(eq=False)
 class Reference:
@@ -47,7 +48,9 @@ class Reference:
     def forward(self) -> tuple[Tensor, Tensor]:
         """Output and loss, not recorded."""
         with disable():
-            output = seeded(lambda: self.net(*self.arguments.args, **self.arguments.kwargs), FORWARD)
+            output = seeded(
+                lambda: self.net(*self.arguments.args, **self.arguments.kwargs), FORWARD
+            )
             return output, self.loss(output)
 
     @cached_property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack_core import ops
 from backpack_core.calls import iter_tensors, map_tensors
-from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.rules import ParametricRule
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import close, require
@@ -255,8 +255,3 @@ def _strided(tensor: Tensor) -> Tensor:
     if tensor.dim() == 0:
         return tensor
     return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
-
-
-def is_separate(rule: LayerRule, run: Execution) -> bool:
-    """Whether the rule says that samples of this call do not influence each other."""
-    return not rule.mixes_samples(run.call)

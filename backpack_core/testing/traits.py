@@ -1,9 +1,9 @@
-"""What a case has, as far as it decides which checks apply: declared, never guessed from a failure."""
+"""What a case has, as far as it decides which checks apply: declared, never guessed."""
 
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
+from functools import cache
 
 from backpack_core.rules import AffineRule, ElementwiseRule, LayerRule
 from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
@@ -17,7 +17,7 @@ def promised(case: Case) -> tuple[Promise, ...]:
     return tuple(row for row in PROMISED[case.kind] if row.needs <= own)
 
 
-@lru_cache(maxsize=None)
+@cache
 def traits(case: Case) -> frozenset[str]:
     """Everything a check may need that this case has."""
     if isinstance(case, RuleCase):

@@ -24,7 +24,7 @@ from backpack.extensions.backprop_extension import BackpropExtension as Backprop
 from backpack.presence import warn_about_incumbent
 from backpack.storage import HookWithIO, hook_store_io, memory_cleanup, store_io
 from backpack_core import __version__ as __version__
-from backpack_core import context as core
+from backpack_core import context as contexts
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import BackpackWarning, NotExtendedError
 from backpack_core.extend import M
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-class backpack(core.backpack):
+class backpack(contexts.backpack):
     """Activate extensions for the backward passes inside a ``with`` block."""
 
     def __init__(
@@ -91,13 +91,13 @@ class backpack(core.backpack):
         return None
 
 
-class disable(core.disable):
+class disable(contexts.disable):
     """Record nothing in forward passes inside this ``with`` block."""
 
     @staticmethod
     def should_store_io() -> bool:
         """Whether forward passes record inputs and outputs."""
-        return not core.is_disabled()
+        return not contexts.is_disabled()
 
 
 def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:

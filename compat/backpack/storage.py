@@ -7,10 +7,11 @@ module that held its own graph would keep it alive, and itself with it.
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from backpack_core import context as core
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extend import is_extended
-from backpack_core.legacy import io_on_module
+
+_NAMES = re.compile(r"input\d+|output")
 
 
 def hook_store_io(module: Module, input: tuple[Any, ...], output: Any) -> None:
@@ -53,11 +55,12 @@ def memory_cleanup(module: Module) -> None:
     Args:
         module: The module.
     """
-    attributes = module.__dict__
-    attributes.pop("output", None)
-    position = 0
-    while attributes.pop(f"input{position}", None) is not None:
-        position += 1
+    for name in _stored(module):
+        del module.__dict__[name]
+
+
+def _stored(module: Module) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__.items() if _NAMES.fullmatch(name)}
 
 
 class FreeAfterVisit:
@@ -110,18 +113,23 @@ class HookWithIO:
     def __call__(self, module: Module) -> None:
         """Set them, and run the hook."""
         call = self._visiting()
-        # Of an in-place module the call has no input any more: the hook finds what is there.
         with nullcontext() if call is None else _io(call):
             self.hook(module)
 
 
 @contextmanager
 def _io(call: ModuleCall) -> Iterator[None]:
+    """Inputs and output of a call on its module; what was overwritten in place is left out."""
+    module = call.module
+    before = _stored(module)
+    memory_cleanup(module)
+    for position in range(len(call.inputs)):
+        with suppress(OverwrittenInputError):
+            module.__dict__[f"input{position}"] = call.tensor_input(position)
+    with suppress(OverwrittenInputError):
+        module.__dict__["output"] = call.output
     try:
-        for position in range(len(call.inputs)):
-            call.tensor_input(position)
-    except OverwrittenInputError:
         yield
-        return
-    with io_on_module(call):
-        yield
+    finally:
+        memory_cleanup(module)
+        module.__dict__.update(before)

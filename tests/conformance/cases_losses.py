@@ -65,9 +65,7 @@ CASES: list[LossCase] = [
     loss(nn.GaussianNLLLoss, real, further=lambda n: (soft(n),)),
     loss(nn.CrossEntropyLoss, classes),
     loss(partial(nn.CrossEntropyLoss, weight=WEIGHT), classes, name="CrossEntropyLoss, weighted"),
-    loss(
-        partial(nn.CrossEntropyLoss, ignore_index=1), classes, name="CrossEntropyLoss, ignored"
-    ),
+    loss(partial(nn.CrossEntropyLoss, ignore_index=1), classes, name="CrossEntropyLoss, ignored"),
     loss(
         partial(nn.CrossEntropyLoss, label_smoothing=0.2),
         lambda n: torch.randint(0, 2, (n, 2)),
@@ -75,7 +73,9 @@ CASES: list[LossCase] = [
         2,
         name="CrossEntropyLoss, positions, smoothed",
     ),
-    loss(nn.CrossEntropyLoss, lambda n: torch.randn(n, 2).softmax(1), name="CrossEntropyLoss, soft"),
+    loss(
+        nn.CrossEntropyLoss, lambda n: torch.randn(n, 2).softmax(1), name="CrossEntropyLoss, soft"
+    ),
     loss(nn.NLLLoss, classes, sampled=False),
     loss(
         nn.KLDivLoss,

@@ -17,7 +17,5 @@ CASES: list[RuleCase] = [
     layer(lambda: Pad((1, 2, 0, 1), value=0.3), 1, 2),
     layer(lambda: Slicing((slice(None), slice(1, None, 2))), 5),
     layer(lambda: Slicing((slice(None), 0)), 2, 2, name="Slicing, index"),
-    RuleCase(
-        ReduceTuple, lambda n: ((torch.randn(n, 2), torch.randn(n, 4)),), constants=(1,)
-    ),
+    RuleCase(ReduceTuple, lambda n: ((torch.randn(n, 2), torch.randn(n, 4)),), constants=(1,)),
 ]

@@ -53,7 +53,7 @@ CASES: list[RuleCase] = [
     tokens(
         lambda: nn.EmbeddingBag(5, 2, mode="mean", padding_idx=1), 4, twice_differentiable=False
     ),
-    tokens(lambda: nn.EmbeddingBag(5, 2, mode="max"), 4),
+    tokens(lambda: nn.EmbeddingBag(5, 2, mode="max"), 4, twice_differentiable=False),
     RuleCase(
         lambda: nn.EmbeddingBag(5, 2, mode="sum"),
         lambda n: Arguments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -201,6 +202,30 @@ def test_forward_that_survives_an_exception_inside() -> None:
         classification(model, (3,)).check()
     unextend(model)[1].child.register_forward_pre_hook(fail_before_ours)
     classification(model, (3,)).check()
+
+
+def test_forward_that_survives_an_interrupt_inside() -> None:
+    """Torch calls no hook then, so the child's record stays open above its parent's."""
+
+    class Patient(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3))
+            self.child = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            def interrupt(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            handle = self.child.register_forward_hook(interrupt, prepend=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                self.child(x)
+            handle.remove()
+            result: Tensor = self.child(torch.sin(x * self.scale))
+            return result
+
+    with pytest.warns(AutodiffFallbackWarning):
+        classification(nn.Sequential(nn.Linear(3, 3), Patient()), (3,)).check()
 
 
 # Hooks of the user.

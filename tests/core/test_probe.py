@@ -19,18 +19,24 @@ from tests.core.test_bridge import OPERATIONS
 BATCH = 6
 
 
-def _shift_one(x: Tensor) -> Tensor:
-    """Sample 3 sees sample 4, and no other pair is concerned."""
-    others = torch.zeros(len(x), 1)
-    others[3] = 1
-    return x + others * x.roll(-1, 0)
+def _one_sees_another(one: int, another: int) -> Callable[[Tensor], Tensor]:
+    """No other pair of samples is concerned."""
+
+    def operation(x: Tensor) -> Tensor:
+        weights = torch.eye(len(x))
+        weights[one, another] = 1
+        return weights @ x
+
+    return operation
 
 
 MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "centred": lambda x: x - x.mean(0),
     "first": lambda x: x - x[:1],
     "last": lambda x: x * x[-1:],
-    "one_pair": _shift_one,
+    "3_sees_4": _one_sees_another(3, 4),
+    "0_sees_1": _one_sees_another(0, 1),
+    "5_sees_1": _one_sees_another(5, 1),
     "reversed": lambda x: x + x.flip(0),
     "rolled": lambda x: x.roll(1, 0),
     "normalized": lambda x: F.normalize(x, dim=0),

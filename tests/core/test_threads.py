@@ -145,6 +145,15 @@ def test_device_thread_after_the_forward_thread_has_ended() -> None:
     assert hasattr(problem.parameters[0], "grad_batch")
 
 
+def test_device_thread_with_the_number_of_an_ended_one() -> None:
+    """Numbers of threads are given out again, here that of the forward thread to this one."""
+    found: list[Any] = []
+    with backpack():
+        in_foreign_thread(lambda: found.append(current(threading.get_ident())))
+        assert found == [current(threading.get_ident())]
+    assert found[0] is not None
+
+
 def test_foreign_thread_with_a_context_of_its_own() -> None:
     problem: Problem = classification(mlp(), (3,))
     loss = problem.loss()

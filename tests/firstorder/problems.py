@@ -1,4 +1,4 @@
-"""Nets for first-order quantities: every kind of contraction, and every way to share a parameter."""
+"""Nets for first-order quantities: every kind of contraction, every way to share a parameter."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _tokens() -> tuple[nn.Module, tuple[int, ...]]:
 
 def _convolutions() -> tuple[nn.Module, tuple[int, ...]]:
     layers = [
-        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(4, 6, 2, groups=2, stride=2),
-        nn.Flatten(), nn.Linear(24, 3),
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.ReLU(),
+        nn.Conv2d(4, 6, 2, groups=2, stride=2), nn.Flatten(), nn.Linear(24, 3),
     ]  # fmt: skip
     return nn.Sequential(*layers), (2, 4, 4)
 

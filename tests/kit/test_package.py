@@ -37,6 +37,6 @@ def test_every_public_name_loads_from_its_home(package: ModuleType) -> None:
 
 
 def test_extend_is_the_function_whatever_was_imported_first() -> None:
-    import backpack_core.extend  # noqa: F401
+    import backpack_core.extend
 
     assert callable(backpack_core.extend)

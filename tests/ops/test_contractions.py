@@ -1,4 +1,4 @@
-"""Every contraction against the products themselves, for few and many positions, and tiny budgets."""
+"""Every contraction against the products themselves, with few and many positions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
 }
 NAMES = ["products", "square_sum", "per_sample_square_sum", "squared_norm", "sums", "gram",
          "first moment", "second moment"]  # fmt: skip
-# V, N, S, G, O, I: a column or several, one position, few positions (Gram), many, groups, large O·I.
+# V, N, S, G, O, I: a column or several, one position, few (Gram), many, groups, large O·I.
 SHAPES = [
     (1, 5, 1, 1, 3, 4),
     (3, 5, 1, 1, 3, 4),
@@ -79,7 +79,10 @@ def _factors(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("differentiable", [False, True])
 def test_value(
-    contraction: Callable[..., Tensor], shape: tuple[int, ...], differentiable: bool, budget: int | None
+    contraction: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    differentiable: bool,
+    budget: int | None,
 ) -> None:
     out, inp = _factors(shape)
     expected = CONTRACTIONS[contraction](products(out, inp))
@@ -92,7 +95,9 @@ def test_value(
 
 
 @pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
-@pytest.mark.parametrize("shape", [(2, 3, 1, 1, 3, 2), (2, 3, 2, 1, 7, 6), (1, 3, 5, 2, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 1, 1, 3, 2), (2, 3, 2, 1, 7, 6), (1, 3, 5, 2, 3, 2)], ids=str
+)
 def test_derivative(contraction: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
     factors = [f.requires_grad_() for f in _factors(shape)]
     ours = contraction(*factors)

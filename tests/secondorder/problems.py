@@ -20,12 +20,25 @@ def _mlp() -> Made:
 
 def _deep() -> Made:
     """Deep and narrow: columns are collected in a block."""
-    layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Softplus(), nn.Linear(3, 3), nn.Sigmoid()]
+    layers = [
+        nn.Linear(3, 4),
+        nn.Tanh(),
+        nn.Linear(4, 3),
+        nn.Softplus(),
+        nn.Linear(3, 3),
+        nn.Sigmoid(),
+    ]
     return nn.Sequential(*layers, nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), (3,)
 
 
 def _piecewise() -> Made:
-    layers = [nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.LeakyReLU(), nn.Linear(4, 3)]
+    layers = [
+        nn.Linear(4, 5),
+        nn.ReLU(inplace=True),
+        nn.Linear(5, 4),
+        nn.LeakyReLU(),
+        nn.Linear(4, 3),
+    ]
     return nn.Sequential(*layers), (4,)
 
 
@@ -53,7 +66,14 @@ def _grouped() -> Made:
 
 
 def _tokens() -> Made:
-    layers = [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2), nn.Flatten(), nn.Softplus(), nn.Linear(4, 3)]
+    layers = [
+        nn.Linear(3, 3),
+        nn.Tanh(),
+        nn.Linear(3, 2),
+        nn.Flatten(),
+        nn.Softplus(),
+        nn.Linear(4, 3),
+    ]
     return nn.Sequential(*layers), (2, 3)
 
 
@@ -94,6 +114,8 @@ NETS: dict[str, Callable[[], Made]] = {
     "residual": _residual,
     "frozen": _frozen,
 }
+# Every batch size, reduction and loss, but not every combination.
+SETTINGS = [(1, "mean", "ce"), (3, "sum", "ce"), (3, "mean", "mse"), (1, "sum", "mse")]
 CHAINS = ["mlp", "deep", "piecewise", "convolutions", "transposed", "tokens"]
 
 
@@ -149,7 +171,9 @@ def chain_curvature(
             value = tensor[n : n + 1].detach()
             if any(parameter is p for p in module.parameters()):
                 result = module(value).flatten()
-                jacobian = torch.stack([oracle.gradient(y, parameter, torch.ones(())) for y in result])
+                jacobian = torch.stack(
+                    [oracle.gradient(y, parameter, torch.ones(())) for y in result]
+                )
                 jacobian = jacobian.flatten(1)
                 total += jacobian.T @ hessian @ jacobian
             flat = value.flatten()

@@ -12,7 +12,7 @@ from backpack_core.errors import BridgeError, UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagHessian
 from tests import oracle
 from tests.cases import Net, classification
-from tests.secondorder.problems import NETS, hessians, make
+from tests.secondorder.problems import NETS, SETTINGS, hessians, make
 
 
 def diagonals(blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -20,9 +20,7 @@ def diagonals(blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
     return [block.diagonal(dim1=1, dim2=2).reshape(-1, *shape) for block, shape in pairs]
 
 
-@pytest.mark.parametrize("loss", ["ce", "mse"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS)
 @pytest.mark.parametrize("net", NETS)
 def test_exact(net: str, batch: int, reduction: str, loss: str) -> None:
     problem = make(net, batch, reduction, loss)

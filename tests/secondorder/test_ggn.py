@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
+from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     KFLR,
     BatchDiagGGNExact,
@@ -16,10 +17,9 @@ from backpack_core.extensions import (
     SqrtGGNExact,
     SqrtGGNMC,
 )
-from backpack_core.errors import UsageError
 from backpack_layers.linear import LinearRule
 from tests import oracle
-from tests.secondorder.problems import NETS, make
+from tests.secondorder.problems import NETS, SETTINGS, make
 
 # One draw of a column has a relative standard deviation of about one.
 SAMPLES, SAMPLED_RTOL = 40_000, 0.03
@@ -31,9 +31,7 @@ def outer(root: Tensor) -> Tensor:
     return torch.einsum("vna,vnb->nab", flat, flat)
 
 
-@pytest.mark.parametrize("loss", ["ce", "mse"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS)
 @pytest.mark.parametrize("net", NETS)
 def test_exact(net: str, batch: int, reduction: str, loss: str) -> None:
     problem = make(net, batch, reduction, loss)

@@ -98,6 +98,8 @@ def test_sequential_of_linear() -> None:
     model = nn.Linear(3, 1)
     x = torch.randn(5, 3)
     loss = model(x).square().sum()
-    products = hessian_vector_product(loss, list(model.parameters()), [torch.ones(1, 3), torch.ones(1)])
+    products = hessian_vector_product(
+        loss, list(model.parameters()), [torch.ones(1, 3), torch.ones(1)]
+    )
     wide = torch.cat([x, torch.ones(5, 1)], 1)
     oracle.assert_close(torch.cat([products[0].flatten(), products[1]]), 2 * wide.T @ wide.sum(1))

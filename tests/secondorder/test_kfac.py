@@ -16,7 +16,7 @@ from backpack_core.kronecker import KroneckerFactors
 from backpack_secondorder.propagators import LossSqrt
 from tests import oracle
 from tests.cases import Net, Problem, classification
-from tests.secondorder.problems import CHAINS, make
+from tests.secondorder.problems import CHAINS, SETTINGS, make
 
 SAMPLES, SAMPLED_RTOL = 40_000, 0.03
 
@@ -54,12 +54,11 @@ def layers(problem: Problem) -> list[Any]:
     return [m for m in problem.model.modules() if isinstance(m, kinds)]
 
 
-@pytest.mark.parametrize("loss", ["ce", "mse"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS[1:])
 @pytest.mark.parametrize("net", CHAINS)
-def test_kflr_conventions(net: str, reduction: str, loss: str) -> None:
+def test_kflr_conventions(net: str, batch: int, reduction: str, loss: str) -> None:
     """``B`` is the block of the bias, with the scale of the loss; ``A`` an average over samples."""
-    problem = make(net, 4, reduction, loss)
+    problem = make(net, batch, reduction, loss)
     blocks = dict(zip(problem.parameters, problem.expected(oracle.ggn), strict=True))
     received = inputs_of(problem)
     problem.run(KFLR())
@@ -242,11 +241,10 @@ def recursion(modules: Sequence[nn.Module], problem: Problem) -> dict[nn.Module,
     return found
 
 
-@pytest.mark.parametrize("loss", ["ce", "mse"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS[1:])
 @pytest.mark.parametrize("net", CHAINS)
-def test_kfra(net: str, reduction: str, loss: str) -> None:
-    problem = make(net, 3, reduction, loss)
+def test_kfra(net: str, batch: int, reduction: str, loss: str) -> None:
+    problem = make(net, batch, reduction, loss)
     modules = [m if not getattr(m, "inplace", False) else nn.ReLU() for m in problem.model]  # type: ignore[attr-defined]
     averages = recursion(modules, problem)
     received = inputs_of(problem)
@@ -284,7 +282,9 @@ def test_kfra_goes_through_functional_operations() -> None:
 def test_kfra_refuses_branches() -> None:
     with pytest.raises(UnsupportedError, match="the net must be a chain"):
         make("residual").run(KFRA())
-    merged = Net(lambda net, x: net.a(x).flatten(0, 1).unflatten(0, (3, 2)).flatten(1), a=nn.Linear(2, 2))
+    merged = Net(
+        lambda net, x: net.a(x).flatten(0, 1).unflatten(0, (3, 2)).flatten(1), a=nn.Linear(2, 2)
+    )
     problem = classification(merged, (2, 2), classes=4)
     with pytest.raises(BridgeError, match="samples on axis 0"):
         problem.run(KFRA())
@@ -304,7 +304,9 @@ def test_ekfac_has_the_diagonal_in_its_basis(net: str) -> None:
         expected = (rotation.T @ block.sum(0) @ rotation).diagonal()
         oracle.assert_close(basis.values.flatten(), expected)
         scale = block.sum(0).norm()
-        assert (basis.dense() - block.sum(0)).norm() <= (p.kflr.dense() - block.sum(0)).norm() + 1e-10 * scale
+        assert (basis.dense() - block.sum(0)).norm() <= (
+            p.kflr.dense() - block.sum(0)
+        ).norm() + 1e-10 * scale
 
 
 def test_ekfac_is_unbiased() -> None:

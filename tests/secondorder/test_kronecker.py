@@ -128,7 +128,7 @@ def test_still_a_list() -> None:
     factors = cases()["two"]
     assert len(factors) == 2
     assert [f.shape[0] for f in factors] == [3, 8]
-    assert factors + [torch.eye(1)] == [*factors, torch.eye(1)] or True
+    assert len(factors + [torch.eye(1)]) == 3
     again = copy.copy(factors)
     assert_close(again.dense(), factors.dense())
 
@@ -156,4 +156,7 @@ def test_order_of_transposed_convolutions() -> None:
     problem.run(KFLR("expand"))
     weight = problem.parameters[0]
     # Two output pixels with kernel entries of their own: A is block-diagonal over the kernel.
-    assert_close(2 * weight.kflr.dense() / weight.kflr.dense().trace(), 2 * blocks[0][0] / blocks[0][0].trace())
+    assert_close(
+        2 * weight.kflr.dense() / weight.kflr.dense().trace(),
+        2 * blocks[0][0] / blocks[0][0].trace(),
+    )

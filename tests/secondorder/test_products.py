@@ -15,7 +15,7 @@ from backpack_core.errors import OverwrittenInputError, ShapeError, UnsupportedE
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from tests import oracle
 from tests.cases import Net, Problem, classification
-from tests.secondorder.problems import CHAINS, NETS, chain_curvature, hessians, make
+from tests.secondorder.problems import CHAINS, NETS, SETTINGS, chain_curvature, hessians, make
 
 
 def compare(problem: Problem, field: str, blocks: list[Tensor]) -> None:
@@ -26,11 +26,10 @@ def compare(problem: Problem, field: str, blocks: list[Tensor]) -> None:
         oracle.assert_close(getattr(p, field)(vectors), expected)
 
 
-@pytest.mark.parametrize("loss", ["ce", "mse"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS[1:])
 @pytest.mark.parametrize("net", NETS)
-def test_exact(net: str, reduction: str, loss: str) -> None:
-    problem = make(net, 3, reduction, loss)
+def test_exact(net: str, batch: int, reduction: str, loss: str) -> None:
+    problem = make(net, batch, reduction, loss)
     ggn = [b.sum(0) for b in problem.expected(oracle.ggn)]
     hessian = [b.sum(0) for b in problem.expected(hessians)]
     problem.run(GGNMP(), HMP())

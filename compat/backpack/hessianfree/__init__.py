@@ -4,16 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from backpack.submodules import submodule
 from backpack_core import hessianfree as core
+from backpack_core.hessianfree import Tensors
+
+
+def L_op(
+    ys: Tensors, xs: Tensors, ws: Tensors, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """The transposed Jacobian of ``ys`` in ``xs`` times ``ws``."""
+    return core.transposed_jacobian_vector_product(ys, xs, ws, retain_graph, detach)
+
+
+def R_op(
+    ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """The Jacobian of ``ys`` in ``xs`` times ``vs``."""
+    return core.jacobian_vector_product(ys, xs, vs, retain_graph, detach)
+
 
 _TABLE: dict[str, dict[str, Any]] = {
     "lop": {
-        "L_op": core.transposed_jacobian_vector_product,
+        "L_op": L_op,
         "transposed_jacobian_vector_product": core.transposed_jacobian_vector_product,
     },
     "rop": {
-        "R_op": core.jacobian_vector_product,
+        "R_op": R_op,
         "jacobian_vector_product": core.jacobian_vector_product,
     },
     "hvp": {"hessian_vector_product": core.hessian_vector_product},

@@ -48,7 +48,8 @@ class ClippedSumGrad(FirstOrderExtension):
 
     No individual gradient is formed where the layer's rule knows contractions: norms during the
     backward pass, and at its end one more product per layer, of the price of a plain gradient
-    (Bu et al., 2023, arXiv:2210.00038). Inputs and output gradients of all layers are kept until then.
+    (Bu et al., 2023, arXiv:2210.00038). Inputs and output gradients of all layers are kept until
+    then.
     """
 
     savefield = "grad_clipped"
@@ -100,7 +101,9 @@ class ClippedSumGrad(FirstOrderExtension):
         for handle in values.values():
             groups.setdefault(self._group(handle), []).append(handle.squared_norm)
         weights = {key: self._weights(norms) for key, norms in groups.items()}
-        return {p: handle.weighted_sum(weights[self._group(handle)]) for p, handle in values.items()}
+        return {
+            p: handle.weighted_sum(weights[self._group(handle)]) for p, handle in values.items()
+        }
 
     def _group(self, handle: Handle) -> Module | None:
         return None if self.clipping == "flat" else handle.call.module

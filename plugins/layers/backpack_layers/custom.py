@@ -23,6 +23,7 @@ class SumModuleRule(LayerRule):
 
     module_types = (SumModule,)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, ...]:
         return (mat,) * len(call.inputs)
@@ -35,6 +36,7 @@ class ScaleModuleRule(ParametricRule):
     params = ("weight",)
     linear_in_params = ("weight",)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
         weight = cast(ScaleModule, call.module).weight
@@ -57,6 +59,7 @@ class PermuteRule(LayerRule):
 
     module_types = (Permute,)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse permutations that move the batch axis."""

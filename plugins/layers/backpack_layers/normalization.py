@@ -233,6 +233,7 @@ class BatchNormRule(NormalizationRule):
 
     module_types = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def mixes_samples(self, call: ModuleCall) -> bool:
         """In train mode, and in eval mode where no running statistics are kept."""

@@ -38,6 +38,7 @@ class ConstantPadRule(LayerRule):
 
     module_types = (ConstantPad1d, ConstantPad2d, ConstantPad3d, ZeroPad1d, ZeroPad2d, ZeroPad3d)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse to pad the batch axis."""

@@ -32,6 +32,7 @@ class ReshapeRule(LayerRule):
 
     module_types = (Flatten, Unflatten, Identity)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse a reshape of the batch axis."""
@@ -53,6 +54,7 @@ class PixelShuffleRule(LayerRule):
 
     module_types = (PixelShuffle, PixelUnshuffle)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""
@@ -78,6 +80,7 @@ class ChannelShuffleRule(LayerRule):
 
     module_types = (ChannelShuffle,)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""
@@ -99,6 +102,7 @@ class UnfoldRule(LayerRule):
 
     module_types = (Unfold, Fold)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
         """Refuse an input without a batch axis."""

@@ -28,6 +28,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.extension import FailMode, as_subsampling
 from backpack_core.kronecker import KroneckerFactors, ParameterOrder
 from backpack_core.ops.kronecker import WeightSharing
+from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import as_weight_sharing
 
 
@@ -134,23 +135,18 @@ class KFRA(SecondOrderExtension):
         if not isinstance(rule, AffineRule):
             return KroneckerFactors([_block(rule, call, name, mat)], ParameterOrder(shape))
         average = _affine_form(rule, call, mat)  # [S, G, O, S, G, O]
+        is_expanded = self.weight_sharing == "expand" and name != "bias"
+        outer = (
+            average.diagonal(dim1=0, dim2=3).sum(-1) if is_expanded else average.sum((0, 3))
+        )  # [G, O, G, O]
         if name == "bias":
-            size = shape.numel()
-            return KroneckerFactors(
-                [average.sum((0, 3)).reshape(size, size)], ParameterOrder(shape)
-            )
-        if self.weight_sharing == "expand":
-            outer = average.diagonal(dim1=0, dim2=3).sum(-1)
-        else:
-            outer = average.sum((0, 3))
+            return KroneckerFactors([outer.flatten(2).flatten(0, 1)], ParameterOrder(shape))
         by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
         inp = rule.affine_rows(call)
-        factors = [
-            by_group.squeeze(0),
-            ops.kronecker.input_covariance(call, name, inp, self.weight_sharing),
-        ]
+        inner = ops.kronecker.input_covariance(call, name, inp, self.weight_sharing)
         sizes = (*by_group.shape[:2], inp.shape[3])
-        return KroneckerFactors(factors, ops.kronecker.weight_order(rule, call, name, sizes))
+        order = ops.kronecker.weight_order(rule, call, name, sizes)
+        return KroneckerFactors([by_group.squeeze(0), inner], order)
 
 
 def _over_samples(
@@ -170,13 +166,14 @@ def _over_samples(
     samples = call.batch_size
     size = max(width, len(quantity)) * width * quantity.element_size()
     step = max(1, memory_budget() // size)
-    total = quantity.new_zeros(width, width)
+    total: Tensor | None = None
     for start in range(0, samples, step):
         part = call if step >= samples else call.subsample(range(samples)[start : start + step])
         rows = quantity.unsqueeze(1).expand(-1, part.batch_size, -1)
         half = push(part, rows)
-        total = total + push(part, half.transpose(0, 2)).sum(1)
-    return total / samples
+        total = add(total, push(part, half.transpose(0, 2)).sum(1))
+    assert total is not None
+    return total if samples == 1 else total / samples
 
 
 def _product(rule: LayerRule, position: int, call: ModuleCall, mat: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class BlockProduct:
         """
         if vectors.dim() != 1 + len(self._shape) or vectors.shape[1:] != self._shape:
             raise ShapeError(
-                f"Expected vectors of shape [V, *{self._name}] = ['V', "
-                f"{', '.join(map(str, self._shape))}]. Got {list(vectors.shape)}."
+                f"Expected vectors of shape [V, {', '.join(map(str, self._shape))}]. "
+                f"Got {list(vectors.shape)}."
             )
         if isinstance(self._rule, MaterializedRule):
             return self._of_shared(self._rule.product, vectors)

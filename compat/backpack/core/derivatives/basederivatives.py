@@ -377,7 +377,7 @@ def _rule(module: Module) -> LayerRule:
 
 def _parametric(module: Module, name: str) -> ParametricRule:
     rule = _rule(module)
-    if isinstance(rule, ParametricRule) and name in rule.params:
+    if isinstance(rule, ParametricRule) and name in rule.parameter_names(module):
         return rule
     raise NotImplementedError(
         f"The layer rule for {type(module).__name__} does not know the parameter {name!r}: "

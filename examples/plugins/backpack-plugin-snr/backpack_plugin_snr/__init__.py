@@ -29,8 +29,7 @@ class SNR(FirstOrderExtension):
             raise UnsupportedError(
                 f"{call.path} saw a single sample, which has no variance: SNR needs two or more."
             )
-        total = ops.shared(ops.per_sample_sum, rule, call, name, mat).squeeze(0)
-        squares = ops.shared(ops.square_sum, rule, call, name, mat)
-        signal = (total / samples).square()
+        total, squares = ops.shared_moments(rule, call, name, mat)
+        signal = (total.squeeze(0) / samples).square()
         noise = (squares / samples - signal).clamp_min(0)  # rounding may leave it below zero
         return (signal / noise).where(signal > 0, signal)

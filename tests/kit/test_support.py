@@ -1,0 +1,125 @@
+"""The support matrix is what the product does, and the page in the documentation is the matrix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_core import is_extended
+from backpack_core.plugins import ensure_loaded
+from backpack_core.registry import CORE, registry
+from backpack_core.testing import catalogue, support
+from backpack_core.testing.support_page import page
+
+PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
+FAMILIES: list[tuple[str, list[support.Row]]] = []
+
+
+@pytest.fixture
+def families() -> list[tuple[str, list[support.Row]]]:
+    torch.set_default_dtype(torch.float32)  # as on the command line
+    if not FAMILIES:
+        FAMILIES.extend(support.matrix())
+    return FAMILIES
+
+
+def cell(families: list[tuple[str, list[support.Row]]], layer: str, extension: str) -> support.Cell:
+    row = next(row for _, rows in families for row in rows if row.name == layer)
+    return row.cells[extension]
+
+
+def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[support.Row]]]) -> None:
+    assert page(families) == PAGE.read_text(encoding="utf-8"), (
+        "run: python -m backpack_core.testing.support --write docs/support-matrix.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("layer", "extension", "kind"),
+    [
+        ("Linear", "SumGradSquared", "fast"),
+        ("Linear", "BatchGrad", "rule"),
+        ("Tanh", "BatchGrad", "-"),
+        ("Tanh", "DiagGGNExact", "rule"),
+        ("BatchNorm1d (training)", "BatchGrad", "refused"),
+        ("BatchNorm1d (evaluation)", "BatchGrad", "rule"),
+        ("GRU", "KFRA", "refused"),
+        ("HingeEmbeddingLoss", "DiagGGNExact", "refused"),
+        ("L1Loss", "DiagGGNMC", "refused"),
+        ("MSELoss", "DiagGGNMC", "rule"),
+    ],
+)
+def test_cells(
+    families: list[tuple[str, list[support.Row]]], layer: str, extension: str, kind: str
+) -> None:
+    found = cell(families, layer, extension)
+    assert found.kind == kind
+    assert bool(found.reason) == (kind == "refused")
+
+
+def test_without_a_rule_parameters_are_automatic() -> None:
+    class Affine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    row = support.layer_row(support.RuleCase(Affine, lambda n: torch.randn(n, 4)))
+    assert row.rule is None
+    assert row.cells["BatchGrad"].kind == "autodiff"
+
+
+def test_the_catalogue_knows_every_installed_rule(
+    families: list[tuple[str, list[support.Row]]],
+) -> None:
+    ensure_loaded()
+    claims = [claim for claims in registry.rules.values() for claim in claims]
+    installed = {type(c.value).__name__ for c in claims if c.provenance != CORE}
+    assert installed - {type(row.rule).__name__ for _, rows in families for row in rows} == set()
+
+
+def test_the_whole_matrix_as_text(families: list[tuple[str, list[support.Row]]]) -> None:
+    header, rows = support.support_matrix()
+    assert header[0] == "layer"
+    assert {len(row) for row in rows} == {len(header)}
+    assert len(rows) == sum(len(rows) for _, rows in families)
+    assert len(catalogue.LAYERS) + 1 == len(families)
+
+
+def test_a_model_module_by_module() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.inner(x)
+
+    class Negative(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -x
+
+    model = nn.Sequential(nn.Linear(2, 2), Negative(), Own())
+    rows = support.of_model(model)
+    assert [(row.path, row.type, row.way) for row in rows] == [
+        ("0", "Linear", "rule"),
+        ("1", "Negative", "graph"),
+        ("2", "Own", "autodiff"),
+        ("2.inner", "Linear", "rule"),
+    ]
+    assert rows[0].rule == "LinearRule"
+    assert "backpack-plugin-layers" in rows[0].provenance
+    assert is_extended(model[0])
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    support.main(["--write", str(tmp_path / "page.md")])
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+    assert capsys.readouterr().out == ""

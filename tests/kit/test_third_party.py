@@ -1,0 +1,41 @@
+"""A rule for a layer that torch does not have, as its author sees the kit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import check_rule
+from backpack_core.testing.ledger import LEDGER
+from backpack_core.testing.promise import PROMISED
+
+PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "backpack-plugin-rational"
+
+
+def test_a_short_test_file_gets_the_full_set_of_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    monkeypatch.syspath_prepend(str(PLUGIN / "tests"))
+    monkeypatch.setattr(LEDGER, "promised", {})  # of this run, the file is no part
+    import backpack_plugin_rational
+
+    assert len((PLUGIN / "tests" / "test_rational.py").read_text("utf-8").splitlines()) <= 30
+    with temporary_plugin(backpack_plugin_rational.RationalRule):
+        import test_rational
+
+        results = [result for case in test_rational.CASES for result in check_rule(case)]
+    assert [result for result in results if not result.ok] == []
+    names = {result.check for result in results}
+    # It is neither affine nor of zero Hessian, and mixes nothing.
+    assert {row.name for row in PROMISED["rule"]} - names == {
+        "affine_form",
+        "affine_weight",
+        "hessian_is_zero",
+        "mixing_is_refused",
+        "not_twice_differentiable",
+        "overwritten_input",
+    }
+    for name in ("backpack_plugin_rational", "test_rational"):
+        sys.modules.pop(name)
