@@ -18,7 +18,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
 
-.PHONY: help env demo test lint format types bench-env bench build clean
+.PHONY: help env demo test lint format types bench-env bench support build clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12

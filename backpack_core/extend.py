@@ -137,6 +137,8 @@ def _before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if getattr(_local, "disabled", 0) or not torch.is_grad_enabled():
         return
     hooks: Any = module._forward_hooks
+    if _KEY not in hooks:  # some code clears the hooks of a module, and means ours
+        return
     if next(iter(hooks)) != _KEY:
         # A hook of the user's that changes the output is an operation after the module.
         hooks.move_to_end(_KEY, last=False)

@@ -103,14 +103,21 @@ class LayerRule(ABC):
 
         Raises:
             ShapeError: ``mat`` or the result has the wrong shape.
+            UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
         _expect(call, self, "_jac_t_mat_prod is given", mat, call.output_shape)
         result = self._jac_t_mat_prod(call, mat)
-        products = result if isinstance(result, tuple) else (result,)
-        for product, tensor in zip(products, call.inputs, strict=False):
-            if product is not None:
-                _expect(call, self, "_jac_t_mat_prod returned", product, tensor.shape, len(mat))
-        return products
+        products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
+        for slot, tensor in enumerate(call.inputs[: len(products)]):
+            product = products[slot]
+            if product is None:
+                continue
+            if call.indices is not None and tensor is call.full.inputs[slot]:
+                _refuse_uncut(call, tensor)
+                products[slot] = None
+                continue
+            _expect(call, self, "_jac_t_mat_prod returned", product, tensor.shape, len(mat))
+        return tuple(products)
 
     def jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
         """Input Jacobian, applied to every column of every sample.
@@ -499,6 +506,16 @@ def _align(call: ModuleCall, grad: Tensor) -> Tensor:
     if grad.shape == call.input_shape:
         return grad
     return grad.unsqueeze(1)
+
+
+def _refuse_uncut(call: ModuleCall, tensor: Tensor) -> None:
+    """Raise if an input that a view of some samples leaves whole wants columns of those samples."""
+    if tensor.requires_grad:
+        raise UnsupportedError(
+            f"{call.path} received an input of shape {list(tensor.shape)} that requires a gradient "
+            "and whose axis 0 does not hold the samples (an initial state, say), which cannot be "
+            "combined with subsampling: detach it, or leave subsampling out."
+        )
 
 
 def _expect(

@@ -16,25 +16,33 @@ where one of the two cannot do double); ``a!`` and ``b!``: the first, the second
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import types
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import nn
 
-# The incumbent imports it for its examples only.
-if "torchvision" not in sys.modules:
+
+def stand_in_for_torchvision() -> None:
+    """The incumbent imports it for its examples only: an empty one will do."""
     try:
-        import torchvision  # noqa: F401
-    except ImportError:
-        for name, names in (("", ""), (".datasets", "MNIST"), (".transforms", "Compose ToTensor")):
-            stand_in = types.ModuleType("torchvision" + name)
-            for attribute in (*names.split(), *(["Normalize"] if "Compose" in names else [])):
-                setattr(stand_in, attribute, object)
-            sys.modules["torchvision" + name] = stand_in
+        metadata.version("backpack-for-pytorch")
+    except metadata.PackageNotFoundError:
+        return
+    names = {"": [], ".datasets": ["MNIST"], ".transforms": ["Compose", "Normalize", "ToTensor"]}
+    if importlib.util.find_spec("torchvision") is None:
+        for module, attributes in names.items():
+            made = types.ModuleType("torchvision" + module)
+            made.__dict__.update(dict.fromkeys(attributes, object))
+            sys.modules["torchvision" + module] = made
+
+
+stand_in_for_torchvision()
 
 Case = tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]
 

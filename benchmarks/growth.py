@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import log
 from typing import Any
 
 from benchmarks.cells import measure
-from benchmarks.problems import PROBLEMS, Problem, mlp
+from benchmarks.problems import find
 from benchmarks.quantities import QUANTITIES
 
 PEERS = ("ours", "incumbent")
@@ -24,14 +23,18 @@ class Growth:
         quantity: Its name.
         values: Along the axis.
         seconds: For each peer.
+        memory: Bytes above a plain gradient, for each peer.
         slopes: ``d log time / d log value``, by least squares, for each peer.
+        memory_slopes: The same for memory.
     """
 
     axis: str
     quantity: str
     values: list[int] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    memory: dict[str, list[int]] = field(default_factory=dict)
     slopes: dict[str, float] = field(default_factory=dict)
+    memory_slopes: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """For the results file."""
@@ -39,23 +42,18 @@ class Growth:
 
     def __str__(self) -> str:
         """One line."""
-        slopes = "  ".join(f"{peer} {slope:5.2f}" for peer, slope in self.slopes.items())
-        return f"{self.quantity:16} against {self.axis:8} {self.values}: slope {slopes}"
+        time, memory = (
+            ", ".join(f"{peer} {slope:.2f}" for peer, slope in slopes.items())
+            for slopes in (self.slopes, self.memory_slopes)
+        )
+        return f"{self.quantity:14} {self.axis:8} {self.values}: time {time}; memory {memory}"
 
 
-def _with_classes(classes: int) -> Problem:
-    return replace(PROBLEMS["mlp"], model=partial(mlp, classes=classes), classes=classes)
-
-
-def _with_depth(depth: int) -> Problem:
-    return replace(PROBLEMS["mlp"], model=partial(mlp, depth=depth))
-
-
-# How to make the problem and the batch for a value on the axis.
-_AXES: dict[str, tuple[Sequence[int], Callable[[int], tuple[Problem, int]]]] = {
-    "samples": ((32, 64, 128, 256), lambda n: (PROBLEMS["2c2d"], n)),
-    "classes": ((10, 20, 40, 80), lambda c: (_with_classes(c), 64)),
-    "depth": ((1, 2, 3, 4, 5), lambda d: (_with_depth(d), 128)),
+# Problems and batch sizes along an axis.
+_AXES: dict[str, tuple[Sequence[int], Callable[[int], tuple[str, int]]]] = {
+    "samples": ((32, 64, 128, 256), lambda n: ("2c2d", n)),
+    "classes": ((10, 20, 40, 80), lambda c: (f"mlp/classes={c}", 64)),
+    "depth": ((1, 2, 3, 4, 5), lambda d: (f"mlp/depth={d}", 128)),
 }
 
 
@@ -78,15 +76,25 @@ def study(
             growth = Growth(axis, name, list(values))
             for value in values:
                 problem, batch = make(value)
-                cell = measure(problem, QUANTITIES[name], PEERS, seconds, rate, clock, False, batch)
-                for peer in PEERS:
-                    time = cell.time.get(peer)
-                    if time is not None:
-                        growth.seconds.setdefault(peer, []).append(time * cell.gradient)
-            for peer, times in growth.seconds.items():
-                if len(times) == len(values):
-                    growth.slopes[peer] = _slope(values, times)
+                cell = measure(
+                    find(problem), QUANTITIES[name], PEERS, seconds, rate, clock, batch=batch
+                )
+                for peer, time in cell.time.items():
+                    growth.seconds.setdefault(peer, []).append(time * cell.gradient)
+                for peer, size in cell.memory.items():
+                    growth.memory.setdefault(peer, []).append(size)
+            growth.slopes = _slopes(values, growth.seconds)
+            growth.memory_slopes = _slopes(values, growth.memory)
             yield growth
+
+
+def _slopes(values: Sequence[int], found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """For the peers that were measured everywhere."""
+    return {
+        peer: _slope(values, numbers)
+        for peer, numbers in found.items()
+        if len(numbers) == len(values) and min(numbers) > 0
+    }
 
 
 def _slope(values: Sequence[float], times: Sequence[float]) -> float:

@@ -3,8 +3,9 @@
 What is counted: the products of the gradient itself; for each sample the product of output
 gradient and input where positions share a weight, or the squares' product where they do not; a
 transposed Jacobian product for each column and layer; covariances as symmetric products. Norms take
-the cheaper of the product and the Gram matrices over positions. Elementwise work counts nothing. The
-bytes of the result are added at the rate of a first write to fresh memory.
+the cheaper of the product and the Gram matrices over positions. Elementwise work counts nothing.
+The bytes of the result are added at the rate of a first write to fresh memory. All products are
+assumed to run at the rate of the gradient's, which is low for nets as small as logistic regression.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.peers import PEERS, Step
-from benchmarks.problems import PROBLEMS, Problem
+from benchmarks.problems import Problem, find
 from benchmarks.quantities import QUANTITIES, Quantity
 
 
@@ -41,7 +41,7 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def alternate(
-    steps: Mapping[str, Step], seconds: float, clock: str = "wall", least: int = 2, most: int = 15
+    steps: Mapping[str, Step], seconds: float, clock: str = "wall", least: int = 2, most: int = 300
 ) -> Times:
     """Run the steps in turn; each of them has run once before.
 
@@ -56,8 +56,8 @@ def alternate(
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     start = time.perf_counter()
     for turn in range(most):
+        gc.collect()
         for name, step in steps.items():
-            gc.collect()
             rounds[name].append(_seconds(step, CLOCKS[clock]))
         if turn + 1 >= least and time.perf_counter() - start > seconds:
             break
@@ -121,7 +121,7 @@ def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
 def _main() -> None:
     problem, quantity, peer, batch, threads = sys.argv[1:]
     torch.set_num_threads(int(threads))
-    print(json.dumps(_grow(PROBLEMS[problem], QUANTITIES[quantity], peer, int(batch))))
+    print(json.dumps(_grow(find(problem), QUANTITIES[quantity], peer, int(batch))))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -113,3 +114,13 @@ PROBLEMS = {
         Problem("transformer", _Classifier, (64, 128), 10, 16, 16),
     )
 }
+
+
+def find(name: str) -> Problem:
+    """A problem by name; ``"mlp/classes=20"`` and ``"mlp/depth=3"`` are variants of the MLP."""
+    if name in PROBLEMS:
+        return PROBLEMS[name]
+    key, value = name.removeprefix("mlp/").split("=")
+    setting = {key: int(value)}
+    model = partial(mlp, **setting)
+    return replace(PROBLEMS["mlp"], name=name, model=model, classes=setting.get("classes", 10))

@@ -7,9 +7,8 @@ needs a statement on how the positions ``s`` are summed, which is :data:`WeightS
 
 from __future__ import annotations
 
-import weakref
 from functools import singledispatch
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,9 +21,6 @@ from backpack_core.ops import generic
 from backpack_core.rules import AffinePairsRule, LayerRule, ParametricRule
 
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
-
-# Columns may come in chunks, but the inputs of a call stay what they are.
-_covariances: weakref.WeakKeyDictionary[ModuleCall, dict[Any, Tensor]] = weakref.WeakKeyDictionary()
 
 
 @singledispatch
@@ -173,15 +169,18 @@ def input_covariance(
     Returns:
         Shape ``[I, I]``, or ``[G, I, I]`` for a layer with groups.
     """
-    known = {} if torch.is_grad_enabled() else _covariances.setdefault(call.full, {})
-    key = (name, sharing, call.indices, call.dtype)
-    if key not in known:
-        samples, positions = inp.shape[:2]
-        count = samples * positions if sharing == "expand" else samples
-        itemsize = call.parameter(name).element_size()
-        total = contractions.outer_sum(inp, itemsize, 1 / count, mean=sharing == "reduce")
-        known[key] = _without_groups(total)
-    return known[key]
+    # Columns may come in chunks, but the inputs of a call stay what they are.
+    known = call.full.constants
+    key = ("covariance", name, sharing, call.indices, call.dtype, torch.is_grad_enabled())
+    if key in known:
+        again: Tensor = known[key].clone()  # each extension's factors are its user's own
+        return again
+    samples, positions = inp.shape[:2]
+    count = samples * positions if sharing == "expand" else samples
+    itemsize = call.parameter(name).element_size()
+    total = contractions.outer_sum(inp, itemsize, 1 / count, mean=sharing == "reduce")
+    known[key] = factor = _without_groups(total)
+    return factor
 
 
 def weight_order(

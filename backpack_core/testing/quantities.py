@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
+from backpack_core.testing.compare import SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from backpack_core.testing.reference import Reference
@@ -94,22 +95,22 @@ def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
 
 
 def _factor_error(
-    block: Callable[[Reference, str], Tensor],
+    block: Callable[[Reference, str], Tensor] | None,
 ) -> Callable[[Any, Reference, str], Tensor]:
     """How far Kronecker factors are from what is known of any of them, plus one.
 
-    They are symmetric and of fitting size; a single factor is the block itself.
+    They are symmetric and of fitting size; a single factor is the block itself, if that is known.
     """
 
     def observed(value: Any, reference: Reference, name: str) -> Tensor:
         size, errors = 1, []
         for factor in value:
             size *= factor.shape[-1]
-            scale = factor.abs().max().clamp_min(1e-12)
+            scale = factor.abs().max().clamp_min(SMALLEST_SCALE)
             errors.append((factor - factor.mT).abs().max() / scale)
-        if len(value) == 1 and value[0].dim() == 2:
+        if block is not None and len(value) == 1 and value[0].dim() == 2:
             expected = block(reference, name)
-            scale = expected.abs().max().clamp_min(1e-12)
+            scale = expected.abs().max().clamp_min(SMALLEST_SCALE)
             errors.append((value[0] - expected).abs().max() / scale)
         size *= len(value[0]) if value[0].dim() == 3 else 1
         fits = size == reference.parameters[name].numel()
@@ -153,6 +154,7 @@ _QUANTITIES: dict[str, Quantity] = {
     ),
     "kfac": Quantity(_one, _factor_error(_sampled_ggn), needs="structure"),
     "kflr": Quantity(_one, _factor_error(lambda r, p: r.ggn(p).sum(0)), needs="structure"),
+    "kfra": Quantity(_one, _factor_error(None), needs="structure"),
 }
 
 

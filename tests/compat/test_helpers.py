@@ -7,7 +7,9 @@ import hashlib
 import io
 import struct
 import urllib.error
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -205,6 +207,29 @@ def test_without_mnist_digits_stand_in(
         images, labels = load_one_batch_mnist(batch_size=64, shuffle=False)
     assert images.shape == (64, 1, 28, 28)
     assert labels[:10].tolist() == list(range(10))
+
+
+def test_torchvision_s_dataset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is installed, the data come from there."""
+    monkeypatch.chdir(tmp_path)
+    asked: dict[str, Any] = {}
+
+    def dataset(**settings: Any) -> Any:
+        asked.update(settings)
+        return [(torch.zeros(1, 28, 28), 5)] * 3
+
+    package, datasets, transforms = (
+        ModuleType(n) for n in ("torchvision", "datasets", "transforms")
+    )
+    datasets.MNIST = dataset  # type: ignore[attr-defined]
+    for name in ("Compose", "Normalize", "ToTensor"):
+        setattr(transforms, name, lambda *args: args)
+    package.transforms, package.datasets = transforms, datasets  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("torchvision", None)
+    monkeypatch.setitem(mnist.sys.modules, "torchvision", package)
+    monkeypatch.setitem(mnist.sys.modules, "torchvision.datasets", datasets)
+    assert load_one_batch_mnist(2)[1].tolist() == [5, 5]
+    assert (asked["root"], asked["train"], asked["download"]) == ("data", True, True)
 
 
 def test_broken_copy(monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> None:

@@ -328,3 +328,67 @@ def _compare(ours: Any, reference: Any, parameter: Tensor) -> None:
         ours, reference = [ours], [reference]
     for one, other in zip(ours, reference, strict=True):
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+# The incumbent's base classes, used directly
+
+
+def test_hbp_by_strategies() -> None:
+    from backpack.extensions.secondorder.hbp import BackpropStrategy, ExpectationApproximation
+
+    botev, chen = ExpectationApproximation.BOTEV_MARTENS, ExpectationApproximation.CHEN
+    strategies = ("ggn", LossHessianStrategy.EXACT, BackpropStrategy.SQRT, botev)
+    mine = extensions.HBP(*strategies, savefield="mine")
+    found = (
+        mine.get_curv_type(), mine.get_loss_hessian_strategy(), mine.get_backprop_strategy(),
+        mine.get_ea_strategy(),
+    )  # fmt: skip
+    assert found == strategies
+    weight = run(linear_net(), *data(3), mine, extensions.KFLR())[0]
+    for ours, reference in zip(weight.mine, weight.kflr, strict=True):
+        assert torch.allclose(ours, reference)
+    with pytest.raises(NotImplementedError, match="use KFAC, KFLR or KFRA"):
+        extensions.HBP(*strategies[:3], chen)
+
+
+def test_kfac_has_the_strategies_of_its_name() -> None:
+    sampled = extensions.KFAC(mc_samples=3)
+    assert sampled.get_num_mc_samples() == 3
+    assert sampled.get_loss_hessian_strategy() == LossHessianStrategy.SAMPLING
+    torch.manual_seed(3)
+    model, (x, y) = linear_net(), data(3)
+    torch.manual_seed(4)
+    expected = list(run(model, x, y, extensions.KFAC(mc_samples=3))[0].kfac)
+    from backpack.extensions.secondorder.hbp.activations import HBPSigmoid
+    from backpack.extensions.secondorder.hbp.linear import HBPLinear
+    from backpack.extensions.secondorder.hbp.losses import HBPCrossEntropyLoss
+
+    cells = ((nn.Linear, HBPLinear()), (nn.Sigmoid, HBPSigmoid()))
+    for kind, cell in (*cells, (nn.CrossEntropyLoss, HBPCrossEntropyLoss())):
+        sampled.set_module_extension(kind, cell)
+    torch.manual_seed(4)
+    found = run(model, x, y, sampled)[0].kfac
+    for ours, reference in zip(found, expected, strict=True):
+        assert torch.allclose(ours, reference)
+
+
+def test_sampled_root_from_a_table() -> None:
+    extension = Sqrt(dict(TABLE))
+    extension.loss_hessian_strategy = LossHessianStrategy.SAMPLING
+    extension.get_num_mc_samples = lambda: 5  # type: ignore[attr-defined]
+    assert run(linear_net(), *data(3), extension)[0].mine.shape == (5, N, 3, 3)
+    extension.loss_hessian_strategy = LossHessianStrategy.SUM
+    with pytest.raises(NotImplementedError, match="Unknown hessian strategy sum"):
+        run(linear_net(), *data(3), extension)
+
+
+def test_pchmp_mode() -> None:
+    assert extensions.PCHMP(modify="abs").get_modification_mode() == "abs"
+
+
+def test_accumulation_of_a_built_in_extension() -> None:
+    from backpack_core import Columns
+
+    first, second = Columns.start("one", torch.ones(1, 2)), Columns.start("two", torch.ones(3, 2))
+    both = extensions.DiagGGNExact().accumulate_backpropagated_quantities(first, second)
+    assert both.mat.shape == (4, 2)

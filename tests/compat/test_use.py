@@ -190,6 +190,20 @@ def test_remove_hooks_takes_back_every_extend() -> None:
     assert model[0].weight.grad_batch.shape == (4, 3, 3)
 
 
+def test_clearing_the_hooks_of_a_module_ends_extending() -> None:
+    """As packages do that want a plain model back."""
+    model, lossfunc = net()
+    for part in model.modules():
+        part._forward_hooks.clear()
+    for _ in range(2):
+        model(X)
+    assert not hasattr(model[0], "input0")
+    extend(model)
+    with backpack(BatchGrad()):
+        lossfunc(model(X), Y).backward()
+    assert model[0].weight.grad_batch.shape == (4, 3, 3)
+
+
 def test_hooks_do_not_keep_modules_alive() -> None:
     CTX.remove_hooks()
     net()

@@ -36,13 +36,6 @@ def test_plain_run_counts_its_checks(pytester: pytest.Pytester) -> None:
     assert "did not run" not in result.stdout.str()
 
 
-def test_a_part_of_the_checks_may_be_selected(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(CASES + GOOD)
-    result = run(pytester, "-k", "jac_t_mat_prod")
-    assert result.ret == 0
-    result.stdout.fnmatch_lines(["*promised checks were not selected*"])
-
-
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
 def test_checks_that_vanish_fail_the_run(
     pytester: pytest.Pytester, workers: tuple[str, ...]
@@ -111,7 +104,9 @@ def test_other(check):
     )
     result = run(pytester, "-rx", "-k", "other-jac_t_mat_prod or other-accepts")
     result.assert_outcomes(xfailed=1, failed=1)
-    result.stdout.fnmatch_lines(["*a factor of two*", "*declared to fail*"])
+    result.stdout.fnmatch_lines(["*a factor of two*"])
+    result.stdout.fnmatch_lines(["*declared to fail*"])
+    result.stdout.fnmatch_lines(["*promised checks were not selected*"])  # which may be
 
 
 def test_importing_the_plugin_does_not_import_torch() -> None:

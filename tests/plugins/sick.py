@@ -199,8 +199,8 @@ SICK = {
         severity="warning",
     ),
     "slow import": Sick(
-        one(f"import time\ntime.sleep(1.2)\n{NORM}"),
-        "import takes 1.",
+        one(f"import time\ntime.sleep(2.5)\n{NORM}"),
+        "its import takes",
         "on first use",
         severity="warning",
     ),
@@ -209,7 +209,7 @@ SICK = {
 # What no process that loads them survives: only the doctor meets these.
 DEADLY = {
     "hangs": Sick(
-        one("import time\ntime.sleep(600)"), "did not end in 2 s", "BACKPACK_BLOCK_PLUGINS=sick"
+        one("import time\ntime.sleep(600)"), "did not end in 5 s", "BACKPACK_BLOCK_PLUGINS=sick"
     ),
     "ends the process": Sick(
         one("import os\nos._exit(7)"), "ended the process with exit code 7", "Update or uninstall"

@@ -10,6 +10,7 @@ from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
 from torch import nn
 
 from backpack_core import backpack, extend, plugins
+from backpack_core.cli import doctor
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginLoadError
 from backpack_core.registry import registry
@@ -56,12 +57,15 @@ def only_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is really installed is blocked: quick, and the verdict is that of the fakes."""
     names = ",".join(f"backpack-plugin-{name}" for name in ("sick", "one", "two", "sound"))
     monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", names)
+    monkeypatch.setattr(
+        doctor, "SLOW", 2.0
+    )  # so that a busy machine is not taken for a slow plugin
 
 
 @CASES
 def test_doctor(sick: Sick, fake_distribution: FakeDistribution, only_fakes: None) -> None:
     install(fake_distribution, sick)
-    check(examine(limit=10), sick)
+    check(examine(limit=60), sick)
 
 
 @pytest.mark.parametrize("sick", DEADLY.values(), ids=DEADLY.keys())
@@ -73,7 +77,7 @@ def test_doctor_survives(sick: Sick, fake_distribution: FakeDistribution, only_f
         entry_points={"sound": "sound_module:GradNorm"},
         modules={"sound_module": NORM},
     )
-    diagnosis = examine(limit=2)
+    diagnosis = examine(limit=5)
     check(diagnosis, sick)
     (sound,) = (r for r in diagnosis.reports if r.distribution == "backpack-plugin-sound")
     assert sound.state == "loaded"

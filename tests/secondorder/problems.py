@@ -1,4 +1,4 @@
-"""Nets for second-order quantities, and what these should be: explicit matrices by plain autograd."""
+"""Nets for second-order quantities, and their explicit matrices by plain autograd."""
 
 from __future__ import annotations
 

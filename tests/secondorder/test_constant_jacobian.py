@@ -29,6 +29,7 @@ def declared() -> list[LayerCase]:
     return [c for c in cases if registry.resolve(c.make()).rule.jacobian_is_constant]
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("case", declared(), ids=lambda case: case.id)
 def test_one_jacobian(case: LayerCase) -> None:
     layer = case.make().eval()

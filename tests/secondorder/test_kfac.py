@@ -190,7 +190,7 @@ def test_no_structure(extension: Any) -> None:
               last=nn.Linear(4, 3))  # fmt: skip
     problem = classification(net, (2,))
     problem.inputs = (torch.randint(0, 5, (3, 2)),)
-    with pytest.raises(UnsupportedError, match="Kronecker structure.* declares none"):
+    with pytest.raises(UnsupportedError, match=r"Kronecker structure.* declares none"):
         problem.run(extension())
     problem.run(extension(fail_mode="silent"))
     assert not hasattr(net.table.weight, extension.savefield)

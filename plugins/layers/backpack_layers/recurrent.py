@@ -112,8 +112,7 @@ class RecurrentRule(AffinePairsRule):
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
         carried = self._carried(call, mat)
-        states = () if call.indices is not None and _are_constant(call) else carried.states
-        return by_slot(call, {"input": (carried.x,), "hx": states})
+        return by_slot(call, {"input": (carried.x,), "hx": carried.states})
 
     def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gates of all steps, and inputs or hidden states."""
@@ -196,22 +195,6 @@ class RecurrentRule(AffinePairsRule):
         assert at_output is not None
         stacked = tuple(torch.stack(parts, 1) for parts in zip(*states, strict=True))
         return Carried(at_output, stacked, gates)
-
-
-def _are_constant(call: ModuleCall) -> bool:
-    """Whether the initial states want no columns; otherwise a view must refuse.
-
-    Raises:
-        UnsupportedError: They require a gradient: their samples lie on axis 1, which a view of some
-            samples leaves as it is.
-    """
-    given = slots(call).get("hx", ())
-    if not any(call.tensor_input(slot).requires_grad for slot in given):
-        return True
-    raise UnsupportedError(
-        f"{call.path} received initial states that require a gradient, which cannot be combined "
-        "with subsampling: detach them, or leave subsampling out."
-    )
 
 
 def _recurse(

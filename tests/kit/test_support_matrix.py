@@ -83,7 +83,10 @@ def test_the_catalogue_knows_every_installed_rule(
     assert installed - {type(row.rule).__name__ for _, rows in families for row in rows} == set()
 
 
-def test_the_whole_matrix_as_text(families: list[tuple[str, list[support.Row]]]) -> None:
+def test_the_whole_matrix_as_text(
+    families: list[tuple[str, list[support.Row]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "matrix", lambda: iter(families))
     header, rows = support.support_matrix()
     assert header[0] == "layer"
     assert {len(row) for row in rows} == {len(header)}
@@ -118,8 +121,13 @@ def test_a_model_module_by_module() -> None:
     assert is_extended(model[0])
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    torch.set_default_dtype(torch.float32)
+def test_the_command(
+    families: list[tuple[str, list[support.Row]]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(support, "matrix", lambda: iter(families))
     support.main(["--write", str(tmp_path / "page.md")])
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
     assert capsys.readouterr().out == ""

@@ -1,0 +1,45 @@
+"""The numbers of the migration page: what differs from the incumbent is what autograd says."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "migration.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def differences() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module("differences")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
+@pytest.mark.parametrize("row", range(11))
+def test_numbers_are_right(differences: ModuleType, row: int) -> None:
+    _, make, shape, name, scale = differences.ROWS[row]
+    expected = differences.right(make, shape, name, scale)
+    assert differences.found(make, shape, name, scale) == expected
+    assert expected in PAGE
+
+
+def test_batch_normalisation_in_train_mode(differences: ModuleType) -> None:
+    _, make, shape, name, scale = differences.ROWS[-1]
+    assert make is differences.normalised
+    assert differences.found(make, shape, name, scale).startswith("SampleMixingError")
+
+
+def test_agreement_runs(differences: ModuleType) -> None:
+    agreement = sys.modules["agreement"]
+    table = agreement.layers()
+    values = agreement.run(table["Conv2d groups"], "CrossEntropyLoss", "mean", "KFLR",
+                           agreement.extensions()["KFLR"])  # fmt: skip
+    assert agreement.deviation(values, values) == 0
+    assert set(agreement.extensions()) >= {"BatchGrad", "KFAC", "PCHMP, abs"}
