@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ PATH_ATTRIBUTE = "_backpack_path"
 Node = torch.autograd.graph.Node
 
 
-@dataclass(frozen=True)
-class Edge:
+class Edge(NamedTuple):
     """A tensor as the autograd graph sees it, at one moment of the forward pass.
 
     Attributes:
@@ -53,7 +52,7 @@ class Frame:
 
     __slots__ = ("edges", "module", "parent", "tensors", "training", "versions")
 
-    def __init__(self, module: Module, tensors: list[Tensor], parent: Frame | None) -> None:
+    def __init__(self, module: Module, tensors: tuple[Tensor, ...], parent: Frame | None) -> None:
         self.module = module
         self.training = module.training
         self.parent = parent
@@ -64,7 +63,7 @@ class Frame:
     def close(self, edges: Sequence[Edge | None]) -> None:
         """Let go of the tensors; keep where the execution began."""
         self.edges = edges
-        self.tensors, self.versions = [], []
+        self.tensors, self.versions = (), []
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
@@ -117,6 +116,13 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from iter_tensors(item)
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Every tensor among the arguments of a call, positional ones first."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # nearly always
+        return args
+    return (*iter_tensors(args), *iter_tensors(kwargs))
 
 
 @dataclass(eq=False)

@@ -86,7 +86,8 @@ def ggn_diagonal(problem: Problem) -> dict[str, Tensor]:
     result = {n: torch.zeros_like(p) for n, p in parameters.items()}
 
     def output(values: dict[str, Tensor], image: Tensor) -> Tensor:
-        return functional_call(problem.model, values, image.unsqueeze(0)).squeeze(0)
+        logits: Tensor = functional_call(problem.model, values, image.unsqueeze(0))
+        return logits.squeeze(0)
 
     jacobian = vmap(jacrev(output), in_dims=(None, 0))
     with disable():

@@ -28,6 +28,7 @@ from backpack_core.calls import (
     edge_of,
     iter_tensors,
     map_tensors,
+    tensors_in,
 )
 from backpack_core.context import _local, logger
 from backpack_core.errors import UsageError
@@ -143,9 +144,7 @@ def _before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any
         # A hook of the user's that changes the output is an operation after the module.
         hooks.move_to_end(_KEY, last=False)
     frames = _frames()
-    tensors = list(iter_tensors(args))
-    if kwargs:
-        tensors += iter_tensors(_ordered(module, kwargs))
+    tensors = tensors_in(args, _ordered(module, kwargs) if kwargs else kwargs)
     frames.append(Frame(module, tensors, frames[-1] if frames else None))
 
 
@@ -199,7 +198,7 @@ def _record(
     is_rewired = False
     if kwargs:
         kwargs = _ordered(module, kwargs)
-    for tensor in (*iter_tensors(args), *iter_tensors(kwargs)):
+    for tensor in tensors_in(args, kwargs):
         slot = before.get(id(tensor))
         # A pre-hook of the user's that ran after ours may have replaced an argument.
         edge = edge_of(tensor) if slot is None else frame.edges[slot]

@@ -51,8 +51,8 @@ def diag_ggn(size: int, passes: int) -> list[Tensor]:
         window = (slice(None), slice(start, start + length))
         loss = lossfunc(extend(Slicing(window))(reconstruction), target[window])
         keep = start + length < outputs
-        # All columns of the slice at once, to show what they cost. Without chunk_size, the extension
-        # carries no more at a time than the memory budget allows.
+        # All columns of the slice at once, to show what they cost. Without chunk_size, no more go
+        # together than the memory budget allows.
         with backpack(DiagGGNExact(chunk_size=length), retain_graph=keep):
             loss.backward(retain_graph=keep)
         for diagonal, parameter in zip(total, parameters, strict=True):
