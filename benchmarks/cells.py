@@ -105,6 +105,7 @@ def _steps(
                 warnings.simplefilter("ignore")
                 step, model = PEERS[peer](problem, quantity, cell.batch)
                 step()
+                _check(peer, model, quantity)
         except Exception as error:  # whatever it is, the peer cannot do this
             known = isinstance(error, Unsupported)
             text = str(error).strip().split("\n", 1)[0]
@@ -112,6 +113,14 @@ def _steps(
         else:
             steps[peer], models[peer] = step, model
     return steps, models
+
+
+def _check(peer: str, model: nn.Module, quantity: Quantity) -> None:
+    """Refuse a library that computed only a part: the incumbent warns, and leaves parameters out."""
+    if peer in {"ours", "incumbent"}:
+        missing = [n for n, p in model.named_parameters() if not hasattr(p, quantity.fields[0])]
+        if missing:
+            raise Unsupported(f"nothing for {len(missing)} parameters, as {missing[0]}")
 
 
 def _difference(ours: nn.Module, theirs: nn.Module, fields: Sequence[str]) -> float | None:

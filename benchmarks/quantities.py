@@ -15,12 +15,12 @@ class Quantity:
         arguments: For their constructors.
         exact: It has a column for every class.
         random: Two runs differ, so that values cannot be compared.
-        fields: The attributes to compare.
+        fields: The attributes that parameters get.
     """
 
     name: str
     extensions: tuple[str, ...]
-    fields: tuple[str, ...] = ()
+    fields: tuple[str, ...]
     arguments: tuple[object, ...] = ()
     exact: bool = False
     random: bool = False
@@ -38,12 +38,12 @@ QUANTITIES = {
             ("BatchGrad", "Variance", "SumGradSquared", "BatchL2Grad"),
             ("grad_batch", "variance", "sum_grad_squared", "batch_l2"),
         ),
-        Quantity("BatchDotGrad", ("BatchDotGrad",)),
-        Quantity("ClippedSumGrad", ("ClippedSumGrad",), arguments=(1.0,)),
-        Quantity("DiagGGNMC", ("DiagGGNMC",), random=True),
-        Quantity("KFAC", ("KFAC",), random=True),
-        Quantity("BatchDiagGGNMC", ("BatchDiagGGNMC",), random=True),
-        Quantity("SqrtGGNMC", ("SqrtGGNMC",), random=True),
+        Quantity("BatchDotGrad", ("BatchDotGrad",), ("batch_dot",)),
+        Quantity("ClippedSumGrad", ("ClippedSumGrad",), ("grad_clipped",), arguments=(1.0,)),
+        Quantity("DiagGGNMC", ("DiagGGNMC",), ("diag_ggn_mc",), random=True),
+        Quantity("KFAC", ("KFAC",), ("kfac",), random=True),
+        Quantity("BatchDiagGGNMC", ("BatchDiagGGNMC",), ("diag_ggn_mc_batch",), random=True),
+        Quantity("SqrtGGNMC", ("SqrtGGNMC",), ("sqrt_ggn_mc",), random=True),
         Quantity("DiagGGNExact", ("DiagGGNExact",), ("diag_ggn_exact",), exact=True),
         Quantity(
             "BatchDiagGGNExact", ("BatchDiagGGNExact",), ("diag_ggn_exact_batch",), exact=True
