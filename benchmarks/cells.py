@@ -116,7 +116,7 @@ def _steps(
 
 
 def _check(peer: str, model: nn.Module, quantity: Quantity) -> None:
-    """Refuse a library that computed only a part: the incumbent warns, and leaves parameters out."""
+    """Refuse a library that computed only a part: the incumbent warns and leaves some out."""
     if peer in {"ours", "incumbent"}:
         missing = [n for n, p in model.named_parameters() if not hasattr(p, quantity.fields[0])]
         if missing:

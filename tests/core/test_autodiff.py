@@ -157,8 +157,45 @@ class Noise(nn.Module):
 
 
 class Branching(Noise):
+    """Chooses by the whole batch: samples are not independent."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.w if x.sum() > 0 else x * self.w**2
+        return x * self.w if x.sum() > 1e3 else x * self.w ** len(x)
+
+
+class BranchingBySample(Noise):
+    """Chooses by each sample, which vmap cannot trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * self.w if row.sum() > 0 else row * self.w**2 for row in x])
+
+
+class Counting(BranchingBySample):
+    """Counts its calls in a buffer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x)
+
+
+@fallback_is_expected
+@pytest.mark.parametrize("make", [BranchingBySample, lambda: nn.GRUCell(4, 4)])
+def test_module_that_vmap_cannot_trace(make: Callable[[], nn.Module]) -> None:
+    classification(nn.Sequential(nn.Linear(3, 4), make(), nn.Linear(4, 3)), (3,)).check()
+
+
+@fallback_is_expected
+def test_replay_leaves_buffers_alone() -> None:
+    counting = Counting()
+    problem = classification(nn.Sequential(nn.Linear(3, 4), counting, nn.Linear(4, 3)), (3,))
+    problem.run(BatchGrad())
+    assert counting.calls == 1
+    total = counting.w.grad_batch.sum(0)  # type: ignore[attr-defined]
+    assert torch.allclose(total, counting.w.grad)  # type: ignore[arg-type]
 
 
 class InnerDropout(Noise):
@@ -166,8 +203,15 @@ class InnerDropout(Noise):
         return F.dropout(x * self.w, 0.5)
 
 
-@pytest.mark.parametrize("kind", [Noise, Branching, InnerDropout])
-def test_module_that_cannot_be_replayed(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Noise, "draws random numbers"),
+        (InnerDropout, "draws random numbers"),
+        (Branching, "its samples influence each other"),
+    ],
+)
+def test_module_that_cannot_be_replayed(kind: Any, reason: str) -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 4), kind(), nn.Linear(4, 3)), (3,))
     with (
         pytest.warns(AutodiffFallbackWarning),
@@ -176,8 +220,8 @@ def test_module_that_cannot_be_replayed(kind: Any) -> None:
         problem.run(BatchGrad())
     text = str(error.value)
     assert f"{kind.__name__} '1' has no layer rule" in text
-    assert "draws random numbers" in text
-    assert "write a layer rule" in text
+    assert reason in text
+    assert "write a layer rule" in text.lower()
 
 
 class Centred(Noise):
