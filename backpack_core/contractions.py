@@ -190,9 +190,9 @@ def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
-    """Samples whose inputs fit into the cache together."""
+    """Samples whose inputs fit into half of the cache together: a copy has a source, too."""
     samples, *shape = inp.shape
-    fitting = max(1, min(CACHE, memory_budget()) // (torch.Size(shape).numel() * itemsize))
+    fitting = max(1, min(CACHE // 2, memory_budget()) // (torch.Size(shape).numel() * itemsize))
     step = fitting if most is None else min(most, fitting)
     for start in range(0, samples, step):
         yield slice(start, min(start + step, samples))

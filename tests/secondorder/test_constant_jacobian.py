@@ -37,6 +37,7 @@ def test_one_jacobian(case: LayerCase) -> None:
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 2.0)
     call = record(layer, torch.randn(3, *case.shape)).call
+    ensure_loaded()  # another test may have unloaded the plugins
     rule = registry.resolve(layer).rule
     columns = torch.randn(2, 1, *call.output_shape[1:])
     product = rule.jac_t_mat_prod(call, columns.expand(-1, *call.output_shape))[0]

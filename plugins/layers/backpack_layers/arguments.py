@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +17,19 @@ T = TypeVar("T")
 
 def arguments(call: ModuleCall) -> dict[str, Any]:
     """The arguments of the module's ``forward`` by name, defaults filled in."""
-    bound = inspect.signature(call.module.forward).bind(*call.args, **call.kwargs)
+    bound = _signature(type(call.module).forward).bind(call.module, *call.args, **call.kwargs)
     bound.apply_defaults()
-    return dict(bound.arguments)
+    return dict(list(bound.arguments.items())[1:])  # without self
+
+
+@cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def slots(call: ModuleCall) -> dict[str, range]:
     """Which of ``call.inputs`` each argument that was given holds, by argument name."""
-    parameters = list(inspect.signature(call.module.forward).parameters)
+    parameters = list(_signature(type(call.module).forward).parameters)[1:]  # without self
     given = [*zip(parameters, call.args, strict=False), *call.kwargs.items()]
     found: dict[str, range] = {}
     start = 0
