@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import engine
 from backpack_core.calls import (
     METADATA_KEY,
     PATH_ATTRIBUTE,
@@ -239,10 +238,12 @@ def _record(
 
 
 def _attach(call: ModuleCall, index: int, node: Any, output: Tensor) -> None:
+    from backpack_core.engine import OutputHook  # not at import of the core, which it would double
+
     table = node.metadata.setdefault(METADATA_KEY, {})
     records = table.get(output.output_nr)
     if records is None:
         records = table[output.output_nr] = []
-        output.register_hook(engine.OutputHook(records, output.output_nr))
+        output.register_hook(OutputHook(records, output.output_nr))
     if all(other is not call for other, _ in records):
         records.append((call, index))
