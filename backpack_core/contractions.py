@@ -192,7 +192,10 @@ def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
 def _row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
     """Samples whose inputs fit into half of the cache together: a copy has a source, too."""
     samples, *shape = inp.shape
-    fitting = max(1, min(CACHE // 2, memory_budget()) // (torch.Size(shape).numel() * itemsize))
+    # A batched product gives each thread whole samples, and each thread has a cache of its own.
+    threads, single = torch.get_num_threads(), torch.Size(shape).numel() * itemsize
+    for_each = max(1, min(CACHE // 2, memory_budget()) // single)
+    fitting = for_each * max(1, min(threads, memory_budget() // (for_each * single)))
     step = fitting if most is None else min(most, fitting)
     for start in range(0, samples, step):
         yield slice(start, min(start + step, samples))
