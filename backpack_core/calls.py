@@ -125,7 +125,7 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, .
     return (*iter_tensors(args), *iter_tensors(kwargs))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ModuleCall:
     """What a module received and returned in one forward execution.
 

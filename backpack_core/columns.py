@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Root:
     """Where a block of columns was started; compared by identity.
 
@@ -23,7 +23,7 @@ class Root:
     signs: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Columns:
     """Columns ``[V, N, *]`` at a tensor, kept apart by the root that started them.
 

@@ -28,7 +28,7 @@ ExtensionHook = Callable[[Module], None]
 logger = logging.getLogger("backpack_core")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Context:
     """What one ``with backpack(...)`` block asked for.
 

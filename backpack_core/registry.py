@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.nn import Module
 
@@ -24,8 +24,7 @@ from backpack_core.rules import LayerRule, ModuleType
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Provenance:
+class Provenance(NamedTuple):
     """Where a contribution came from.
 
     Attributes:
@@ -56,8 +55,7 @@ class Claim(Generic[T]):
     provenance: Provenance
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """The rule that speaks for a module type, and who provided it."""
 
     rule: LayerRule
@@ -65,8 +63,7 @@ class Resolved:
     is_fallback: bool = False
 
 
-@dataclass(frozen=True)
-class Contributions:
+class Contributions(NamedTuple):
     """What one plugin handed over, checked."""
 
     rules: tuple[LayerRule, ...] = ()
@@ -78,7 +75,7 @@ class Contributions:
 _FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Registry:
     """All claims, and a cache of the answers."""
 

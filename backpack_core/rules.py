@@ -23,16 +23,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import contractions
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from backpack_core.contractions import Rows
 
 ModuleType = type[Module] | str
 
@@ -312,9 +314,7 @@ class AffinePairsRule(ParametricRule):
     """
 
     @abstractmethod
-    def affine_pair(
-        self, call: ModuleCall, name: str, mat: Tensor
-    ) -> tuple[Tensor, contractions.Rows | None]:
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
         """What determines the Jacobian of one parameter.
 
         Args:
@@ -341,6 +341,8 @@ class AffinePairsRule(ParametricRule):
         return tuple(n for n in self.parameter_names(call.module) if "bias" in n.rpartition(".")[2])
 
     def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        from backpack_core import contractions  # at first use: the core imports fast
+
         out, inp = self.affine_pair(call, name, mat)
         product = out.sum(2) if inp is None else contractions.products(out, inp)
         return self.from_matrix(call, name, product)
@@ -376,16 +378,14 @@ class AffineRule(AffinePairsRule):
         lead = mat.shape[: mat.dim() - weight.dim()]
         return mat.reshape(*lead, groups, weight.shape[0] // groups, -1)
 
-    def affine_rows(self, call: ModuleCall) -> contractions.Rows:
+    def affine_rows(self, call: ModuleCall) -> Rows:
         """The inputs again, for contractions that take some samples at a time.
 
         A layer whose :meth:`affine_input` is no view overrides it, so that the copy is never whole.
         """
         return self.affine_input(call)
 
-    def affine_pair(
-        self, call: ModuleCall, name: str, mat: Tensor
-    ) -> tuple[Tensor, contractions.Rows | None]:
+    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
         """The columns at the output, and the inputs."""
         return self.affine_output(call, mat), None if name == "bias" else self.affine_rows(call)
 
