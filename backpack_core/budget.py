@@ -25,3 +25,8 @@ def set_memory_budget(size: int) -> None:
     if size <= 0:
         raise UsageError(f"The memory budget is a positive number of bytes. Got {size}.")
     _budget = size
+
+
+def even_size(count: int, most: int) -> int:
+    """The size of parts that are about equal and no larger than ``most``."""
+    return -(-count // -(-count // most))

@@ -13,15 +13,18 @@ time. The measurements are in ``docs/design/contractions.md``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from itertools import product
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from backpack_core.budget import memory_budget
+from backpack_core.budget import even_size, memory_budget
 
 # Bytes of a piece: it is consumed at once, so it should stay in the cache between.
 CACHE = 4 * 2**20
+# The same for a kernel that makes fresh memory for each piece, which takes page faults above.
+DIRECT = 5 * 2**19
 # Entries of one product from which on adding its square by itself beats a reduction over several.
 LARGE = 2**14
 
@@ -37,6 +40,17 @@ class Rows(Protocol):
         """The inputs of some samples, ``[n, S, G, I]``."""
 
 
+@runtime_checkable
+class DirectRows(Rows, Protocol):
+    """Inputs with a kernel that forms ``M`` without showing what each position sees."""
+
+    def suits(self, columns: int, out: Tensor) -> bool:
+        """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
+
+    def product(self, out: Tensor, rows: slice) -> Tensor:
+        """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
+
+
 def products(out: Tensor, inp: Rows) -> Tensor:
     """``M`` itself. Shape ``[V, N, G, O, I]``."""
     columns, samples, positions, groups, features = out.shape
@@ -47,7 +61,11 @@ def products(out: Tensor, inp: Rows) -> Tensor:
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
         return whole.reshape(columns, samples, groups, features, size)
     result = out.new_empty(columns, samples, groups, features, size)
-    for rows in _row_steps(inp, out.element_size()):
+    if columns == 1 and _is_direct(inp, 1, out):
+        for _, rows, piece in pieces(out, inp):
+            result[0, rows] = piece.squeeze(2)
+        return result
+    for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
         for piece, target in zip(out[:, rows], result[:, rows], strict=True):
             torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
@@ -89,8 +107,8 @@ def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
         return _squared(products(out, inp)).sum(0)
     result = out.new_zeros(samples, *out.shape[3:], inp.shape[3])
     for _, rows, piece in pieces(out, inp):
-        for target, product in zip(result[rows], piece, strict=True):
-            add_squares(target, product.transpose(0, 1))
+        for target, sample in zip(result[rows], piece, strict=True):
+            add_squares(target, sample.transpose(0, 1))
     return result
 
 
@@ -134,7 +152,7 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
     total: Tensor | None = None
-    for rows in _row_steps(inp, out.element_size()):
+    for rows in row_steps(inp, out.element_size()):
         left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
         right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
         total = torch.bmm(left, right) if total is None else torch.baddbmm(total, left, right)
@@ -153,8 +171,8 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
     total = out.new_zeros(count, count)
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
     for start in range(0, features, step):
-        product = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
-        total = torch.addmm(total, product, product.T)
+        some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
+        total = torch.addmm(total, some, some.T)
     return total.reshape(columns, samples, columns, samples)
 
 
@@ -171,34 +189,49 @@ def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
     single = groups * features * size * out.element_size()
     limit = min(CACHE, memory_budget())
     most = max(1, min(columns, limit // single))
+    if _is_direct(inp, most, out):
+        few = even_size(samples, max(1, min(limit, DIRECT) // (single * columns)))
+        for rows, some in product(_slices(samples, few), _slices(columns, most)):
+            piece = inp.product(out[some, rows], rows)
+            yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
+        return
     few = max(1, limit // (single * columns))
     buffer: Tensor | None = None
-    for rows in _row_steps(inp, out.element_size(), few):
+    for rows in row_steps(inp, out.element_size(), few):
         right = _right(inp[rows])
-        for start in range(0, columns, most):
-            some = slice(start, min(start + most, columns))
+        for some in _slices(columns, most):
             left = _batched(out[some, rows])
             shape = (*left.shape[:2], size)
             if torch.is_grad_enabled():
-                product = torch.bmm(left, right)
+                piece = torch.bmm(left, right)
             else:
                 if buffer is None:
                     buffer = out.new_empty(min(few, samples) * groups * most * features * size)
-                product = buffer[: shape[0] * shape[1] * size].view(shape)
-                torch.bmm(left, right, out=product)
-            yield some, rows, product.view(-1, groups, some.stop - start, features, size)
+                piece = buffer[: shape[0] * shape[1] * size].view(shape)
+                torch.bmm(left, right, out=piece)
+            yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
 
 
-def _row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
+def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
     """Samples whose inputs fit into half of the cache together: a copy has a source, too."""
     samples, *shape = inp.shape
     # A batched product gives each thread whole samples, and each thread has a cache of its own.
     threads, single = torch.get_num_threads(), torch.Size(shape).numel() * itemsize
     for_each = max(1, min(CACHE // 2, memory_budget()) // single)
     fitting = for_each * max(1, min(threads, memory_budget() // (for_each * single)))
-    step = fitting if most is None else min(most, fitting)
-    for start in range(0, samples, step):
-        yield slice(start, min(start + step, samples))
+    return _slices(samples, fitting if most is None else min(most, fitting))
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _is_direct(inp: Rows, columns: int, out: Tensor) -> TypeGuard[DirectRows]:
+    # The kernel's result does not carry a graph. Asking a tensor for a protocol takes longer.
+    if torch.is_grad_enabled() or isinstance(inp, Tensor):
+        return False
+    return isinstance(inp, DirectRows) and inp.suits(columns, out)
 
 
 def _right(inp: Tensor) -> Tensor:
@@ -227,7 +260,7 @@ def _squared(piece: Tensor) -> Tensor:
 def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
     parts = []
-    for rows in _row_steps(inp, out.element_size()):
+    for rows in row_steps(inp, out.element_size()):
         right = inp[rows].transpose(1, 2)  # [n, G, S, I]
         left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
         inner = right @ right.mT
@@ -258,7 +291,7 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
     """
     positions = inp.shape[1]
     total: Tensor | None = None
-    for rows in _row_steps(inp, itemsize):
+    for rows in row_steps(inp, itemsize):
         part = inp[rows]
         if mean:
             part = part.mean(1, keepdim=True)

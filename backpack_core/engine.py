@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack_core.budget import even_size
 from backpack_core.calls import ModuleCall, Node, Record
 from backpack_core.columns import Columns
 from backpack_core.context import Context, current, logger
@@ -24,7 +25,7 @@ from backpack_core.probe import SampleProbe
 from backpack_core.registry import Resolved, registry
 from backpack_core.rules import LossRule
 from backpack_core.survey import Survey, own_edge
-from backpack_core.sweep import Sweep, chunk_size, even_size, visiting_order
+from backpack_core.sweep import Sweep, chunk_size, visiting_order
 from backpack_core.traversal import Group, Traversal
 
 _warned: set[Any] = set()

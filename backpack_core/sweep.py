@@ -46,11 +46,6 @@ def chunk_size(extensions: tuple[Extension, ...], widest: int) -> int | None:
     return min(asked) if asked else max(1, memory_budget() // max(1, widest))
 
 
-def even_size(columns: int, most: int) -> int:
-    """The size of chunks that are about equal and no larger than ``most``."""
-    return -(-columns // -(-columns // most))
-
-
 def visiting_order(edge: Edge) -> list[Stop]:
     """Everything behind an edge, consumers before producers."""
     finished: dict[Stop, None] = {}

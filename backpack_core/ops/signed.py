@@ -123,7 +123,7 @@ def _of_positions(out: Tensor, inp: contractions.Rows, per_sample: bool) -> Tens
     """``Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
     parts = []
     total: Tensor | None = None
-    for rows in contractions._row_steps(inp, out.element_size()):
+    for rows in contractions.row_steps(inp, out.element_size()):
         left = out[rows].permute(0, 2, 3, 1)  # [n, G, O, S]
         right = inp[rows].square().transpose(1, 2)  # [n, G, S, I]
         if per_sample:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core import contractions
 from backpack_core.errors import UnsupportedError
 from backpack_layers.conv import ConvRule, ConvTransposeRule
 from tests.layers.execution import check_rule, record
@@ -98,6 +99,48 @@ def test_extensions_share_the_patches() -> None:
 def test_pointwise_convolutions_copy_nothing() -> None:
     run = record(nn.Conv2d(2, 3, 1), torch.randn(2, 2, 5, 5))
     assert ConvRule().affine_input(run.call).data_ptr() == run.call.input.data_ptr()
+
+
+# Input channels, settings, columns.
+DIRECT_CASES: list[tuple[int, dict[str, Any], int]] = [
+    (16, {"kernel_size": 3}, 1),
+    (16, {"kernel_size": 3, "stride": 2, "padding": 1}, 3),
+    (16, {"kernel_size": 3, "padding": 2, "dilation": 2}, 3),
+    (16, {"kernel_size": 2, "padding": "same"}, 2),
+    (16, {"kernel_size": 3, "padding": 1, "groups": 2}, 1),
+    (16, {"kernel_size": 3, "padding": 1, "groups": 2}, 3),
+    (16, {"kernel_size": 2, "groups": 16}, 1),
+    (16, {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}, 2),
+    (3, {"kernel_size": 3}, 12),
+    (1, {"kernel_size": 3, "padding": 1}, 12),
+]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a kernel of oneDNN")
+@pytest.mark.parametrize(("channels", "case", "columns"), DIRECT_CASES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_grouped_kernel_agrees_with_patches(
+    dims: int, channels: int, case: dict[str, Any], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single precision has a way of its own to the products, in few pieces or in many."""
+    x = torch.randn(3, channels, *[(400,), (19, 20), (8, 7, 9)][dims - 1]).float()
+    call = record(CONV[dims](channels, 16, **case), x).call
+    out = ConvRule().affine_output(call, torch.randn(columns, *call.output_shape).float())
+    inp = ConvRule().affine_rows(call)
+    assert inp.suits(columns, out)
+    assert not inp.suits(columns, out.double())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert not inp.suits(columns, out)
+    exact = torch.einsum("vnsgo,nsgi->vngoi", out.double(), inp[:].double())
+    scale = exact.abs().max()
+    with torch.no_grad():
+        for size in (contractions.DIRECT, 2**13):
+            monkeypatch.setattr(contractions, "DIRECT", size)
+            products = contractions.products(out, inp)
+            torch.testing.assert_close(products / scale, (exact / scale).float(), atol=1e-6, rtol=0)
+            squares, total = contractions.square_sum(out, inp), exact.square().sum((0, 1))
+            torch.testing.assert_close(squares, total.float(), atol=1e-6 * scale**2, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -25,10 +26,9 @@ from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import over_columns, transposed
 
 
-class ConvRule(AffineRule):
-    """``Conv1d`` to ``Conv3d``; the positions that share the weight are the output's pixels."""
+class _ConvolutionRule(AffineRule):
+    """What both kinds share; the positions that share the weight are the output's pixels."""
 
-    module_types = (Conv1d, Conv2d, Conv3d)
     jacobian_is_constant = True
 
     def check(self, call: ModuleCall) -> None:
@@ -52,6 +52,20 @@ class ConvRule(AffineRule):
     def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
         """The columns, a view."""
         return _by_position(mat, _conv(call).groups)
+
+    @abstractmethod
+    def _patches(self, call: ModuleCall, x: Tensor) -> Tensor:
+        """What the kernel sees of ``x`` at each position, ``[N, G, I, S]``."""
+
+
+class ConvRule(_ConvolutionRule):
+    """``Conv1d`` to ``Conv3d``."""
+
+    module_types = (Conv1d, Conv2d, Conv3d)
+
+    def affine_rows(self, call: ModuleCall) -> Patches:
+        """The unfolded input, for some samples at a time, or a grouped kernel in its place."""
+        return DirectPatches(call, self._patches)
 
     def _patches(self, call: ModuleCall, x: Tensor) -> Tensor:
         conv = _conv(call)
@@ -87,37 +101,13 @@ class ConvRule(AffineRule):
         return _columns_from_channels(call, product, len(mat))
 
 
-class ConvTransposeRule(AffineRule):
+class ConvTransposeRule(_ConvolutionRule):
     """``ConvTranspose1d`` to ``ConvTranspose3d``, as a convolution of the input with gaps.
 
-    The positions that share the weight are the output's pixels. What each of them sees is the input
-    spread out by the stride, with zeros between.
+    What each pixel of the output sees is the input spread out by the stride, with zeros between.
     """
 
     module_types = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
-    jacobian_is_constant = True
-
-    def check(self, call: ModuleCall) -> None:
-        """Refuse an input without a batch axis."""
-        require_channels(call)
-
-    def groups(self, call: ModuleCall) -> int:
-        """The module's ``groups``."""
-        return _conv(call).groups
-
-    def affine_input(self, call: ModuleCall) -> Tensor:
-        """The unfolded input, stored as ``[N, G, I, S]``: products over ``S`` then copy nothing."""
-        x = call.input
-        patches = once(call, "patches", lambda: self._patches(call, x))
-        return patches.permute(0, 3, 1, 2)
-
-    def affine_rows(self, call: ModuleCall) -> Patches:
-        """The unfolded input, for some samples at a time."""
-        return Patches(call, self._patches)
-
-    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        """The columns, a view."""
-        return _by_position(mat, _conv(call).groups)
 
     def weight_to_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
         """The weight is stored as ``[G·C, O, *K]``, where ``I = C·K``."""
@@ -197,6 +187,49 @@ class Patches:
         return self._unfold(self._call, self._input[rows]).permute(0, 3, 1, 2)
 
 
+class DirectPatches(Patches):
+    """Products with the patches by oneDNN's gradient of a grouped weight, a group for each sample.
+
+    It needs no patches, and is faster for maps that are large compared with the weight. The limits
+    are measured: ``docs/design/contractions.md``.
+    """
+
+    # Entries of a product for each position up to which the kernel wins; features from which on it
+    # wins for images of one or three channels.
+    LARGEST, MANY = 300, 192
+
+    def suits(self, columns: int, out: Tensor) -> bool:
+        """Whether oneDNN has a fast kernel, and products are small."""
+        _, positions, groups, size = self.shape
+        channels, features = _conv(self._call).in_channels // groups, columns * out.shape[4]
+        return (
+            out.device.type == "cpu"
+            and out.dtype == self._input.dtype == torch.float32
+            and torch.backends.mkldnn.is_available()
+            and bool(torch.backends.mkldnn.enabled)
+            and size > channels
+            and features * size <= self.LARGEST * positions
+            and (
+                channels % 8 == features % 8 == 0
+                or (channels in (1, 3) and features % 8 == 0 and features >= self.MANY)
+                or channels == features == 1
+            )
+        )
+
+    def product(self, out: Tensor, rows: slice) -> Tensor:
+        """``Σ_s out ⊗ inp`` for columns ``[v, n, S, G, O]``, as ``[n·G, v·O, I]``."""
+        conv, x = _conv(self._call), self._input[rows]
+        x, padding = _zero_padded(conv, x)
+        mat = out.permute(1, 3, 0, 4, 2).reshape(1, -1, *self._call.output_shape[2:])
+        groups = len(x) * conv.groups
+        weight = x.new_empty(1).expand(mat.shape[1], x.shape[1] // conv.groups, *conv.kernel_size)
+        product: Tensor = torch.ops.aten.convolution_backward(
+            mat, x.reshape(1, -1, *x.shape[2:]), weight, None, conv.stride, padding, conv.dilation,
+            False, [0] * len(padding), groups, [False, True, False],
+        )[1]  # fmt: skip
+        return product.view(groups, -1, self.shape[3])
+
+
 def _conv(call: ModuleCall) -> _ConvNd:
     return cast(_ConvNd, call.module)
 
@@ -218,15 +251,18 @@ def _pad(conv: _ConvNd, x: Tensor) -> Tensor:
     return F.pad(x, pads, mode="constant" if conv.padding_mode == "zeros" else conv.padding_mode)
 
 
+def _zero_padded(conv: _ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:
+    """The input and the padding that is left to the kernel, which knows zeros on both sides."""
+    padding = _padding(conv)
+    if conv.padding_mode == "zeros" and all(left == right for left, right in padding):
+        return x, [left for left, _ in padding]
+    return _pad(conv, x), [0] * len(padding)
+
+
 def _convolve(conv: _ConvNd, x: Tensor, weight: Tensor) -> Tensor:
-    zeros = [0] * len(conv.kernel_size)
-    padding = zeros
-    if conv.padding_mode == "zeros" and all(left == right for left, right in _padding(conv)):
-        padding = [left for left, _ in _padding(conv)]
-    else:
-        x = _pad(conv, x)
+    x, padding = _zero_padded(conv, x)
     return torch.convolution(
-        x, weight, None, conv.stride, padding, conv.dilation, False, zeros, conv.groups
+        x, weight, None, conv.stride, padding, conv.dilation, False, [0] * len(padding), conv.groups
     )
 
 
