@@ -12,9 +12,10 @@ time. The measurements are in ``docs/design/contractions.md``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import product
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,13 +41,20 @@ class Rows(Protocol):
         """The inputs of some samples, ``[n, S, G, I]``."""
 
 
-@runtime_checkable
-class DirectRows(Rows, Protocol):
+class DirectRows(ABC):
     """Inputs with a kernel that forms ``M`` without showing what each position sees."""
 
+    shape: torch.Size
+
+    @abstractmethod
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S, G, I]``."""
+
+    @abstractmethod
     def suits(self, columns: int, out: Tensor) -> bool:
         """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
 
+    @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:
         """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
 
@@ -228,10 +236,8 @@ def _slices(count: int, step: int) -> Iterator[slice]:
 
 
 def _is_direct(inp: Rows, columns: int, out: Tensor) -> TypeGuard[DirectRows]:
-    # The kernel's result does not carry a graph. Asking a tensor for a protocol takes longer.
-    if torch.is_grad_enabled() or isinstance(inp, Tensor):
-        return False
-    return isinstance(inp, DirectRows) and inp.suits(columns, out)
+    # The kernel's result does not carry a graph.
+    return isinstance(inp, DirectRows) and not torch.is_grad_enabled() and inp.suits(columns, out)
 
 
 def _right(inp: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import (
 from torch.nn.modules.conv import _ConvNd
 
 from backpack_core.calls import ModuleCall
+from backpack_core.contractions import DirectRows
 from backpack_core.rules import AffineRule
 from backpack_layers.arguments import once
 from backpack_layers.layout import require_channels
@@ -187,7 +188,7 @@ class Patches:
         return self._unfold(self._call, self._input[rows]).permute(0, 3, 1, 2)
 
 
-class DirectPatches(Patches):
+class DirectPatches(Patches, DirectRows):
     """Products with the patches by oneDNN's gradient of a grouped weight, a group for each sample.
 
     It needs no patches, and is faster for maps that are large compared with the weight. The limits
