@@ -138,6 +138,7 @@ class ModuleCall:
         outputs: Every tensor in the return value, detached.
         output_nr: Position in ``outputs`` of the tensor that is differentiated at present.
         grad_output: Gradient of the loss with respect to that tensor; ``None`` before backward.
+        node: The autograd node of that tensor, only while it is visited: the node owns the call.
         indices: The samples this view shows; ``None`` for all.
         memo: What was computed from the columns at hand; forgotten after each visit.
         constants: What was computed from the call alone (patches, indices of maxima).
@@ -147,6 +148,8 @@ class ModuleCall:
         training: Whether the module was in train mode then.
         is_rewired: The module changed a *view* in place, so that autograd rewrote the graph behind
             its input: the edges lead nowhere, and only the output's own node knows the way.
+        is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
+            checkpoint, which gives every tensor once.
     """
 
     module: Module
@@ -159,8 +162,10 @@ class ModuleCall:
     thread: int
     training: bool = False
     is_rewired: bool = False
+    is_readable: bool = False
     output_nr: int = 0
     grad_output: Tensor | None = None
+    node: Any = None
     indices: tuple[int, ...] | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
     constants: dict[Any, Any] = field(default_factory=dict)
@@ -235,6 +240,25 @@ class ModuleCall:
         """
         self._check_released()
         return self._read(self.inputs[index], index, "input")
+
+    def saved(self, name: str) -> Tensor | None:
+        """What torch keeps for its own backward pass at the node of the present output.
+
+        Args:
+            name: As torch calls it: ``"result1"`` for ``grad_fn._saved_result1``.
+
+        Returns:
+            The tensor, for the samples that this view shows; ``None`` if there is none of that name
+            whose first axis is the batch's, if it may not be read, or if the output is not being
+            visited.
+        """
+        whole = self.full
+        if not whole.is_readable:
+            return None
+        found: Tensor | None = getattr(whole.node, f"_saved_{name}", None)
+        if found is None or found.shape[:1] != whole.outputs[self.output_nr].shape[:1]:
+            return None
+        return found if self.indices is None else found[list(self.indices)]
 
     def parameter(self, name: str) -> Tensor:
         """Parameter ``name`` of the module (dots allowed), detached, in the dtype of the gradient.
@@ -315,6 +339,7 @@ class ModuleCall:
             self,
             outputs=tuple(outputs),
             grad_output=None if grad is None else grad.movedim(axis, 0),
+            node=None,
             memo={},
             constants={},
             _whole=self.full,
@@ -327,7 +352,7 @@ class ModuleCall:
         It lets go of the graph, except while quantities are differentiable (``create_graph=True``).
         """
         kept = copy(self)
-        kept.memo, kept.constants = {}, {}
+        kept.memo, kept.constants, kept.node = {}, {}, None
         if not torch.is_grad_enabled():
             kept.edges, kept.frame = (None,) * len(self.edges), None
             kept.inputs = tuple(tensor.detach() for tensor in self.inputs)

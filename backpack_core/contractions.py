@@ -28,6 +28,8 @@ CACHE = 4 * 2**20
 DIRECT = 5 * 2**19
 # Entries of one product from which on adding its square by itself beats a reduction over several.
 LARGE = 2**14
+# Rows of a symmetric product from which on half of it is formed, in bands, and mirrored.
+SYMMETRIC = 384
 
 
 class Rows(Protocol):
@@ -308,14 +310,43 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         for sample in part:
             total = _add_outer(total, sample)
     assert total is not None
+    total = _mirrored(total)
     return total * scale if torch.is_grad_enabled() else total.mul_(scale)
 
 
+def outer(rows: Tensor) -> Tensor:
+    """``Σ_m rows[m] ⊗ rows[m]`` for ``[M, G, I]``. Shape ``[G, I, I]``."""
+    return _mirrored(_add_outer(None, rows))
+
+
 def _add_outer(total: Tensor | None, rows: Tensor) -> Tensor:
-    """``total + Σ_m rows[m] ⊗ rows[m]`` for ``[M, G, I]``, in place unless autograd records."""
-    left, right = rows.permute(1, 2, 0), rows.transpose(0, 1)
+    """``total + Σ_m rows[m] ⊗ rows[m]``, on and above the diagonal; in place without autograd."""
+    size = rows.shape[2]
+    step = _band(size)
+    if torch.is_grad_enabled() or step == size:
+        left, right = rows.permute(1, 2, 0), rows.transpose(0, 1)
+        if total is None:
+            return torch.bmm(left, right)
+        return torch.baddbmm(total, left, right, out=None if torch.is_grad_enabled() else total)
     if total is None:
-        return torch.bmm(left, right)
-    if torch.is_grad_enabled():
-        return torch.baddbmm(total, left, right)
-    return total.baddbmm_(left, right)
+        total = rows.new_zeros(rows.shape[1], size, size)
+    for target, group in zip(total, rows.unbind(1), strict=True):
+        for band in _slices(size, step):
+            target[band, band.start :].addmm_(group[:, band].T, group[:, band.start :])
+    return total
+
+
+def _mirrored(total: Tensor) -> Tensor:
+    """What :func:`_add_outer` left out, from above the diagonal."""
+    size = total.shape[-1]
+    step = _band(size)
+    if torch.is_grad_enabled() or step == size:
+        return total
+    for band in _slices(size, step):
+        total[:, band.stop :, band] = total[:, band, band.stop :].mT
+    return total
+
+
+def _band(size: int) -> int:
+    """Rows of a symmetric product to form at a time: large ones go in four bands."""
+    return size if size < SYMMETRIC else -(-size // 4)

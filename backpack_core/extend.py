@@ -36,6 +36,11 @@ from backpack_core.registry import registry
 
 M = TypeVar("M", bound=Module)
 
+# Hooks through which autograd saves tensors at present, if torch tells.
+_saving_hooks: Any = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
+)
+
 # Our place among a module's hooks. Torch counts from zero in every process, so that a key of its
 # own could be given out again to a module that was pickled.
 _KEY = -1
@@ -229,6 +234,7 @@ def _record(
         frame.training,
         is_rewired,
     )
+    call.is_readable = _saving_hooks(False) is None
     frame.close(edges)
     call._versions = (*versions, *(o._version for o in detached))
     for index, output in enumerate(outputs):

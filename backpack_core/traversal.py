@@ -96,6 +96,15 @@ class Traversal(ABC):
         self, slot: int, resolved: Resolved, call: ModuleCall, index: int, output: tuple[Node, int]
     ) -> None:
         """The same for one group."""
+        call.full.node = output[0]
+        try:
+            self._compute_slot(slot, resolved, call, index, output)
+        finally:
+            call.full.node = None
+
+    def _compute_slot(
+        self, slot: int, resolved: Resolved, call: ModuleCall, index: int, output: tuple[Node, int]
+    ) -> None:
         propagator, extensions = self.groups[slot]
         axis = resolved.rule.batch_axis(call, index)
         seen = call.move_batch_axis(axis) if axis else call

@@ -11,7 +11,7 @@ import torch
 from benchmarks import report
 from benchmarks.cells import Cell, measure
 from benchmarks.growth import Growth, study
-from benchmarks.measure import CLOCKS, write_rate
+from benchmarks.measure import CLOCKS
 from benchmarks.peers import PEERS
 from benchmarks.problems import PROBLEMS
 from benchmarks.quantities import QUANTITIES
@@ -19,11 +19,11 @@ from benchmarks.quantities import QUANTITIES
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    peers = [name for name in PEERS if name != "gradient"]
+    peers = [name for name in PEERS if name not in {"gradient", "ours"}]
     add = parser.add_argument
     add("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="default: all")
     add("--quantity", nargs="+", choices=QUANTITIES, default=list(QUANTITIES), help="default: all")
-    add("--peer", nargs="+", choices=peers, default=peers, help="default: all")
+    add("--peer", nargs="*", choices=peers, default=peers, help="default: all")
     add("--seconds", type=float, default=5.0, help="how long to repeat a cell (default: 5)")
     add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     add("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
@@ -40,8 +40,7 @@ def main() -> None:
     # Peers that use full-backward hooks warn at the first layer of every net.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     options.output.mkdir(parents=True, exist_ok=True)
-    rate = write_rate(options.clock)
-    print(f"first write to fresh memory: {rate / 2**30:.1f} GiB/s, threads: {options.threads}")
+    print(f"threads: {options.threads}")
     cells: list[Cell] = []
     growth: list[Growth] = []
     if options.growth is None:
@@ -51,23 +50,23 @@ def main() -> None:
                 cell = measure(
                     PROBLEMS[problem],
                     QUANTITIES[quantity],
-                    options.peer,
+                    ["ours", *options.peer],
                     options.seconds,
-                    rate,
                     options.clock,
                     memory=not options.no_memory,
                 )
                 cells.append(cell)
                 print(report.row(cell), flush=True)
-                report.save(options.output / "results.json", cells, growth, rate)
+                report.save(options.output / "results.json", cells, growth)
+        print(report.summary(cells))
         report.plot(options.output / "results.png", cells)
     else:
         for found in study(
-            options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, rate, options.clock
+            options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, options.clock
         ):
             growth.append(found)
             print(found, flush=True)
-        report.save(options.output / "growth.json", cells, growth, rate)
+        report.save(options.output / "growth.json", cells, growth)
 
 
 if __name__ == "__main__":

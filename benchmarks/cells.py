@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.limit import limit
-from benchmarks.measure import alternate, peak_memory
+from benchmarks.measure import alternate, peak_memory, write_rate
 from benchmarks.peers import PEERS, Step, Unsupported
 from benchmarks.problems import Problem
 from benchmarks.quantities import Quantity
+
+# Every peer holds a result of its own, and the one before while it computes the next.
+LARGEST = 3 * 2**30
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Cell:
         time: For each peer, time relative to the gradient.
         to_ours: For each peer, its time relative to ours, measured next to each other.
         memory: For each peer, bytes at its peak above those of a plain gradient.
+        write_rate: Bytes per second of a first write to fresh memory, before the runs.
         limit: The least time that is needed, relative to the gradient.
         difference: Largest relative difference between the incumbent's numbers and ours.
         refused: Why a peer is missing.
@@ -41,6 +45,7 @@ class Cell:
     time: dict[str, float] = field(default_factory=dict)
     to_ours: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    write_rate: float = 0.0
     limit: float | None = None
     difference: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
@@ -55,7 +60,6 @@ def measure(
     quantity: Quantity,
     peers: Sequence[str],
     seconds: float,
-    rate: float,
     clock: str = "wall",
     memory: bool = True,
     batch: int | None = None,
@@ -67,13 +71,17 @@ def measure(
         quantity: The quantity.
         peers: Which peers besides the gradient.
         seconds: How long to repeat.
-        rate: Bytes per second of a first write to fresh memory.
         clock: See :func:`benchmarks.measure.alternate`.
         memory: Measure memory, too.
         batch: Number of samples; default: the problem's.
     """
     size = batch or (problem.exact_batch if quantity.exact else problem.batch)
     cell = Cell(problem.name, quantity.name, size)
+    bound = limit(problem, quantity, size)
+    if bound is not None and bound.result_bytes > LARGEST:
+        cell.refused["all"] = f"the result has {bound.result_bytes / 2**30:.1f} GiB"
+        return cell
+    cell.write_rate = write_rate(clock)
     steps, models = _steps(cell, problem, quantity, ["gradient", *peers])
     times = alternate(steps, seconds, clock)
     cell.gradient = times.best("gradient")
@@ -81,9 +89,8 @@ def measure(
         cell.time[name] = times.ratio(name, "gradient")
         if "ours" in steps:
             cell.to_ours[name] = times.ratio(name, "ours")
-    bound = limit(problem, quantity, size)
     if bound is not None:
-        cell.limit = bound.time(cell.gradient, rate) / cell.gradient
+        cell.limit = bound.time(cell.gradient, cell.write_rate) / cell.gradient
     if {"ours", "incumbent"} <= models.keys() and not quantity.random:
         cell.difference = _difference(models["ours"], models["incumbent"], quantity.fields)
     del models

@@ -53,32 +53,28 @@ class Growth:
 _AXES: dict[str, tuple[Sequence[int], Callable[[int], tuple[str, int]]]] = {
     "samples": ((32, 64, 128, 256), lambda n: ("2c2d", n)),
     "classes": ((10, 20, 40, 80), lambda c: (f"mlp/classes={c}", 64)),
-    "depth": ((1, 2, 3, 4, 5), lambda d: (f"mlp/depth={d}", 128)),
+    "depth": ((2, 4, 8, 16), lambda d: (f"mlp/depth={d}", 64)),
 }
 
 
-def study(
-    names: Sequence[str], seconds: float, rate: float, clock: str = "wall"
-) -> Iterator[Growth]:
+def study(names: Sequence[str], seconds: float, clock: str = "wall") -> Iterator[Growth]:
     """Measure quantities along every axis.
 
     Args:
         names: Quantities.
         seconds: How long to repeat each point.
-        rate: Bytes per second of a first write.
         clock: See :func:`benchmarks.measure.alternate`.
 
     Yields:
         One study for each quantity and axis.
     """
+    peers = [peer for peer in PEERS if peer != "gradient"]
     for name in names:
         for axis, (values, make) in _AXES.items():
             growth = Growth(axis, name, list(values))
             for value in values:
                 problem, batch = make(value)
-                cell = measure(
-                    find(problem), QUANTITIES[name], PEERS, seconds, rate, clock, batch=batch
-                )
+                cell = measure(find(problem), QUANTITIES[name], peers, seconds, clock, batch=batch)
                 for peer, time in cell.time.items():
                     growth.seconds.setdefault(peer, []).append(time * cell.gradient)
                 for peer, size in cell.memory.items():

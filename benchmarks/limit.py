@@ -112,6 +112,7 @@ def limit(problem: Problem, quantity: Quantity, batch: int) -> Limit | None:
     per_sample = sum(layer.product for layer in weights)
     carry = columns * sum(layer.back for layer in net)
     squares = sum(_squares(layer, columns) for layer in weights)
+    factors = sum(_factors(layer, columns) for layer in weights)
     norms = sum(_norm(layer) for layer in weights)
     work, size = {
         "BatchGrad": (per_sample, params * batch),
@@ -127,8 +128,9 @@ def limit(problem: Problem, quantity: Quantity, batch: int) -> Limit | None:
         "BatchDiagGGNExact": (carry + squares, params * batch),
         "SqrtGGNMC": (carry + columns * per_sample, params * batch * columns),
         "SqrtGGNExact": (carry + columns * per_sample, params * batch * columns),
-        "KFAC": (carry + sum(_factors(layer, columns) for layer in weights), 0),
-        "KFLR": (carry + sum(_factors(layer, columns) for layer in weights), 0),
+        "KFAC": (carry + factors, 0),
+        "KFLR": (carry + factors, 0),
+        "GGNTogether": (carry + squares + factors, params * batch),
     }.get(quantity.name, (None, 0))
     return None if work is None else Limit(1 + work / gradient, 4 * size)
 

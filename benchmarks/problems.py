@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -43,11 +43,10 @@ def logistic_regression() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
-def mlp(width: int = 512, depth: int = 2, classes: int = 10) -> nn.Module:
-    """784 → 512 → 256 → 10 with sigmoids; each hidden layer is half as wide as the one before."""
-    widths = [784, *(max(16, width >> level) for level in range(depth))]
+def mlp(widths: Sequence[int] = (512, 256), classes: int = 10) -> nn.Module:
+    """784 → 512 → 256 → 10 with sigmoids."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in pairwise(widths):
+    for before, after in pairwise((784, *widths)):
         layers += [nn.Linear(before, after), nn.Sigmoid()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], classes))
 
@@ -117,10 +116,14 @@ PROBLEMS = {
 
 
 def find(name: str) -> Problem:
-    """A problem by name; ``"mlp/classes=20"`` and ``"mlp/depth=3"`` are variants of the MLP."""
+    """A problem by name; ``"mlp/classes=20"`` and ``"mlp/depth=3"`` are variants of the MLP.
+
+    With a depth, every hidden layer is 256 wide.
+    """
     if name in PROBLEMS:
         return PROBLEMS[name]
     key, value = name.removeprefix("mlp/").split("=")
-    setting = {key: int(value)}
-    model = partial(mlp, **setting)
-    return replace(PROBLEMS["mlp"], name=name, model=model, classes=setting.get("classes", 10))
+    if key == "depth":
+        return replace(PROBLEMS["mlp"], name=name, model=partial(mlp, (256,) * int(value)))
+    classes = int(value)
+    return replace(PROBLEMS["mlp"], name=name, model=partial(mlp, classes=classes), classes=classes)

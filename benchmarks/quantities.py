@@ -51,6 +51,12 @@ QUANTITIES = {
         Quantity("SqrtGGNExact", ("SqrtGGNExact",), ("sqrt_ggn_exact",), exact=True),
         Quantity("KFLR", ("KFLR",), ("kflr",), exact=True),
         Quantity("KFRA", ("KFRA",), ("kfra",), exact=True),
+        Quantity(
+            "GGNTogether",
+            ("DiagGGNExact", "BatchDiagGGNExact", "KFLR"),
+            ("diag_ggn_exact", "diag_ggn_exact_batch", "kflr"),
+            exact=True,
+        ),
         Quantity("DiagHessian", ("DiagHessian",), ("diag_h",), exact=True),
     )
 }

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -36,12 +37,47 @@ def row(cell: Cell) -> str:
     memory = "".join(
         _number(_mega(cell.memory.get(p)), 9, 1) for p in ("ours", "incumbent", "torch.func")
     )
+    if "all" in cell.refused:
+        return (
+            f"{cell.problem:12}{cell.quantity:18}{cell.batch:>4} | left out: {cell.refused['all']}"
+        )
     difference = "" if cell.difference is None else f"{cell.difference:.0e}"
     return (
         f"{cell.problem:12}{cell.quantity:18}{cell.batch:>4} |{1e3 * cell.gradient:>9.1f} |"
         f"{_number(cell.limit, 7)}{_number(ours, 8)}{_number(distance, 9)} |{peers} |{memory} |"
         f"{difference:>8}"
     )
+
+
+def summary(cells: Sequence[Cell], least: float = 5e-3) -> str:
+    """Geometric means over cells that take us longer than ``least`` seconds, and the worst cells.
+
+    Args:
+        cells: What was measured.
+        least: Shorter cells say more about calls of Python than about products.
+    """
+    long = [c for c in cells if c.time.get("ours", 0.0) * c.gradient > least]
+    lines = [f"{len(long)} cells above {1e3 * least:.0f} ms, geometric means:"]
+    for peer in ("incumbent", "torch.func", "opacus"):
+        ratios = {_name(c): c.to_ours[peer] for c in long if peer in c.to_ours}
+        slower = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if ratio < 1]
+        if ratios:
+            lines.append(
+                f"  {peer} / ours: {geometric_mean(ratios.values()):.2f} over {len(ratios)} cells; "
+                f"faster than ours: {', '.join(slower) or 'nowhere'}"
+            )
+    distances = {_name(c): c.time["ours"] / c.limit for c in long if c.limit}
+    if distances:
+        far = [f"{name} {ratio:.2f}" for name, ratio in distances.items() if ratio > 1.4]
+        lines.append(
+            f"  ours / limit: {geometric_mean(distances.values()):.2f} over {len(distances)} "
+            f"cells; above 1.4: {', '.join(far) or 'nowhere'}"
+        )
+    return "\n".join(lines)
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.problem} {cell.quantity}"
 
 
 def _number(value: float | None, width: int, digits: int = 2) -> str:
@@ -52,14 +88,13 @@ def _mega(size: int | None) -> float | None:
     return None if size is None else size / 2**20
 
 
-def save(path: Path, cells: Sequence[Cell], growth: Sequence[Growth], rate: float) -> None:
+def save(path: Path, cells: Sequence[Cell], growth: Sequence[Growth]) -> None:
     """Write everything to one JSON file."""
     result: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "write_rate": rate,
         "cells": [cell.as_dict() for cell in cells],
         "growth": [study.as_dict() for study in growth],
     }

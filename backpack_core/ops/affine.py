@@ -23,6 +23,9 @@ def square_sum_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: T
         return generic.square_sum.dispatch(object)(rule, call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum((0, 1)))
+    squares = generic.known(generic.per_sample_square_sum, call, name, mat)
+    if squares is not None and out.shape[2] > 1:
+        return squares.sum(0)
     return rule.from_matrix(call, name, contractions.square_sum(out, inp))
 
 

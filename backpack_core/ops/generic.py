@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import singledispatch
 from math import prod
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from backpack_core.budget import set_memory_budget as set_memory_budget
 from backpack_core.calls import ModuleCall
 from backpack_core.contractions import CACHE, add_squares
 from backpack_core.rules import LayerRule, ParametricRule
+
+Operation: TypeAlias = Callable[[LayerRule, ModuleCall, str, Tensor], Tensor]
 
 
 class MaterializedRule(ParametricRule):
@@ -70,12 +73,17 @@ def per_sample_materialized(
 
 def formed(call: ModuleCall, name: str, mat: Tensor) -> Tensor | None:
     """``M`` if an extension had it formed for this call already."""
-    found = call.memo.get((per_sample, name, id(mat)))
+    return known(per_sample, call, name, mat)
+
+
+def known(operation: Operation, call: ModuleCall, name: str, mat: Tensor) -> Tensor | None:
+    """The result of an operation that an extension asked for by :func:`shared` already."""
+    found = call.memo.get((operation, name, id(mat)))
     return None if found is None else found[0]
 
 
 def shared(
-    operation: Callable[[LayerRule, ModuleCall, str, Tensor], Tensor],
+    operation: Operation,
     rule: LayerRule,
     call: ModuleCall,
     name: str,

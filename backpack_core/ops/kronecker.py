@@ -18,7 +18,7 @@ from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
 from backpack_core.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
 from backpack_core.ops import generic
-from backpack_core.rules import AffinePairsRule, LayerRule, ParametricRule
+from backpack_core.rules import AffinePairsRule, AffineRule, LayerRule, ParametricRule
 
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 
@@ -60,11 +60,16 @@ def kronecker_factors_affine(
 ) -> KroneckerFactors:
     """``[B, A]`` for a weight, the exact block for a bias."""
     shape = call.parameter(name).shape
-    if name in rule.biases(call):
-        return KroneckerFactors([block(rule, call, name, mat)], ParameterOrder(shape))
     out, inp = rule.affine_pair(call, name, mat)
-    assert inp is not None
-    factors = [output_covariance(out, sharing), input_covariance(call, name, inp, sharing)]
+    if inp is None and out.shape[3] > 1:
+        return KroneckerFactors([block(rule, call, name, mat)], ParameterOrder(shape))
+    if sharing == "expand" and inp is not None:
+        outer = output_covariance(out, sharing)
+    else:
+        outer = _of_summed_positions(rule, call, mat, out)
+    if inp is None:
+        return KroneckerFactors([outer], ParameterOrder(shape))
+    factors = [outer, input_covariance(call, name, inp, sharing)]
     sizes = (out.shape[3], out.shape[4], inp.shape[3])
     return KroneckerFactors(factors, weight_order(rule, call, name, sizes))
 
@@ -147,8 +152,22 @@ def output_covariance(out: Tensor, sharing: WeightSharing = "kfc") -> Tensor:
         Shape ``[O, O]``, or ``[G, O, O]`` for a layer with groups.
     """
     rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
-    grouped = rows.transpose(0, 1)  # [G, M, O]
-    return _without_groups(grouped.mT @ grouped)
+    return _without_groups(contractions.outer(rows))
+
+
+def _of_summed_positions(
+    rule: AffinePairsRule, call: ModuleCall, mat: Tensor, out: Tensor
+) -> Tensor:
+    """:func:`output_covariance`, once for the weight and the bias of an affine layer."""
+    if not isinstance(rule, AffineRule):  # each parameter has its own place
+        return output_covariance(out)
+    key = ("outer", id(mat))
+    if key in call.memo:
+        again: Tensor = call.memo[key][0].clone()  # each factor is its user's own
+        return again
+    call.memo[key] = (output_covariance(out), mat)
+    factor: Tensor = call.memo[key][0]
+    return factor
 
 
 def input_covariance(

@@ -269,6 +269,14 @@ def test_checkpoint() -> None:
     classification(Checkpointed(block(), reentrant=False), (3,)).check()
 
 
+def test_max_pooling_inside_checkpoint() -> None:
+    """Its rule reads what autograd saved, where that can be read twice."""
+    pool = nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)), nn.MaxPool2d((1, 2)), nn.Flatten(), nn.Linear(2, 4)
+    )
+    classification(Checkpointed(pool, reentrant=False), (3,)).check()
+
+
 def test_function_inside_checkpoint() -> None:
     """Such a checkpoint gives each saved tensor once, and autograd itself wants it."""
     model = Checkpointed(Net(lambda _, x: torch.sin(x)), reentrant=False)

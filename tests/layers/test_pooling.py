@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core import backpack, extend
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.extensions import DiagGGNExact
 from backpack_core.rules import LayerRule
 from backpack_layers.max_pooling import MaxPoolRule, MaxUnpoolRule
 from backpack_layers.pooling import AdaptiveAvgPoolRule, AvgPoolRule, LPPoolRule
 from tests.layers.execution import check_rule, record
+from tests.oracle import assert_close
 
 SIZES = {1: (9,), 2: (8, 7), 3: (5, 6, 7)}
 CASES: dict[type[LayerRule], list[tuple[str, dict[str, Any]]]] = {
@@ -100,3 +103,24 @@ def test_refusals() -> None:
         LPPoolRule().check(record(nn.LPPool1d(float("inf"), 2), torch.randn(1, 2, 6)).call)
     with pytest.raises(UnsupportedError, match="no batch axis"):
         AvgPoolRule().check(record(nn.AvgPool2d(2), torch.randn(2, 6, 6)).call)
+
+
+@pytest.mark.parametrize("subsampling", [None, [2, 0]])
+def test_maxima_are_where_autograd_saved_them(
+    subsampling: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = extend(nn.Sequential(nn.Conv2d(1, 2, 2), nn.MaxPool2d(2), nn.Flatten()))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    x, y = torch.rand(3, 1, 5, 5), torch.tensor([0, 1, 7])
+
+    def diagonal() -> torch.Tensor:
+        with backpack(DiagGGNExact(subsampling=subsampling)):
+            loss.backward()
+        return model[0].weight.diag_ggn_exact
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = lossfunc(model(x), y)
+    expected = diagonal()  # with a second pooling: saved tensors are not ours to read
+    loss = lossfunc(model(x), y)
+    monkeypatch.delattr("torch.nn.functional.max_pool2d")
+    assert_close(diagonal(), expected)

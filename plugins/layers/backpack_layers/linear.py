@@ -30,10 +30,10 @@ class LinearRule(AffineRule):
         return mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), 1, mat.shape[-1])
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat @ call.parameter("weight")
+        return _times(mat, call.parameter("weight"))
 
     def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat @ call.parameter("weight").T
+        return _times(mat, call.parameter("weight").T)
 
     def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         shape = call.output_shape
@@ -42,3 +42,8 @@ class LinearRule(AffineRule):
             return columns.expand(-1, *shape)
         product = call.input.flatten(0, -2) @ mat.mT
         return product.reshape(len(mat), *shape)
+
+
+def _times(mat: Tensor, weight: Tensor) -> Tensor:
+    """One product for all rows; ``@`` makes a batch of them if the strides are unusual."""
+    return (mat.reshape(-1, mat.shape[-1]) @ weight).reshape(*mat.shape[:-1], weight.shape[1])

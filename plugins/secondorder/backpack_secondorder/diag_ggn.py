@@ -49,10 +49,11 @@ class BatchDiagGGNExact(ExactExtension):
 
     savefield = "diag_ggn_exact_batch"
     columns_add = True
+    precedence = 1
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return ops.per_sample_square_sum(rule, call, name, mat)
+        return ops.shared(ops.per_sample_square_sum, rule, call, name, mat)
 
 
 class BatchDiagGGNMC(SampledExtension):
@@ -64,7 +65,8 @@ class BatchDiagGGNMC(SampledExtension):
 
     savefield = "diag_ggn_mc_batch"
     columns_add = True
+    precedence = 1
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return ops.per_sample_square_sum(rule, call, name, mat)
+        return ops.shared(ops.per_sample_square_sum, rule, call, name, mat)

@@ -171,7 +171,8 @@ def _over_samples(
         part = call if step >= samples else call.subsample(range(samples)[start : start + step])
         rows = quantity.unsqueeze(1).expand(-1, part.batch_size, -1)
         half = push(part, rows)
-        total = add(total, push(part, half.transpose(0, 2)).sum(1))
+        product = push(part, half.transpose(0, 2))
+        total = add(total, product.squeeze(1) if product.shape[1] == 1 else product.sum(1))
     assert total is not None
     return total if samples == 1 else total / samples
 
