@@ -1,7 +1,8 @@
 """Which plugins are installed, from metadata alone. Imports no plugin.
 
 An installed distribution declares plugins as entry points of the group ``backpack``. Listing them
-reads ``entry_points.txt`` of each distribution and the head of its ``METADATA``, and no module.
+reads ``entry_points.txt`` of each distribution and the head of its ``METADATA``, and no module; not
+even torch, so that it takes no time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from backpack_core.errors import PluginConflictError, PluginError
-from backpack_core.registry import Provenance, canonical
 
 GROUP = "backpack"
 PREFIX = "backpack-plugin-"
@@ -23,6 +23,26 @@ PREFIX = "backpack-plugin-"
 State = Literal["not loaded", "loaded", "blocked", "failed", "conflict"]
 
 _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(?::\s*(?P<attribute>[\w.]+))?\s*(\[.*\])?$")
+
+
+class Provenance(NamedTuple):
+    """Where a contribution came from.
+
+    Attributes:
+        plugin: Name of the entry point, or of the object that was registered by hand.
+        distribution: Name of the installed distribution; empty for one registered by hand.
+        version: Its version.
+    """
+
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+
+    def __str__(self) -> str:
+        """As ``"backpack-plugin-scale 0.1"``."""
+        if not self.distribution:
+            return f"registered by hand as {self.plugin!r}"
+        return f"{self.distribution} {self.version}".rstrip()
 
 
 @dataclass
@@ -147,6 +167,17 @@ def is_allowed(plugin: Plugin) -> bool:
 
 def _names(text: str) -> set[str]:
     return {canonical(name) for name in text.split(",") if name.strip()}
+
+
+def preferred_by_environment() -> dict[str, str]:
+    """The pairs of ``BACKPACK_PREFER="key=distribution,..."``; ``*`` is a key, too."""
+    pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
+    return dict(pair.strip().rsplit("=", 1) for pair in pairs if "=" in pair)
+
+
+def canonical(name: str) -> str:
+    """A name of a distribution or plugin, spelled as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def without_plugins() -> list[str]:

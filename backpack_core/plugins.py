@@ -19,7 +19,7 @@ import pluggy
 
 from backpack_core import hookspecs
 from backpack_core.discovery import Plugin as Plugin
-from backpack_core.discovery import discover, settle
+from backpack_core.discovery import Provenance, discover, settle
 from backpack_core.errors import (
     BrokenPluginWarning,
     MissingPluginError,
@@ -28,7 +28,7 @@ from backpack_core.errors import (
     PluginLoadError,
     PluginVersionError,
 )
-from backpack_core.registry import Provenance, check_contributions, registry
+from backpack_core.registry import check_contributions, registry
 
 API_VERSION = 1
 SUPPORTED_API = frozenset({1})

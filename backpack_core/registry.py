@@ -6,8 +6,6 @@ claims on one key are a conflict, reported when the key is used; :func:`prefer` 
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,32 +14,13 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch.nn import Module
 
 from backpack_core.autodiff import AutodiffRule
+from backpack_core.discovery import Provenance, canonical, preferred_by_environment
 from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extension import Extension, Propagator
 from backpack_core.module_extension import ModuleExtension
 from backpack_core.rules import LayerRule, ModuleType
 
 T = TypeVar("T")
-
-
-class Provenance(NamedTuple):
-    """Where a contribution came from.
-
-    Attributes:
-        plugin: Name of the entry point, or of the object that was registered by hand.
-        distribution: Name of the installed distribution; empty for one registered by hand.
-        version: Its version.
-    """
-
-    plugin: str
-    distribution: str = ""
-    version: str = ""
-
-    def __str__(self) -> str:
-        """As ``"backpack-plugin-scale 0.1"``."""
-        if not self.distribution:
-            return f"registered by hand as {self.plugin!r}"
-        return f"{self.distribution} {self.version}".rstrip()
 
 
 CORE = Provenance("core", "backpack-core", "")
@@ -213,9 +192,8 @@ class Registry:
         """The preferred distribution for a key, or an empty string."""
         if key in self.preferred:
             return self.preferred[key]
-        pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
-        split = [pair.strip().rsplit("=", 1) for pair in pairs if "=" in pair]
-        from_environment = {_spelled_out(name): distribution for name, distribution in split}
+        pairs = preferred_by_environment().items()
+        from_environment = {_spelled_out(name): distribution for name, distribution in pairs}
         return from_environment.get(key) or self.preferred.get("*") or from_environment.get("*", "")
 
     def prefer(self, distribution: str, *keys: str | type) -> None:
@@ -301,11 +279,6 @@ def _is_override(item: Any) -> bool:
         and (isinstance(item[1], str) or _is_subclass(item[1], Module))
         and isinstance(item[2], ModuleExtension)
     )
-
-
-def canonical(name: str) -> str:
-    """A name of a distribution or plugin, spelled as package indexes compare it."""
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
 def _qualified_name(kind: type) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from backpack_core.cli import LIMIT
 from backpack_core.errors import BackpackError, PluginError, UsageError
 
 app = typer.Typer(
@@ -56,7 +57,7 @@ def list_plugins(
         bool,
         typer.Option("--all", help="Load them too, and show everything that they provide."),
     ] = False,
-    limit: Limit = 10.0,
+    limit: Limit = LIMIT,
 ) -> None:
     """List the installed plugins, from metadata alone.
 
@@ -74,12 +75,12 @@ def list_plugins(
 
 
 @app.command()
-def doctor(as_json: Json = False, limit: Limit = 10.0) -> None:
+def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
     """Load every plugin in a process of its own, and say what is wrong and what to do.
 
     The exit code is 1 if anything is at fault.
 
-    Examples: `backpack doctor`, `backpack doctor --limit 60`
+    Examples: `backpack doctor`, `backpack doctor --limit 300`
     """
     from dataclasses import asdict
 
@@ -101,6 +102,14 @@ def doctor(as_json: Json = False, limit: Limit = 10.0) -> None:
     raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
+def _extensions(incomplete: str) -> list[str]:
+    """Classes that plugins name and that are no layer rules: metadata does not say more."""
+    from backpack_core.cli.listing import installed
+
+    names = {plugin.attribute for plugin in installed() if plugin.state == "not loaded"}
+    return sorted(n for n in names if n and n.startswith(incomplete) and not n.endswith("Rule"))
+
+
 @app.command()
 def support(
     model: Annotated[
@@ -112,7 +121,11 @@ def support(
     ] = None,
     extension: Annotated[
         list[str] | None,
-        typer.Option("--extension", "-e", help="Only this one; may be given several times."),
+        typer.Option(
+            *("--extension", "-e"),
+            autocompletion=_extensions,
+            help="Only this one; may be given several times.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -178,11 +191,19 @@ def update(
 ) -> None:
     """Bring a package made by `backpack new` up to date with the installed templates.
 
+    The exit code is 1 if you and the templates changed the same lines.
+
     Example: `backpack update .`
     """
+    from backpack_core import __version__
+    from backpack_core.cli import output
     from backpack_core.cli.scaffold import update as run
 
-    run(folder)
+    conflicts = run(folder)
+    output.say(f"Up to date with the templates of backpack-core {__version__}: see `git diff`.")
+    if conflicts:
+        output.say(f"Resolve the conflict markers in {', '.join(conflicts)}.")
+        raise typer.Exit(1)
 
 
 def run(**kwargs: Any) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backpack_core import plugins
-from backpack_core.cli.inspection import Provided, Report
+from backpack_core.cli import LIMIT
 from backpack_core.cli.isolation import load_isolated
-from backpack_core.discovery import Plugin, without_plugins
+from backpack_core.cli.reports import Provided, Report
+from backpack_core.discovery import Plugin, canonical, without_plugins
 from backpack_core.namesakes import INCUMBENT, OURS, namesakes
-from backpack_core.registry import canonical, registry
+from backpack_core.registry import registry
 
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
 
@@ -53,7 +54,7 @@ class Diagnosis:
         return all(finding.severity != "fault" for finding in self.findings)
 
 
-def examine(limit: float = 10.0) -> Diagnosis:
+def examine(limit: float = LIMIT) -> Diagnosis:
     """Load everything that is installed and not blocked, in other processes.
 
     Args:
@@ -84,7 +85,11 @@ def _judge(report: Report, limit: float) -> Iterator[Finding]:
         f"Update or uninstall {report.distribution}, or set BACKPACK_BLOCK_PLUGINS={report.name}."
     )
     if report.state == "hangs":
-        yield fault(f"its import did not end in {limit:g} s", update)
+        yield fault(
+            f"its import did not end in {limit:g} s",
+            f"If the machine is busy: backpack doctor --limit {10 * limit:g}. Otherwise: "
+            f"{_lower(update)}",
+        )
     elif report.state == "died":
         yield fault(f"its import ended the process with {report.message}", update)
     elif report.state == "failed":
@@ -126,9 +131,13 @@ def _failure(report: Report, update: str) -> tuple[str, str]:
     if report.error == "ModuleNotFoundError":
         return (
             f"{last}{place}",
-            f"Install what it needs (pip check), or: {update[0].lower()}{update[1:]}",
+            f"Install what it needs (pip check), or: {_lower(update)}",
         )
     return f"{last}{place}", update
+
+
+def _lower(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
 
 
 def _name_conflicts(installed: list[Plugin]) -> Iterator[Finding]:

@@ -1,86 +1,19 @@
-"""What a loaded plugin provides, and what is wrong with it. Imports core and the plugin registry.
-
-Everything here is plain data, so that it can be sent from one process to another.
-"""
+"""What a loaded plugin provides, and what is wrong with it. Imports core and its registry."""
 
 from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.nn import Module
 
+from backpack_core.cli.reports import Provided, Report
 from backpack_core.discovery import Plugin
 from backpack_core.errors import PluginVersionError
 from backpack_core.extension import Extension
 from backpack_core.registry import Claim, registry
 from backpack_core.rules import ElementwiseRule, LayerRule, LossRule, ParametricRule
-
-
-@dataclass(frozen=True)
-class Provided:
-    """One thing that a plugin contributes.
-
-    Attributes:
-        kind: ``"layer rule"``, ``"extension"``, ``"propagator"`` or ``"pair override"``.
-        key: What may be claimed by one plugin only.
-        implementation: The class.
-        detail: Where an extension saves.
-    """
-
-    kind: str
-    key: str
-    implementation: str
-    detail: str = ""
-
-
-@dataclass
-class Report:
-    """What became of one plugin in a process of its own.
-
-    Attributes:
-        name: Name of the entry point.
-        value: What it names.
-        distribution: The distribution that declares it.
-        version: Its version.
-        state: As :attr:`backpack_core.discovery.Plugin.state`, or ``"hangs"`` or ``"died"``.
-        error: Name of the exception's class.
-        message: The exception's message.
-        where: File and line of the last frame of its traceback.
-        traceback: The whole of it.
-        seconds: How long loading took.
-        output: What it printed.
-        provides: What it contributes.
-        broken_promises: What it declares and does not implement.
-        module_found: Whether the module of the entry point exists.
-    """
-
-    name: str
-    value: str
-    distribution: str
-    version: str
-    state: str = "not loaded"
-    error: str = ""
-    message: str = ""
-    where: str = ""
-    traceback: str = ""
-    seconds: float = 0.0
-    output: str = ""
-    provides: list[Provided] = field(default_factory=list)
-    broken_promises: list[str] = field(default_factory=list)
-    module_found: bool = True
-
-    @property
-    def who(self) -> str:
-        """The distribution and its version."""
-        return f"{self.distribution} {self.version}".rstrip()
-
-    @property
-    def identity(self) -> tuple[str, str]:
-        """What tells plugins apart."""
-        return self.distribution, self.name
 
 
 def report(plugin: Plugin) -> Report:

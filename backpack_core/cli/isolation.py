@@ -1,4 +1,4 @@
-"""Loads plugins in other processes: no fault of a plugin reaches this one. Imports core."""
+"""Loads plugins in other processes: no fault of a plugin reaches this one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from backpack_core.cli.inspection import Provided, Report
+from backpack_core.cli.reports import Provided, Report
 from backpack_core.discovery import Plugin
 from backpack_core.errors import PluginError
 
 WORKER = Path(__file__).with_name("worker.py")
-START_LIMIT = 120.0  # seconds to start Python and import torch
+START_LIMIT = 120.0  # seconds to start Python, import torch and read metadata
 
 
 def load_isolated(plugins: list[Plugin], limit: float) -> list[Report]:
@@ -98,8 +98,8 @@ class _Worker:
         self, lines: queue.Queue[str | None], process: subprocess.Popen[str]
     ) -> tuple[str, str] | None:
         current: tuple[str, str] | None = None
-        limit = START_LIMIT
         while True:
+            limit = max(START_LIMIT, self.limit) if current is None else self.limit
             since = time.perf_counter()
             try:
                 line = lines.get(timeout=limit)
@@ -110,10 +110,11 @@ class _Worker:
                 if not self.timed_out:
                     self.exit_code = process.wait()
                 if current is None:
-                    raise PluginError(f"Plugins cannot be loaded: {self._complaint(process)}")
+                    raise PluginError(
+                        f"Plugins cannot be loaded: {self._complaint(process, limit)}"
+                    )
                 return current
             message = json.loads(line)
-            limit = self.limit
             if "begin" in message:
                 current = tuple(message["begin"])
             elif "end" in message:
@@ -124,9 +125,9 @@ class _Worker:
             elif "done" in message:
                 return None
 
-    def _complaint(self, process: subprocess.Popen[str]) -> str:
+    def _complaint(self, process: subprocess.Popen[str], limit: float) -> str:
         if self.timed_out:
-            return f"the process did not start in {START_LIMIT:.0f} s."
+            return f"the process did not start in {limit:g} s; --limit {10 * limit:g} waits longer."
         assert process.stderr is not None
         return process.stderr.read().strip() or f"the process ended with code {self.exit_code}."
 

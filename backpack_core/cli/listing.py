@@ -1,13 +1,13 @@
-"""Rows of ``backpack plugins``. Imports core; no plugin, unless asked to load them."""
+"""Rows of ``backpack plugins``. Imports neither torch nor plugins; another process may."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from backpack_core import plugins
-from backpack_core.cli.inspection import Report
 from backpack_core.cli.isolation import load_isolated
+from backpack_core.cli.reports import Report
+from backpack_core.discovery import Plugin, discover, preferred_by_environment
 
 HEADER = ("plugin", "distribution", "version", "provides", "state")
 
@@ -19,10 +19,15 @@ def collect(load: bool, limit: float) -> list[Report]:
         load: Whether to load them too, in other processes.
         limit: Seconds that one plugin may take.
     """
-    installed = plugins.plugins()
     if load:
-        return load_isolated(installed, limit)
-    return [Report(p.name, p.value, p.distribution, p.version, p.state) for p in installed]
+        return load_isolated(installed(), limit)
+    return [Report(p.name, p.value, p.distribution, p.version, p.state) for p in installed()]
+
+
+def installed() -> list[Plugin]:
+    """All installed plugins."""
+    preferred = preferred_by_environment()
+    return discover(lambda key: preferred.get(key) or preferred.get("*", ""))
 
 
 def rows(reports: list[Report]) -> list[tuple[str, ...]]:

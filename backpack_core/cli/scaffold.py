@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -10,6 +11,10 @@ from typing import Any
 
 from backpack_core import __version__
 from backpack_core.errors import BackpackError, UsageError
+
+# A Git repository of templates. Packages record it as it stands here, for their other authors and
+# machines; so it is relative to the home folder, and the same on every system.
+REPOSITORY = "~/.cache/backpack-core/templates"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 # Classes of these names would hide what the generated files import.
@@ -48,8 +53,11 @@ def create(kind: str, name: str, folder: Path, author: str = "") -> Path:
     if target.exists():
         raise UsageError(f"{str(target)!r} exists already: choose another name, or move it away.")
     answers = {"kind": kind, "name": name} | ({"author": author} if author else {})
-    source = published() if shutil.which("git") else shipped()
-    _copier().run_copy(str(source), target, answers, defaults=True, quiet=True)
+    if shutil.which("git"):
+        source, release = REPOSITORY, published()
+    else:
+        source, release = str(shipped()), None
+    _copier().run_copy(source, target, answers, vcs_ref=release, defaults=True, quiet=True)
     return target
 
 
@@ -70,23 +78,40 @@ def check_name(name: str) -> str:
     return short
 
 
-def update(folder: Path) -> None:
+def update(folder: Path) -> list[str]:
     """Bring a package up to date with the installed templates; what its author wrote stays.
 
     Args:
         folder: The package, under version control and without uncommitted changes.
 
+    Returns:
+        The files in which author and templates changed the same lines: they have conflict markers.
+
     Raises:
         UsageError: It was not made by ``backpack new``.
-        BackpackError: What copier says is wrong.
+        BackpackError: The templates that it was made from are unknown here, or what copier says is
+            wrong.
     """
-    if not (folder / ".copier-answers.yml").is_file():
-        raise UsageError(f"{str(folder)!r} was not made by `backpack new`: no .copier-answers.yml.")
-    published()
+    answers = folder / ".copier-answers.yml"
+    text = answers.read_text(encoding="utf-8") if answers.is_file() else ""
+    made_from = re.search(r"^_commit: (\S+)$", text, re.MULTILINE)
+    if made_from is None:
+        raise UsageError(
+            f"{str(folder)!r} was not made by `backpack new`, or was made without Git: no "
+            ".copier-answers.yml names the release that it was made from."
+        )
+    release = published()
+    if made_from[1] not in _tags():
+        raise BackpackError(
+            f"{str(folder)!r} was made from the templates of {made_from[1]}, which were never in "
+            "use on this machine. Install that release of backpack-core and run `backpack update`, "
+            "then again with this one."
+        )
     try:
-        _copier().run_update(folder, defaults=True, overwrite=True, quiet=True)
+        _copier().run_update(folder, vcs_ref=release, defaults=True, overwrite=True, quiet=True)
     except Exception as error:
         raise BackpackError(f"{type(error).__name__}: {error}") from error
+    return _git(folder, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
 
 
 def shipped() -> Path:
@@ -98,13 +123,16 @@ def shipped() -> Path:
     raise BackpackError("The templates are missing from this installation of backpack-core.")
 
 
-def published() -> Path:
-    """A Git repository of the shipped templates, with a tag for each release that was installed.
+def published() -> str:
+    """Keep the shipped templates as a tag of :data:`REPOSITORY`.
 
-    ``copier update`` compares two states of a template, which it finds as tags of a repository. So
-    each release adds its own to a repository in the user's cache.
+    ``copier update`` compares two states of a template, which it finds as tags of a repository.
+
+    Returns:
+        The tag: that of this release. In a checkout, templates change and the version does not;
+        later states get a number.
     """
-    repository = cache()
+    repository = _repository()
     if not (repository / ".git").is_dir():
         repository.mkdir(parents=True, exist_ok=True)
         _git(repository, "init", "--quiet")
@@ -113,24 +141,34 @@ def published() -> Path:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(shipped(), repository, dirs_exist_ok=True)
     _git(repository, "add", "--all", "--force")
-    if _git(repository, "status", "--porcelain"):
-        _git(repository, "commit", "--quiet", "--no-verify", "--message", f"Release {__version__}")
-        tags = set(_git(repository, "tag").split())
-        names = (f"v{__version__}", *(f"v{__version__}.post{n}" for n in range(1, 1000)))
-        _git(repository, "tag", next(name for name in names if name not in tags))
-    return repository
+    known, last = _tags(), ""
+    for number in itertools.count():
+        name = f"v{__version__}" + (f".post{number}" if number else "")
+        if name not in known:
+            break
+        last = name
+    if last and _git(repository, "rev-parse", f"{last}^{{tree}}") == _git(repository, "write-tree"):
+        return last
+    message = ("--message", f"Release {__version__}")
+    _git(repository, "commit", "--quiet", "--no-verify", "--allow-empty", *message)
+    _git(repository, "tag", name)
+    return name
 
 
-def cache() -> Path:
-    """Where the repository of templates is kept."""
-    from platformdirs import user_cache_path
+def _repository() -> Path:
+    return Path(REPOSITORY).expanduser()
 
-    return user_cache_path("backpack-core", appauthor=False) / "templates"
+
+def _tags() -> set[str]:
+    return set(_git(_repository(), "tag").split())
 
 
 def _git(repository: Path, *arguments: str) -> str:
     command = [*_GIT, "-C", str(repository), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise BackpackError("Updating packages needs Git, which is not installed.") from error
     if result.returncode:
         raise BackpackError(f"git {arguments[0]} failed: {result.stderr.strip()}")
     return result.stdout

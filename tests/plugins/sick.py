@@ -209,7 +209,9 @@ SICK = {
 # What no process that loads them survives: only the doctor meets these.
 DEADLY = {
     "hangs": Sick(
-        one("import time\ntime.sleep(600)"), "did not end in 5 s", "BACKPACK_BLOCK_PLUGINS=sick"
+        one("import time\ntime.sleep(600)"),
+        "did not end in 5 s",
+        "If the machine is busy: backpack doctor --limit 50. Otherwise: update or uninstall",
     ),
     "ends the process": Sick(
         one("import os\nos._exit(7)"), "ended the process with exit code 7", "Update or uninstall"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from backpack_core.testing.fake_distribution import write_distribution
 
 from sick import NORM, SCALE  # isort: skip
 
-COMMAND = "from backpack_core.cli import main; main()"
+COMMAND = "import sys; sys.argv[0] = 'backpack'; from backpack_core.cli import main; main()"
 
 
 @pytest.fixture
@@ -45,7 +46,8 @@ def backpack(
 
 
 def test_plugins_lists_metadata_only(site: Path) -> None:
-    """Not even a plugin that would hang is imported."""
+    """Not even torch is imported, nor a plugin that would hang."""
+    (site / "torch.py").write_text("raise RuntimeError('slow')")
     write_distribution(
         site,
         "backpack-plugin-norm",
@@ -163,6 +165,55 @@ def test_help_shows_examples(arguments: list[str], site: Path) -> None:
     assert "\x1b" not in result.stdout
     if len(arguments) > 1:
         assert "Example" in result.stdout
+
+
+def complete(words: str, site: Path, shell: str = "bash") -> list[str]:
+    """What the shell offers for the last word. That imports neither torch nor a plugin."""
+    (site / "torch.py").write_text("raise RuntimeError('slow')")
+    result = backpack(
+        site=site,
+        _BACKPACK_COMPLETE=f"complete_{shell}",
+        COMP_WORDS=words,
+        COMP_CWORD=str(words.count(" ")),
+        _TYPER_COMPLETE_ARGS=words,
+        _TYPER_COMPLETE_FISH_ACTION="get-args",
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("backpack ", ["plugins", "doctor", "support", "demo", "update", "new"]),
+        ("backpack pl", ["plugins"]),
+        ("backpack new ", ["layer", "extension", "propagator"]),
+        ("backpack new e", ["extension"]),
+        ("backpack doctor --", ["--json", "--limit", "--help"]),
+        ("backpack new layer --o", ["--output"]),
+        ("backpack support --extension GradN", ["GradNorm"]),
+        ("backpack support nets:make -e KFAC -e GradN", ["GradNorm"]),
+        ("backpack support -e Scale", [""]),  # a layer rule; files are left to the shell
+    ],
+)
+def test_completion(words: str, offered: list[str], site: Path) -> None:
+    write_distribution(
+        site,
+        "backpack-plugin-norm",
+        entry_points={"norm": "norm_module:GradNorm", "scale": "norm_module:ScaleRule"},
+        modules={"norm_module": "while True: pass"},
+    )
+    assert sorted(complete(words, site)) == sorted(offered)
+
+
+def test_completion_explains_in_one_line_each(site: Path) -> None:
+    """Where the shell shows what a command is for."""
+    for words in ("backpack ", "backpack new ", "backpack plugins --", "backpack support --"):
+        lines = complete(words, site, "fish")
+        assert len(lines) > 2
+        for line in lines:
+            assert re.fullmatch(r"[\w-]+\t.+", line), line
 
 
 def test_an_unknown_command_is_an_error(site: Path) -> None:

@@ -10,9 +10,14 @@ from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
 from torch import nn
 
 from backpack_core import backpack, extend, plugins
-from backpack_core.cli import doctor
+from backpack_core.cli import doctor, isolation
 from backpack_core.cli.doctor import Diagnosis, examine
-from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginLoadError
+from backpack_core.errors import (
+    BrokenPluginWarning,
+    MissingPluginError,
+    PluginError,
+    PluginLoadError,
+)
 from backpack_core.registry import registry
 from backpack_core.testing.fake_distribution import FakeDistribution
 
@@ -83,6 +88,16 @@ def test_doctor_survives(sick: Sick, fake_distribution: FakeDistribution, only_f
     assert sound.state == "loaded"
     assert [p.key for p in sound.provides] == ["GradNorm"]
     assert len(diagnosis.reports) == len(plugins.plugins())
+
+
+def test_a_machine_too_busy_to_start_is_no_fault_of_a_plugin(
+    fake_distribution: FakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing hangs before a plugin was begun; a longer limit is a longer start, too."""
+    fake_distribution(**one(NORM)[0])
+    monkeypatch.setattr(isolation, "START_LIMIT", 0.01)
+    with pytest.raises(PluginError, match=r"did not start in 0\.02 s; --limit 0\.2 waits longer"):
+        examine(limit=0.02)
 
 
 def check(diagnosis: Diagnosis, sick: Sick) -> None:

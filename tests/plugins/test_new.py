@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from backpack_core import __version__
 from backpack_core.cli import scaffold
+from backpack_core.cli.app import app
 from backpack_core.errors import BackpackError, UsageError
 
 KINDS = ("layer", "extension", "propagator")
@@ -19,7 +22,7 @@ KINDS = ("layer", "extension", "propagator")
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaffold, "cache", lambda: tmp_path / "cache" / "templates")
+    monkeypatch.setattr(scaffold, "REPOSITORY", str(tmp_path / "cache" / "templates"))
 
 
 @pytest.fixture(scope="session")
@@ -126,40 +129,108 @@ def test_the_template_asks_for_this_release() -> None:
     assert f'"backpack-core>={major}.{minor},<{major}.{int(minor) + 1}"' in text
 
 
-def test_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def commit(folder: Path) -> None:
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    run("git", "init", "--quiet", cwd=folder)
+    run("git", "add", "--all", cwd=folder)
+    run(*git, "commit", "--quiet", "--message", "mine", cwd=folder)
+
+
+@pytest.fixture
+def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Installs a later release, with other templates."""
+    folder = tmp_path / "later"
+    shutil.copytree(scaffold.shipped(), folder)
+    for path, old, new in (
+        ("package/README.md.jinja", "## Working on it", "## How to work on it"),
+        ("package/pyproject.toml.jinja", "<0.2", "<0.3"),
+        ("sources/layer.py.jinja", "A layer, and", "A new layer, and"),
+    ):
+        text = (folder / path).read_text()
+        assert old in text
+        (folder / path).write_text(text.replace(old, new))
+    for key, value in (("NAME", "a"), ("EMAIL", "a@b")):
+        monkeypatch.setenv(f"GIT_AUTHOR_{key}", value)
+        monkeypatch.setenv(f"GIT_COMMITTER_{key}", value)
+
+    def install() -> None:
+        monkeypatch.setattr(scaffold, "shipped", lambda: folder)
+        monkeypatch.setattr(scaffold, "__version__", "0.2.0")
+
+    return install
+
+
+@pytest.mark.parametrize("command", ["backpack", "copier"])
+def test_update(command: str, tmp_path: Path, later: Callable[[], None]) -> None:
     """A later release changes the template: what is generated follows, what was written stays."""
     made = scaffold.create("layer", "x", tmp_path)
     source = made / "backpack_plugin_x" / "__init__.py"
     source.write_text('"""Mine."""\n')
     readme = made / "README.md"
     readme.write_text(readme.read_text() + "\n## My own section\n")
-    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-    run("git", "init", "--quiet", cwd=made)
-    run("git", "add", "--all", cwd=made)
-    run(*git, "commit", "--quiet", "--message", "mine", cwd=made)
-
-    later = tmp_path / "later"
-    shutil.copytree(scaffold.shipped(), later)
-    for path, old, new in (
-        ("package/README.md.jinja", "## Working on it", "## How to work on it"),
-        ("package/pyproject.toml.jinja", "<0.2", "<0.3"),
-        ("sources/layer.py.jinja", "A layer, and", "A new layer, and"),
-    ):
-        text = (later / path).read_text()
-        assert old in text
-        (later / path).write_text(text.replace(old, new))
-    monkeypatch.setattr(scaffold, "shipped", lambda: later)
-    monkeypatch.setattr(scaffold, "__version__", "0.2.0")
-    for key, value in (("NAME", "a"), ("EMAIL", "a@b")):
-        monkeypatch.setenv(f"GIT_AUTHOR_{key}", value)
-        monkeypatch.setenv(f"GIT_COMMITTER_{key}", value)
-    scaffold.update(made)
+    commit(made)
+    later()
+    if command == "backpack":
+        assert scaffold.update(made) == []
+    else:
+        scaffold.published()
+        run(sys.executable, "-m", "copier", "update", "--defaults", cwd=made)
 
     assert "## How to work on it" in readme.read_text()
     assert "## My own section" in readme.read_text()
     assert "<0.3" in (made / "pyproject.toml").read_text()
     assert source.read_text() == '"""Mine."""\n'
     assert "_commit: v0.2.0" in (made / ".copier-answers.yml").read_text()
+
+
+def test_update_names_conflicts(tmp_path: Path, later: Callable[[], None]) -> None:
+    made = scaffold.create("layer", "x", tmp_path)
+    readme = made / "README.md"
+    readme.write_text(readme.read_text().replace("## Working on it", "## My heading"))
+    commit(made)
+    later()
+    result = CliRunner().invoke(app, ["update", str(made)])
+    assert result.exit_code == 1
+    assert "conflict markers in README.md." in result.output
+    assert "<<<<<<<" in readme.read_text()
+
+
+def test_update_on_another_machine(
+    tmp_path: Path, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package names no folder of its author's; the release it came from has to be known."""
+    monkeypatch.setattr(scaffold, "REPOSITORY", "~/templates")
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "one"))
+    made = scaffold.create("layer", "x", tmp_path)
+    assert "_src_path: ~/templates" in (made / ".copier-answers.yml").read_text()
+    commit(made)
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "two"))
+    with monkeypatch.context() as patch:
+        patch.setattr(scaffold, "__version__", "0.1.1")
+        with pytest.raises(BackpackError, match=rf"templates of v{__version__}, .* Install that"):
+            scaffold.update(made)
+    assert scaffold.update(made) == []
+    later()
+    assert scaffold.update(made) == []
+    assert "<0.3" in (made / "pyproject.toml").read_text()
+
+
+def test_releases_side_by_side(
+    tmp_path: Path, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two environments of one user: each makes packages of its own templates, with one tag each."""
+    shipped, ours = scaffold.shipped, f"v{__version__}"
+    assert scaffold.published() == ours
+    later()
+    assert scaffold.published() == "v0.2.0"
+    monkeypatch.setattr(scaffold, "shipped", shipped)
+    assert scaffold.published() == "v0.2.0.post1"  # in a checkout: no new version
+    monkeypatch.setattr(scaffold, "__version__", __version__)
+    made = scaffold.create("layer", "x", tmp_path)
+    assert f"_commit: {ours}\n" in (made / ".copier-answers.yml").read_text()
+    assert scaffold._tags() == {ours, "v0.2.0", "v0.2.0.post1"}
 
 
 def test_update_needs_a_generated_package(tmp_path: Path) -> None:
@@ -174,3 +245,12 @@ def test_without_git_it_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scaffold.shutil, "which", lambda name: None)
     made = scaffold.create("extension", "x", tmp_path)
     assert (made / "backpack_plugin_x" / "__init__.py").is_file()
+    with pytest.raises(UsageError, match="made without Git"):
+        scaffold.update(made)
+
+
+def test_update_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = scaffold.create("layer", "x", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BackpackError, match="needs Git"):
+        scaffold.update(made)

@@ -1,0 +1,69 @@
+"""What became of a plugin, as plain data, to be sent between processes. Imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Provided:
+    """One thing that a plugin contributes.
+
+    Attributes:
+        kind: ``"layer rule"``, ``"extension"``, ``"propagator"`` or ``"pair override"``.
+        key: What may be claimed by one plugin only.
+        implementation: The class.
+        detail: Where an extension saves.
+    """
+
+    kind: str
+    key: str
+    implementation: str
+    detail: str = ""
+
+
+@dataclass
+class Report:
+    """What became of one plugin in a process of its own.
+
+    Attributes:
+        name: Name of the entry point.
+        value: What it names.
+        distribution: The distribution that declares it.
+        version: Its version.
+        state: As :attr:`backpack_core.discovery.Plugin.state`, or ``"hangs"`` or ``"died"``.
+        error: Name of the exception's class.
+        message: The exception's message.
+        where: File and line of the last frame of its traceback.
+        traceback: The whole of it.
+        seconds: How long loading took.
+        output: What it printed.
+        provides: What it contributes.
+        broken_promises: What it declares and does not implement.
+        module_found: Whether the module of the entry point exists.
+    """
+
+    name: str
+    value: str
+    distribution: str
+    version: str
+    state: str = "not loaded"
+    error: str = ""
+    message: str = ""
+    where: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    output: str = ""
+    provides: list[Provided] = field(default_factory=list)
+    broken_promises: list[str] = field(default_factory=list)
+    module_found: bool = True
+
+    @property
+    def who(self) -> str:
+        """The distribution and its version."""
+        return f"{self.distribution} {self.version}".rstrip()
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What tells plugins apart."""
+        return self.distribution, self.name
