@@ -169,7 +169,7 @@ class BackwardPass(Traversal):
         quantity = propagator.start(resolved.rule, call)
         if not isinstance(quantity, Columns):
             return quantity
-        size = chunk_size(extensions, self.survey.widest)
+        size = chunk_size(extensions, self.survey, quantity.mat.device)
         edge = call.edges[0]
         if size is None or size >= len(quantity.mat) or edge is None or self._alone(extensions):
             return quantity

@@ -203,9 +203,11 @@ class Extension(ABC):
             that it has a meaning for a parameter that several calls use.
         columns_add: Whether values for disjoint sets of columns can be put together by
             :meth:`combine`, so that columns may go through the net in chunks.
+        per_sample: Whether the result is as large as individual gradients. To put together chunks
+            then takes as long as to compute them, so columns may take as much memory as the result.
         precedence: Extensions with a higher one read first, so that the others find what those had
             computed: 2 where :func:`ops.per_sample` is formed, 1 where
-            :func:`ops.shared_moments` is.
+            :func:`ops.shared_moments` or :func:`ops.shared` is asked for a reduction.
         reads_quantity: Whether :meth:`read` wants the propagator's quantity itself (the
             :class:`~backpack_core.columns.Columns` with their roots, say) and not what
             :meth:`Propagator.present` makes of it.
@@ -223,6 +225,7 @@ class Extension(ABC):
     savefield: str = ""
     shared_parameters: ClassVar[bool] = True
     columns_add: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = False
     precedence: ClassVar[int] = 0
     reads_quantity: ClassVar[bool] = False
     is_deferred: ClassVar[bool] = False

@@ -29,6 +29,7 @@ class Survey:
     Attributes:
         batch_size: Number of samples, the same in every call.
         widest: Bytes that one column takes at the widest call.
+        weights: Bytes of the parameters.
         calls: Every recorded output of a call, as (call, output number).
         uses: How often calls use a parameter, by ``id``.
         bare: Parameters that operations outside of any owning module use, by ``id``, with the
@@ -37,6 +38,7 @@ class Survey:
 
     batch_size: int = 0
     widest: int = 0
+    weights: int = 0
     first: str = ""
     calls: set[tuple[ModuleCall, int]] = field(default_factory=set)
     uses: dict[int, int] = field(default_factory=dict)
@@ -72,7 +74,9 @@ class Survey:
         resolved = registry.resolve(call.module)
         self._check(call, index, resolved)
         for _, parameter, _ in parameters_of(call.module, resolved):
-            self.uses[id(parameter)] = self.uses.get(id(parameter), 0) + 1
+            known = self.uses.get(id(parameter), 0)
+            self.weights += 0 if known else parameter.nbytes
+            self.uses[id(parameter)] = known + 1
         if resolved.rule.transparent or call.is_rewired:
             yield self.below(call, node, output_nr), call.frame
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 
 from backpack_core.calls import Edge, ModuleCall, Node, iter_tensors, records_at
@@ -33,17 +34,30 @@ class Stop:
     index: int = 0
 
 
-def chunk_size(extensions: tuple[Extension, ...], widest: int) -> int | None:
+# Bytes of the widest columns that are carried at once on a CPU. A tensor of more than 32 MiB is
+# fresh memory for every operation, which takes page faults; some need a little more than that.
+HEAP = 26 * 2**20
+
+
+def chunk_size(
+    extensions: tuple[Extension, ...], survey: Survey, device: torch.device
+) -> int | None:
     """How many columns to carry at once; ``None`` for all.
 
     Args:
         extensions: Those that share the columns.
-        widest: Bytes that one column takes at the widest call.
+        survey: What is known about the net.
+        device: Where the columns are.
     """
     if not extensions or not all(e.columns_add for e in extensions):
         return None
     asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
-    return min(asked) if asked else max(1, memory_budget() // max(1, widest))
+    if asked:
+        return min(asked)
+    limit = min(HEAP, memory_budget()) if device.type == "cpu" else memory_budget()
+    if any(e.per_sample for e in extensions):
+        limit = max(limit, survey.weights * survey.batch_size)
+    return max(1, limit // max(1, survey.widest))
 
 
 def visiting_order(edge: Edge) -> list[Stop]:

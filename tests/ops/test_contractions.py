@@ -135,3 +135,20 @@ def test_inputs_are_never_asked_for_whole(contraction: Callable[..., Tensor]) ->
         set_memory_budget(before)
     assert_close(found, CONTRACTIONS[contraction](products(out, inp)))
     assert rows.largest <= 2
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("lies_along_positions", [False, True])
+def test_symmetric_products_by_half(
+    create_graph: bool, mean: bool, lies_along_positions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contractions, "SYMMETRIC", 2)
+    inp = torch.randn(3, 2, 10, 4).permute(0, 3, 1, 2)  # [N, S, G, I]: patches of a convolution
+    if not lies_along_positions:
+        inp = inp.contiguous()
+    rows = inp.mean(1, keepdim=True) if mean else inp
+    expected = torch.einsum("nsgi,nsgj->gij", rows, rows)
+    with torch.set_grad_enabled(create_graph):
+        assert_close(contractions.outer_sum(inp, 8, 0.5, mean=mean), 0.5 * expected)
+        assert_close(contractions.outer(rows.flatten(0, 1)), expected)

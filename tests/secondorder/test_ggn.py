@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack, extend
+from backpack_core import backpack, contractions, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     KFLR,
@@ -120,6 +120,24 @@ def test_columns_are_pushed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make("piecewise")
     problem.run(DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), KFLR())
     assert pushed == ["Linear '4'", "Linear '2'"]  # nothing lies before the first one
+
+
+def test_the_diagonal_comes_from_those_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where positions share the weight, nothing is contracted twice."""
+    problem = make("convolutions")
+    positions = []
+    original = contractions.square_sum
+
+    def count(out: Tensor, inp: contractions.Rows) -> Tensor:
+        positions.append(out.shape[2])
+        return original(out, inp)
+
+    monkeypatch.setattr(contractions, "square_sum", count)
+    problem.run(DiagGGNExact(), BatchDiagGGNExact())
+    assert set(positions) <= {1}
+    problem.compare("diag_ggn_exact", [d.sum(0) for d in problem.fields("diag_ggn_exact_batch")])
+    problem.run(DiagGGNExact())
+    assert max(positions) > 1
 
 
 def test_two_losses() -> None:

@@ -146,6 +146,28 @@ def test_it_is_the_list_of_factors() -> None:
     assert len(bias.kfac) == 1
 
 
+@pytest.mark.parametrize("weight_sharing", ["kfc", "expand"])
+def test_bias_and_weight_share_work_but_no_memory(weight_sharing: Any) -> None:
+    problem = make("convolutions")
+    problem.run(KFLR(weight_sharing=weight_sharing))
+    expected = [[f.clone() for f in factors] for factors in problem.fields("kflr")]
+    conv = next(m for m in problem.model.modules() if isinstance(m, nn.Conv2d) and m.groups == 1)
+    outer, bias = conv.weight.kflr[0], conv.bias.kflr[0]
+    assert outer.data_ptr() != bias.data_ptr()
+    if weight_sharing == "kfc":
+        oracle.assert_close(bias, outer)
+
+    def spoil(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            for factor in parameter.kflr:
+                factor.mul_(2)
+
+    problem.run(KFLR(weight_sharing=weight_sharing), extension_hook=spoil)
+    for ours, whole in zip(problem.fields("kflr"), expected, strict=True):
+        for factor, reference in zip(ours, whole, strict=True):
+            oracle.assert_close(factor, 2 * reference)
+
+
 def test_groups_have_a_factor_each() -> None:
     problem = make("grouped", 1)
     blocks = problem.expected(oracle.ggn)

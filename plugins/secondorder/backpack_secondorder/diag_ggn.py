@@ -49,6 +49,7 @@ class BatchDiagGGNExact(ExactExtension):
 
     savefield = "diag_ggn_exact_batch"
     columns_add = True
+    per_sample = True
     precedence = 1
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
@@ -65,6 +66,7 @@ class BatchDiagGGNMC(SampledExtension):
 
     savefield = "diag_ggn_mc_batch"
     columns_add = True
+    per_sample = True
     precedence = 1
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:

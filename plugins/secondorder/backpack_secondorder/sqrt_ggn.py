@@ -20,6 +20,7 @@ class SqrtGGNExact(ExactExtension):
 
     savefield = "sqrt_ggn_exact"
     columns_add = True
+    per_sample = True
     precedence = 2
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
@@ -40,6 +41,7 @@ class SqrtGGNMC(SampledExtension):
 
     savefield = "sqrt_ggn_mc"
     columns_add = True
+    per_sample = True
     precedence = 2
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
