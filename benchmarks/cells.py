@@ -83,7 +83,9 @@ def measure(
         return cell
     cell.write_rate = write_rate(clock)
     steps, models = _steps(cell, problem, quantity, ["gradient", *peers])
-    times = alternate(steps, seconds, clock)
+    if {"ours", "incumbent"} <= models.keys() and not quantity.random:
+        cell.difference = _difference(models["ours"], models["incumbent"], quantity.fields)
+    times = alternate(steps, seconds, clock, lambda peer: _forget(models[peer], quantity))
     cell.gradient = times.best("gradient")
     for name in steps:
         cell.time[name] = times.ratio(name, "gradient")
@@ -91,9 +93,7 @@ def measure(
             cell.to_ours[name] = times.ratio(name, "ours")
     if bound is not None:
         cell.limit = bound.time(cell.gradient, cell.write_rate) / cell.gradient
-    if {"ours", "incumbent"} <= models.keys() and not quantity.random:
-        cell.difference = _difference(models["ours"], models["incumbent"], quantity.fields)
-    del models
+    models.clear()
     if memory:
         found = {name: peak_memory(problem, quantity, name, size) for name in steps}
         base = found.pop("gradient") or 0
@@ -120,6 +120,14 @@ def _steps(
         else:
             steps[peer], models[peer] = step, model
     return steps, models
+
+
+def _forget(model: nn.Module, quantity: Quantity) -> None:
+    """Drop the results, so that every peer gets memory in the same state."""
+    model.stored = None  # type: ignore[assignment]
+    for parameter in model.parameters():
+        for name in (*quantity.fields, "grad_sample"):
+            parameter.__dict__.pop(name, None)
 
 
 def _check(peer: str, model: nn.Module, quantity: Quantity) -> None:

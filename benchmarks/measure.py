@@ -41,24 +41,36 @@ CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def alternate(
-    steps: Mapping[str, Step], seconds: float, clock: str = "wall", least: int = 2, most: int = 300
+    steps: Mapping[str, Step],
+    seconds: float,
+    clock: str,
+    forget: Callable[[str], None],
+    least: int = 2,
+    most: int = 300,
 ) -> Times:
     """Run the steps in turn; each of them has run once before.
+
+    Results are dropped between steps: whoever keeps them while another runs would find fresh pages
+    where the other finds used ones.
 
     Args:
         steps: By peer.
         seconds: When to stop, as long as there were enough rounds.
         clock: ``"wall"``, or ``"cpu"`` for the time of this process: for one thread on a machine
             that others use, too.
+        forget: Drops the results of a step, by peer.
         least: Fewest rounds.
         most: Most rounds.
     """
     rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for name in steps:
+        forget(name)
     start = time.perf_counter()
     for turn in range(most):
         gc.collect()
         for name, step in steps.items():
             rounds[name].append(_seconds(step, CLOCKS[clock]))
+            forget(name)
         if turn + 1 >= least and time.perf_counter() - start > seconds:
             break
     return Times(rounds)

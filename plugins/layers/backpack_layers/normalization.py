@@ -118,6 +118,9 @@ class NormalizationRule(ParametricRule):
         rows = self._rows_of(call, call.input)
         if not self.centred:
             return rows.new_zeros(()), (_mean(rows**2) + eps).rsqrt()
+        if rows.device.type == "cpu" and rows.element_size() >= 4 and not torch.is_grad_enabled():
+            # Several times as fast, but only its first result has a derivative.
+            return torch.native_layer_norm(rows, rows.shape[-1:], None, None, eps)[1:]
         variance, mean = torch.var_mean(rows, -1, correction=0, keepdim=True)
         return mean, (variance + eps).rsqrt()
 
@@ -152,43 +155,37 @@ class NormalizationRule(ParametricRule):
         return values.reshape(*values.shape[: values.dim() - (stop - first)], *shape)
 
 
-class LayerNormRule(NormalizationRule):
+class _TrailingAxesRule(NormalizationRule):
+    """A row is what ``normalized_shape`` spans."""
+
+    def check(self, call: ModuleCall) -> None:
+        """Refuse an input without a batch axis."""
+        shape = cast(LayerNorm, call.module).normalized_shape
+        require_axes(call, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
+
+    def rows(self, call: ModuleCall) -> int:
+        """The axes between the batch and ``normalized_shape``."""
+        return call.input_shape[1 : self.parameter_axes(call)[0]].numel()
+
+    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
+        """The axes of ``normalized_shape``."""
+        dims = len(call.input_shape)
+        return dims - len(cast(LayerNorm, call.module).normalized_shape), dims
+
+
+class LayerNormRule(_TrailingAxesRule):
     """A row is what ``normalized_shape`` spans."""
 
     module_types = (LayerNorm,)
 
-    def check(self, call: ModuleCall) -> None:
-        """Refuse an input without a batch axis."""
-        _check_layer_norm(call)
 
-    def rows(self, call: ModuleCall) -> int:
-        """The axes between the batch and ``normalized_shape``."""
-        return _layer_norm_rows(call)
-
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
-        """The axes of ``normalized_shape``."""
-        return _layer_norm_axes(call)
-
-
-class RMSNormRule(NormalizationRule):
+class RMSNormRule(_TrailingAxesRule):
     """A row is what ``normalized_shape`` spans; no mean, no bias."""
 
     module_types = (RMSNorm,)
     params = ("weight",)
     linear_in_params = ("weight",)
     centred = False
-
-    def check(self, call: ModuleCall) -> None:
-        """Refuse an input without a batch axis."""
-        _check_layer_norm(call)
-
-    def rows(self, call: ModuleCall) -> int:
-        """The axes between the batch and ``normalized_shape``."""
-        return _layer_norm_rows(call)
-
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
-        """The axes of ``normalized_shape``."""
-        return _layer_norm_axes(call)
 
 
 class GroupNormRule(NormalizationRule):
@@ -251,20 +248,6 @@ class BatchNormRule(NormalizationRule):
     def fixed_statistics(self, call: ModuleCall) -> bool:
         """Wherever samples do not mix."""
         return True
-
-
-def _check_layer_norm(call: ModuleCall) -> None:
-    shape = cast(LayerNorm, call.module).normalized_shape
-    require_axes(call, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
-
-
-def _layer_norm_axes(call: ModuleCall) -> tuple[int, int]:
-    dims = len(call.input_shape)
-    return dims - len(cast(LayerNorm, call.module).normalized_shape), dims
-
-
-def _layer_norm_rows(call: ModuleCall) -> int:
-    return call.input_shape[1 : _layer_norm_axes(call)[0]].numel()
 
 
 def _mean(rows: Tensor) -> Tensor:
