@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from backpack_core.extension import Propagator as Propagator
     from backpack_core.extension import SecondOrderExtension as SecondOrderExtension
     from backpack_core.hookspecs import hookimpl as hookimpl
+    from backpack_core.loss_rule import LossRule as LossRule
     from backpack_core.module_extension import (
         FirstOrderModuleExtension as FirstOrderModuleExtension,
     )
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from backpack_core.rules import AffineRule as AffineRule
     from backpack_core.rules import ElementwiseRule as ElementwiseRule
     from backpack_core.rules import LayerRule as LayerRule
-    from backpack_core.rules import LossRule as LossRule
     from backpack_core.rules import ParametricRule as ParametricRule
 
 # The same names by their homes; a test compares the two lists.
@@ -56,10 +56,11 @@ _HOMES = {
     "extend": "extend is_extended unextend",
     "extension": "ColumnPropagator Extension FirstOrderExtension Propagator SecondOrderExtension",
     "hookspecs": "hookimpl",
+    "loss_rule": "LossRule",
     "module_extension": "FirstOrderModuleExtension ModuleExtension",
     "ops.generic": "memory_budget set_memory_budget",
     "plugins": "prefer register unregister",
-    "rules": "AffinePairsRule AffineRule ElementwiseRule LayerRule LossRule ParametricRule",
+    "rules": "AffinePairsRule AffineRule ElementwiseRule LayerRule ParametricRule",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

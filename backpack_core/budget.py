@@ -15,6 +15,8 @@ def memory_budget() -> int:
 def set_memory_budget(size: int) -> None:
     """Set how many bytes an intermediate product may take; results agree to rounding.
 
+    For a quantity with an axis for samples, columns may take as much as the result.
+
     Args:
         size: Number of bytes. Smaller saves memory, down to one product per sample and column.
 

@@ -252,9 +252,9 @@ class ModuleCall:
             whose first axis is the batch's, if it may not be read, or if the output is not being
             visited.
         """
-        whole = self.full
-        if not whole.is_readable:
+        if not self.is_readable:
             return None
+        whole = self.full
         found: Tensor | None = getattr(whole.node, f"_saved_{name}", None)
         if found is None or found.shape[:1] != whole.outputs[self.output_nr].shape[:1]:
             return None
@@ -315,6 +315,7 @@ class ModuleCall:
             thread=self.thread,
             training=self.training,
             is_rewired=self.is_rewired,
+            is_readable=self.is_readable,
             output_nr=self.output_nr,
             grad_output=None if self.grad_output is None else take(self.grad_output),
             indices=tuple(known[i] for i in indices),
@@ -340,6 +341,7 @@ class ModuleCall:
             outputs=tuple(outputs),
             grad_output=None if grad is None else grad.movedim(axis, 0),
             node=None,
+            is_readable=False,  # what autograd saved has the samples where they were
             memo={},
             constants={},
             _whole=self.full,

@@ -21,9 +21,9 @@ from backpack_core.columns import Columns
 from backpack_core.context import Context, current, logger
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError
 from backpack_core.extension import Extension, warn_once
+from backpack_core.loss_rule import LossRule
 from backpack_core.probe import SampleProbe
 from backpack_core.registry import Resolved, registry
-from backpack_core.rules import LossRule
 from backpack_core.survey import Survey, own_edge
 from backpack_core.sweep import Sweep, chunk_size, visiting_order
 from backpack_core.traversal import Group, Traversal
@@ -112,9 +112,9 @@ class BackwardPass(Traversal):
             self.compute(call, index, node, output_nr)
         if self.context.debug:
             _log(call)
+        call.memo.clear()  # so that a hook frees what it drops
         if self.context.extension_hook is not None:
             self.context.extension_hook(call.module)
-        call.memo.clear()
         if len(call.outputs) == 1:  # another output may be visited yet
             call.constants.clear()
         if self.context.retain_graph or torch.is_grad_enabled():

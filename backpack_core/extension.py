@@ -19,8 +19,9 @@ from backpack_core.calls import ModuleCall, Node
 from backpack_core.columns import Columns
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.hookspecs import hookimpl
+from backpack_core.loss_rule import LossRule
 from backpack_core.module_extension import ModuleExtension
-from backpack_core.rules import LayerRule, LossRule
+from backpack_core.rules import LayerRule
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 

@@ -24,21 +24,14 @@ def jacobian_vector_product(
 ) -> tuple[Tensor, ...]:
     """Multiply with the Jacobian: ``(∂f/∂x) v``, forward mode by double backward.
 
-    Args:
-        f: Output or outputs, with the graph that leads to ``x``.
-        x: Input or inputs.
-        v: Vectors of the shapes of ``x``.
-        retain_graph: Whether the graph of ``f`` is kept.
-        detach: Whether the result is cut off from the graph.
-
-    Returns:
-        One tensor of the shape of each output.
+    Arguments as in :func:`transposed_jacobian_vector_product`, but ``v`` has the shapes of ``x``,
+    and the result those of ``f``.
     """
     outputs = _as_tuple(f)
     # The transposed product is linear in these, so its derivative does not depend on their values.
     dummies = tuple(torch.zeros_like(y, requires_grad=True) for y in outputs)
-    transposed = _grad(outputs, _as_tuple(x), dummies, retain_graph)
-    return _detached(_grad(transposed, dummies, _as_tuple(v), True), detach)
+    transposed = transposed_jacobian_vector_product(outputs, x, dummies, retain_graph, detach=False)
+    return transposed_jacobian_vector_product(transposed, dummies, v, detach=detach)
 
 
 def transposed_jacobian_vector_product(
@@ -57,7 +50,7 @@ def transposed_jacobian_vector_product(
         One tensor of the shape of each input.
     """
     products = _grad(_as_tuple(f), _as_tuple(x), _as_tuple(v), retain_graph)
-    return _detached(products, detach)
+    return tuple(product.detach() for product in products) if detach else products
 
 
 def hessian_vector_product(
@@ -84,7 +77,7 @@ def hessian_vector_product(
     if grad_params is None:
         grad_params = _grad((f,), inputs, None, True)
     # The Hessian is symmetric: the transposed Jacobian of the gradient is the Jacobian.
-    return _detached(_grad(tuple(grad_params), inputs, _as_tuple(v), True), detach)
+    return transposed_jacobian_vector_product(tuple(grad_params), inputs, v, detach=detach)
 
 
 def ggn_vector_product(
@@ -153,7 +146,3 @@ def _grad(
 
 def _as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-
-
-def _detached(tensors: tuple[Tensor, ...], detach: bool) -> tuple[Tensor, ...]:
-    return tuple(t.detach() for t in tensors) if detach else tensors

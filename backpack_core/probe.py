@@ -9,7 +9,7 @@ from backpack_core.calls import ModuleCall
 from backpack_core.columns import Columns
 from backpack_core.errors import SampleMixingError
 from backpack_core.extension import ColumnPropagator
-from backpack_core.rules import LossRule
+from backpack_core.loss_rule import LossRule
 
 
 class SampleProbe(ColumnPropagator):

@@ -16,8 +16,9 @@ from torch.nn import Module, Parameter
 from backpack_core import bridge
 from backpack_core.calls import Edge, Frame, ModuleCall, Node, records_at
 from backpack_core.errors import SampleMixingError, ShapeError, UnsupportedError
+from backpack_core.loss_rule import LossRule
 from backpack_core.registry import Resolved, registry
-from backpack_core.rules import LossRule, ParametricRule
+from backpack_core.rules import ParametricRule
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 

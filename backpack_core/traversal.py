@@ -33,12 +33,13 @@ from backpack_core.extension import (
     warn_once,
 )
 from backpack_core.legacy import ModuleExtensionRun
+from backpack_core.loss_rule import LossRule
 from backpack_core.module_extension import ModuleExtension
 from backpack_core.ops import MaterializedRule
 from backpack_core.plugins import missing
 from backpack_core.probe import SampleProbe
 from backpack_core.registry import Resolved, registry
-from backpack_core.rules import LossRule, ParametricRule
+from backpack_core.rules import ParametricRule
 from backpack_core.survey import ACCUMULATE, Survey, own_edge, parameters_of
 
 Group = tuple[Propagator, tuple[Extension, ...]]
@@ -188,8 +189,8 @@ class Traversal(ABC):
                     key = (type(call.module), type(extension), name)
                     warn_once(_warned, key, f"{call.path}: {error}", BackpackWarning)
                 continue
-            if isinstance(value, Tensor) and value.dtype != parameter.dtype:
-                value = value.to(parameter.dtype)
+            if isinstance(value, Tensor):
+                value = _own(call, name, value).to(parameter.dtype)
             self.store(extension, parameter, value)
 
     def _value(
@@ -310,6 +311,15 @@ class Traversal(ABC):
                 if child is not None and child.name() != ACCUMULATE:
                     edge = Edge(child, number, len(records_at(child, number)))
                     self.deliver(slot, edge, quantity, is_wide=True)
+
+
+def _own(call: ModuleCall, name: str, value: Tensor) -> Tensor:
+    """The value, or a copy of one that another extension had: results are their users' own."""
+    given: list[Tensor] = call.memo.setdefault(("given", name), [])
+    if any(value is other for other in given):
+        return value.clone()
+    given.append(value)
+    return value
 
 
 def _presented(extension: Extension, quantity: Any) -> Any:

@@ -12,8 +12,9 @@ from backpack_core.cli.reports import Provided, Report
 from backpack_core.discovery import Plugin
 from backpack_core.errors import PluginVersionError
 from backpack_core.extension import Extension
+from backpack_core.loss_rule import LossRule
 from backpack_core.registry import Claim, registry
-from backpack_core.rules import ElementwiseRule, LayerRule, LossRule, ParametricRule
+from backpack_core.rules import ElementwiseRule, LayerRule, ParametricRule
 
 
 def report(plugin: Plugin) -> Report:

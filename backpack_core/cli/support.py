@@ -18,8 +18,9 @@ from backpack_core import ops, plugins
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.extend import extend, is_extended
 from backpack_core.extension import Extension, FirstOrderExtension
+from backpack_core.loss_rule import LossRule
 from backpack_core.registry import Resolved, registry
-from backpack_core.rules import LayerRule, LossRule, ParametricRule
+from backpack_core.rules import LayerRule, ParametricRule
 
 Rows = tuple[list[str], list[list[str]]]
 

@@ -7,20 +7,22 @@ from torch import Tensor
 from backpack_core import contractions
 from backpack_core.calls import ModuleCall
 from backpack_core.ops import generic
+from backpack_core.ops.generic import MaterializedRule
 from backpack_core.rules import AffinePairsRule
 
 
-def _is_formed(call: ModuleCall, name: str, mat: Tensor, out: Tensor) -> bool:
-    """Whether ``M`` is there, and reading it is cheaper than a contraction of the factors."""
-    return out.shape[2] > 1 and generic.formed(call, name, mat) is not None
+def _formed(call: ModuleCall, name: str, mat: Tensor, out: Tensor) -> MaterializedRule | None:
+    """``M``, if it is there and reading it is cheaper than a contraction of the factors."""
+    product = generic.formed(call, name, mat) if out.shape[2] > 1 else None
+    return None if product is None else MaterializedRule(product)
 
 
 @generic.square_sum.register
 def square_sum_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.square_sum`."""
     out, inp = rule.affine_pair(call, name, mat)
-    if _is_formed(call, name, mat, out):
-        return generic.square_sum.dispatch(object)(rule, call, name, mat)
+    if product := _formed(call, name, mat, out):
+        return generic.square_sum(product, call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum((0, 1)))
     squares = generic.known(generic.per_sample_square_sum, call, name, mat)
@@ -35,8 +37,8 @@ def per_sample_square_sum_affine(
 ) -> Tensor:
     """By :func:`contractions.per_sample_square_sum`."""
     out, inp = rule.affine_pair(call, name, mat)
-    if _is_formed(call, name, mat, out):
-        return generic.per_sample_square_sum.dispatch(object)(rule, call, name, mat)
+    if product := _formed(call, name, mat, out):
+        return generic.per_sample_square_sum(product, call, name, mat)
     if inp is None:
         return rule.from_matrix(call, name, out.sum(2).square().sum(0))
     return rule.from_matrix(call, name, contractions.per_sample_square_sum(out, inp))
@@ -46,8 +48,8 @@ def per_sample_square_sum_affine(
 def squared_norm_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.squared_norm`."""
     out, inp = rule.affine_pair(call, name, mat)
-    if _is_formed(call, name, mat, out):
-        return generic.squared_norm.dispatch(object)(rule, call, name, mat)
+    if product := _formed(call, name, mat, out):
+        return generic.squared_norm(product, call, name, mat)
     if inp is None:
         return out.sum(2).flatten(2).square().sum(2)
     return contractions.squared_norm(out, inp)
@@ -59,11 +61,10 @@ def per_sample_sum_affine(
 ) -> Tensor:
     """By :func:`contractions.sums`."""
     out, inp = rule.affine_pair(call, name, mat)
-    if _is_formed(call, name, mat, out):
-        return generic.per_sample_sum.dispatch(object)(rule, call, name, mat)
-    if inp is None:
-        return rule.from_matrix(call, name, out.sum((1, 2)))
-    return rule.from_matrix(call, name, contractions.sums(out, inp))
+    if product := _formed(call, name, mat, out):
+        return generic.per_sample_sum(product, call, name, mat)
+    total = out.sum((1, 2)) if inp is None else contractions.sums(out, inp)
+    return rule.from_matrix(call, name, total)
 
 
 @generic.moments.register
@@ -72,8 +73,9 @@ def moments_affine(
 ) -> tuple[Tensor, Tensor]:
     """By :func:`contractions.moments`."""
     out, inp = rule.affine_pair(call, name, mat)
-    if inp is None or _is_formed(call, name, mat, out):
-        return generic.moments.dispatch(object)(rule, call, name, mat)
+    if inp is None or _formed(call, name, mat, out):
+        total = generic.per_sample_sum(rule, call, name, mat)
+        return total, generic.square_sum(rule, call, name, mat)
     total, squares = contractions.moments(out, inp)
     return rule.from_matrix(call, name, total), rule.from_matrix(call, name, squares)
 
@@ -82,8 +84,8 @@ def moments_affine(
 def gram_affine(rule: AffinePairsRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
     """By :func:`contractions.gram`."""
     out, inp = rule.affine_pair(call, name, mat)
-    if _is_formed(call, name, mat, out):
-        return generic.gram.dispatch(object)(rule, call, name, mat)
+    if product := _formed(call, name, mat, out):
+        return generic.gram(product, call, name, mat)
     if inp is None:
         flat = out.sum(2).flatten(2).flatten(0, 1)
         return (flat @ flat.T).reshape(2 * mat.shape[:2])

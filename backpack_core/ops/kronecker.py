@@ -61,7 +61,7 @@ def kronecker_factors_affine(
     """``[B, A]`` for a weight, the exact block for a bias."""
     shape = call.parameter(name).shape
     out, inp = rule.affine_pair(call, name, mat)
-    if inp is None and out.shape[3] > 1:
+    if inp is None and not _is_ordered(rule, call, name, out):
         return KroneckerFactors([block(rule, call, name, mat)], ParameterOrder(shape))
     if sharing == "expand" and inp is not None:
         outer = output_covariance(out, sharing)
@@ -153,6 +153,15 @@ def output_covariance(out: Tensor, sharing: WeightSharing = "kfc") -> Tensor:
     """
     rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
     return _without_groups(contractions.outer(rows))
+
+
+def _is_ordered(rule: AffinePairsRule, call: ModuleCall, name: str, out: Tensor) -> bool:
+    """Whether a bias has one group, and is stored in the order of the outputs."""
+    groups, size = out.shape[3:]
+    if groups > 1 or type(rule).from_matrix is AffinePairsRule.from_matrix:
+        return groups == 1
+    order = torch.arange(size).unsqueeze(0)
+    return bool(torch.equal(rule.from_matrix(call, name, order).flatten(), order[0]))
 
 
 def _of_summed_positions(

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from backpack_core.calls import ModuleCall
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.rules import ElementwiseRule
 from backpack_layers import activation as curved
@@ -106,3 +107,19 @@ def test_rrelu_in_train_mode() -> None:
     check_rule(linear.RReLURule(), record(nn.RReLU(), torch.randn(3, 4).double()))
     with pytest.raises(OverwrittenInputError, match="random slopes"):
         linear.RReLURule().derivative(record(nn.RReLU(), torch.zeros(3, 4).double()).call)
+
+
+class HalfReLU(nn.ReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+class HalfReLURule(linear.ReLURule):
+    module_types = (HalfReLU,)
+
+    def derivative(self, call: ModuleCall) -> Tensor:
+        return 0.5 * super().derivative(call)
+
+
+def test_a_rule_derived_from_a_quick_one_has_its_own_formula() -> None:
+    check_rule(HalfReLURule(), record(HalfReLU(), torch.randn(3, 4)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack, contractions, extend
+from backpack_core import SecondOrderExtension, backpack, contractions, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     KFLR,
@@ -138,6 +138,16 @@ def test_the_diagonal_comes_from_those_of_the_samples(monkeypatch: pytest.Monkey
     problem.compare("diag_ggn_exact", [d.sum(0) for d in problem.fields("diag_ggn_exact_batch")])
     problem.run(DiagGGNExact())
     assert max(positions) > 1
+
+
+@pytest.mark.parametrize("extension", [BatchDiagGGNExact, DiagGGNExact, SqrtGGNExact])
+def test_results_are_their_own(extension: type[SecondOrderExtension]) -> None:
+    problem = make("convolutions")
+    problem.run(extension(savefield="first"), extension(savefield="second"))
+    expected = [value.clone() for value in problem.fields("second")]
+    for value in problem.fields("first"):
+        value.mul_(0)
+    problem.compare("second", expected)
 
 
 def test_two_losses() -> None:

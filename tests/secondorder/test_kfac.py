@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backpack_core import ModuleCall
 from backpack_core.errors import BridgeError, UnsupportedError, UsageError
-from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA
+from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA, SqrtGGNExact
 from backpack_core.kronecker import KroneckerFactors
+from backpack_core.plugins import temporary_plugin
+from backpack_layers.linear import LinearRule
 from backpack_secondorder.propagators import LossSqrt
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -166,6 +169,28 @@ def test_bias_and_weight_share_work_but_no_memory(weight_sharing: Any) -> None:
     for ours, whole in zip(problem.fields("kflr"), expected, strict=True):
         for factor, reference in zip(ours, whole, strict=True):
             oracle.assert_close(factor, 2 * reference)
+
+
+class Reversed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias.flip(0)
+
+
+class ReversedRule(LinearRule):
+    module_types = (Reversed,)
+
+    def from_matrix(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+        result = super().from_matrix(call, name, mat)
+        return result.flip(-1) if name == "bias" else result
+
+
+def test_bias_in_an_order_of_its_own() -> None:
+    with temporary_plugin(ReversedRule):
+        problem = classification(nn.Sequential(Reversed(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,))
+        problem.run(KFLR(), SqrtGGNExact())
+        bias = problem.model[0].bias
+        columns = bias.sqrt_ggn_exact.flatten(0, 1)
+        oracle.assert_close(bias.kflr[0], columns.T @ columns)
 
 
 def test_groups_have_a_factor_each() -> None:

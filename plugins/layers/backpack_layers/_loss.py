@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import LossRule
+from backpack_core.loss_rule import LossRule
 from backpack_layers.arguments import slots, tensor
 
 

@@ -150,7 +150,10 @@ def _merge(x: Tensor) -> Tensor:
 
 def _to_one_length(tensors: list[Tensor]) -> list[Tensor]:
     """Fill the positions, the last but one axis, up with zeros."""
-    longest = max(t.shape[-2] for t in tensors)
+    lengths = {t.shape[-2] for t in tensors}
+    if len(lengths) == 1:
+        return tensors
+    longest = max(lengths)
     return [F.pad(t, (0, 0, 0, longest - t.shape[-2])) for t in tensors]
 
 

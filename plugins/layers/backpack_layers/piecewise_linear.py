@@ -39,11 +39,14 @@ class ReLURule(ElementwiseRule):
         return call.output.sign()
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        if type(self).derivative is not ReLURule.derivative:
+            return super()._jac_t_mat_prod(call, mat)
         # One pass instead of two.
         product: Tensor = torch.ops.aten.threshold_backward(mat, call.output, 0)
         return product
 
-    _jac_mat_prod = _jac_t_mat_prod
+    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return self._jac_t_mat_prod(call, mat)
 
 
 class HardtanhRule(ElementwiseRule):

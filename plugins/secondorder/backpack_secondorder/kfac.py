@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from torch import Tensor
 
-from backpack_core import LayerRule, ModuleCall, ops
+from backpack_core import LayerRule, ModuleCall, SecondOrderExtension, ops
 from backpack_core.errors import UsageError
 from backpack_core.extension import FailMode
 from backpack_core.kronecker import KroneckerFactors
@@ -15,7 +15,23 @@ from backpack_core.ops.kronecker import WeightSharing
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 
-class KFAC(SampledExtension):
+class FactorsExtension(SecondOrderExtension):
+    """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
+
+    shared_parameters = False
+    columns_add = True
+    weight_sharing: WeightSharing
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
+        """The factors."""
+        return ops.kronecker_factors(rule, call, name, mat, self.weight_sharing)
+
+    def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
+        """Columns enter the first factor only."""
+        return add_columns(first, second)
+
+
+class KFAC(FactorsExtension, SampledExtension):
     """Kronecker-factored curvature with a sampled loss Hessian.
 
     Stored in ``kfac``, a :class:`~backpack_core.kronecker.KroneckerFactors`, which is a list of
@@ -40,8 +56,6 @@ class KFAC(SampledExtension):
     """
 
     savefield = "kfac"
-    shared_parameters = False
-    columns_add = True
 
     def __init__(
         self,
@@ -64,16 +78,8 @@ class KFAC(SampledExtension):
         super().__init__(mc_samples, subsampling, savefield, fail_mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
-        """The factors."""
-        return ops.kronecker_factors(rule, call, name, mat, self.weight_sharing)
 
-    def combine(self, first: Any, second: Any) -> KroneckerFactors:
-        """Columns enter the first factor only."""
-        return add_columns(first, second)
-
-
-class KFLR(ExactExtension):
+class KFLR(FactorsExtension, ExactExtension):
     """Kronecker-factored curvature with the exact loss Hessian (low rank: a column per output).
 
     Stored in ``kflr``: as ``kfac`` of :class:`KFAC` in expectation, and the same for one sample in
@@ -81,8 +87,6 @@ class KFLR(ExactExtension):
     """
 
     savefield = "kflr"
-    shared_parameters = False
-    columns_add = True
 
     def __init__(
         self,
@@ -103,14 +107,6 @@ class KFLR(ExactExtension):
         """
         super().__init__(subsampling, savefield, fail_mode, chunk_size)
         self.weight_sharing = as_weight_sharing(weight_sharing)
-
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
-        """The factors."""
-        return ops.kronecker_factors(rule, call, name, mat, self.weight_sharing)
-
-    def combine(self, first: Any, second: Any) -> KroneckerFactors:
-        """Columns enter the first factor only."""
-        return add_columns(first, second)
 
 
 def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:

@@ -21,7 +21,7 @@ from backpack_core import (
 from backpack_core.errors import OverwrittenInputError, ShapeError, UsageError
 from backpack_core.extension import FailMode, as_subsampling
 from backpack_core.ops import MaterializedRule
-from backpack_secondorder.diag_hessian import HessianExtension, require_linear
+from backpack_secondorder.diag_hessian import require_linear
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.propagators import LossSqrt
 from backpack_secondorder.signed_sqrt import SignedSqrt
@@ -96,7 +96,33 @@ class BlockProduct:
         return (vectors.flatten(1) @ rows.T @ rows).reshape(vectors.shape)
 
 
-class GGNMP(SecondOrderExtension):
+class ProductExtension(SecondOrderExtension):
+    """What stores a :class:`BlockProduct`.
+
+    Class attributes:
+        propagator_type: What travels backwards.
+    """
+
+    propagator_type: ClassVar[type[LossSqrt] | type[SignedSqrt]]
+
+    def __init__(
+        self,
+        savefield: str | None = None,
+        subsampling: Sequence[int] | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            savefield: Name of the attribute on parameters; default: the class's.
+            subsampling: Indices of the samples to take; default: all.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+        """
+        propagator = self.propagator_type(subsampling=as_subsampling(subsampling))
+        super().__init__(propagator, savefield, fail_mode)
+
+
+class GGNMP(ProductExtension):
     """Products with the blocks of the generalised Gauss-Newton matrix.
 
     Stored in ``ggnmp``, a function ``[V, *θ] → [V, *θ]`` that multiplies each of ``V`` vectors with
@@ -105,28 +131,14 @@ class GGNMP(SecondOrderExtension):
     """
 
     savefield = "ggnmp"
-
-    def __init__(
-        self,
-        savefield: str | None = None,
-        subsampling: Sequence[int] | None = None,
-        fail_mode: FailMode = "autodiff",
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            savefield: Name of the attribute on parameters; default: ``"ggnmp"``.
-            subsampling: Indices of the samples to take; default: all.
-            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-        """
-        super().__init__(LossSqrt(subsampling=as_subsampling(subsampling)), savefield, fail_mode)
+    propagator_type = LossSqrt
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> BlockProduct:
         """The function."""
         return BlockProduct(rule, call, name, Hessian(Columns.start("loss", mat)))
 
 
-class HMP(HessianExtension):
+class HMP(ProductExtension):
     """Products with the blocks of the Hessian.
 
     Stored in ``hmp``, a function ``[V, *θ] → [V, *θ]`` that multiplies each of ``V`` vectors with
@@ -135,21 +147,8 @@ class HMP(HessianExtension):
     """
 
     savefield = "hmp"
-
-    def __init__(
-        self,
-        savefield: str | None = None,
-        subsampling: Sequence[int] | None = None,
-        fail_mode: FailMode = "autodiff",
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            savefield: Name of the attribute on parameters; default: ``"hmp"``.
-            subsampling: Indices of the samples to take; default: all.
-            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-        """
-        super().__init__(subsampling, savefield, fail_mode)
+    shared_parameters = False
+    propagator_type = SignedSqrt
 
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Hessian) -> BlockProduct:
         """The function."""
