@@ -134,9 +134,11 @@ class RuleCase(Case):
         """A fresh layer, the same each time."""
         return seeded(self.module_factory, 0).to(dtype)
 
-    def arguments(self, samples: int = SAMPLES, dtype: torch.dtype = torch.float64) -> Arguments:
-        """Fresh inputs, the same each time."""
-        return as_arguments(seeded(lambda: self.input_factory(samples), 1)).to(dtype)
+    def arguments(
+        self, samples: int = SAMPLES, dtype: torch.dtype = torch.float64, seed: int = 1
+    ) -> Arguments:
+        """Fresh inputs, the same each time for one seed."""
+        return as_arguments(seeded(lambda: self.input_factory(samples), seed)).to(dtype)
 
     def resolve(self, module: Module) -> LayerRule:
         """The rule for the case's module.

@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from backpack_core.calls import ModuleCall, map_tensors
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import LossRule
+from backpack_core.loss_rule import LossRule
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.compare import close, require

@@ -17,8 +17,9 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from backpack_core.calls import ModuleCall, iter_tensors, map_tensors
+from backpack_core.loss_rule import LossRule
 from backpack_core.registry import CORE, Contributions, registry
-from backpack_core.rules import AffineRule, ElementwiseRule, LossRule, ParametricRule
+from backpack_core.rules import AffineRule, ElementwiseRule, ParametricRule
 
 CLASSES = 2
 

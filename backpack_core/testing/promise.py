@@ -84,6 +84,10 @@ _PRODUCTS = (
         },
     )
     + _rows(
+        "separate, kept, batch first, constant jacobian",
+        {"jacobian_is_constant": "∂f/∂x is the same for all samples, and for another input"},
+    )
+    + _rows(
         "separate, kept, batch first",
         {"subsampled_call": "products of a subsampled call are those of the chosen samples"},
     )

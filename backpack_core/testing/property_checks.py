@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backpack_core.calls import iter_tensors, map_tensors
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.rules import AffineRule, ElementwiseRule, ParametricRule
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import RuleCase
+from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import close, require
-from backpack_core.testing.execution import Execution, draw, shared_execution
+from backpack_core.testing.execution import Execution, draw, execute, shared_execution
 from backpack_core.testing.implementations import implements
 
 
@@ -120,6 +121,43 @@ def hessian_is_diagonal(case: RuleCase) -> None:
     found = _contracted(run, _first(run), half)
     expected = torch.diag(found.diagonal() * half.flatten().ne(0))
     close(found, expected, "hessian_is_diagonal is declared: ∂²f/∂x²", case.tolerances.float64)
+
+
+@implements
+def jacobian_is_constant(case: RuleCase) -> None:
+    """``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
+    run = shared_execution(case)
+    column = run.columns()[:, :1]
+    mat = column.expand(-1, *run.output.shape)
+    with torch.no_grad():
+        first = dict(enumerate(run.rule.jac_t_mat_prod(run.call.subsample([0]), column)))
+    for where, at in (("", run), (" at another input", execute(case, _elsewhere(case)))):
+        with torch.no_grad():
+            products = dict(enumerate(at.rule.jac_t_mat_prod(at.call, mat)))
+        for slot, leaf in enumerate(at.leaves):
+            if leaf is None or leaf.shape[:1] != run.output.shape[:1]:
+                continue
+            true = oracle.transposed_product(at.jacobians[slot], mat)
+            alone, product = first.get(slot), products.get(slot)
+            one = torch.zeros_like(true) if alone is None else alone.expand_as(true)
+            own = torch.zeros_like(true) if product is None else product
+            what = f"jacobian_is_constant is declared: Jᵀ mat{where}, input {slot}"
+            close(true, one, f"{what}, the layer's", case.tolerances.float64)
+            close(own, one, f"{what}, the rule's", case.tolerances.float64)
+
+
+def _elsewhere(case: RuleCase) -> Arguments:
+    """Other numbers in the tensors that are differentiated, the same ones in the others."""
+    given, other = case.arguments(), case.arguments(seed=9)
+    drawn = iter(enumerate(iter_tensors((other.args, dict(other.kwargs)))))
+
+    def replaced(tensor: Tensor) -> Tensor:
+        slot, fresh = next(drawn)
+        is_held = not tensor.is_floating_point() or slot in case.constants
+        return tensor if is_held else fresh
+
+    args, kwargs = map_tensors((given.args, dict(given.kwargs)), replaced)
+    return Arguments(args, kwargs)
 
 
 @implements

@@ -6,6 +6,7 @@ An extension whose save field has no row is checked to be finite and the same ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
-from backpack_core.testing.compare import SMALLEST_SCALE
+from backpack_core.testing.compare import relative_error
 
 if TYPE_CHECKING:
     from backpack_core.testing.reference import Reference
@@ -33,7 +34,7 @@ class Quantity:
             gradient and curvature; one without the rest may refuse. "sampling" is curvature that
             starts at random columns: exact only for the kit's own loss.
         cancels: Whether it is a small difference of large numbers, which half precision does not
-            resolve: there it is not checked.
+            resolve, or needs eigenvalues, which torch has none of there: it is not checked.
         arguments: What the extension's constructor needs, where it has no defaults.
     """
 
@@ -94,28 +95,76 @@ def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
     return (vectors.flatten(1) @ blocks.sum(0)).reshape(vectors.shape)
 
 
-def _factor_error(
-    block: Callable[[Reference, str], Tensor] | None,
-) -> Callable[[Any, Reference, str], Tensor]:
+Block = Callable[["Reference", str], Tensor | None]  # [θ, θ], or None where it is not known
+
+
+def _factors(block: Block, reference: Reference, name: str) -> list[Tensor | None]:
+    """What is known of Kronecker factors: of a vector the block itself, of a weight two factors.
+
+    A weight of the kit's own modules has ``B``, the block of the bias, and
+    ``A = 1/N Σ_n Σ_s x xᵀ``.
+    """
+    moment = reference.input_moment(name)
+    if moment is not None:
+        bias = f"{name.removesuffix('weight')}bias"
+        return [reference.once(block, bias) if bias in reference.parameters else None, moment]
+    return [reference.once(block, name)] if reference.parameters[name].dim() == 1 else []
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return math.inf
+    return relative_error(found.to(expected.dtype), expected)
+
+
+def _one_plus_worst(errors: list[float]) -> Tensor:
+    """What is compared with one; a NaN stays one."""
+    return 1 + torch.tensor(errors, dtype=torch.float64).max()
+
+
+def _factor_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
     """How far Kronecker factors are from what is known of any of them, plus one.
 
-    They are symmetric and of fitting size; a single factor is the block itself, if that is known.
+    They are symmetric and of fitting size, and those that are known are right.
     """
 
     def observed(value: Any, reference: Reference, name: str) -> Tensor:
-        size, errors = 1, []
-        for factor in value:
-            size *= factor.shape[-1]
-            scale = factor.abs().max().clamp_min(SMALLEST_SCALE)
-            errors.append((factor - factor.mT).abs().max() / scale)
-        if block is not None and len(value) == 1 and value[0].dim() == 2:
-            expected = block(reference, name)
-            scale = expected.abs().max().clamp_min(SMALLEST_SCALE)
-            errors.append((value[0] - expected).abs().max() / scale)
+        size = math.prod(factor.shape[-1] for factor in value)
         size *= len(value[0]) if value[0].dim() == 3 else 1
-        fits = size == reference.parameters[name].numel()
-        errors.append(torch.tensor(0.0 if fits else 1.0))
-        return 1 + torch.stack([error.double() for error in errors]).max()
+        errors = [float(size != reference.parameters[name].numel())]
+        errors += [_error(factor, factor.mT) for factor in value]
+        known = _factors(block, reference, name)
+        if len(known) == len(value) and value[0].dim() == 2:
+            pairs = zip(value, known, strict=True)
+            errors += [_error(found, factor) for found, factor in pairs if factor is not None]
+        return _one_plus_worst(errors)
+
+    return observed
+
+
+def _eigenbasis_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
+    """How far ``Q`` and ``λ`` are from what EKFAC is (George et al., 2018), plus one.
+
+    ``QᵀQ = 1``, ``λ = diag(Qᵀ G Q)`` for the explicit block ``G``, and factors of ``Q`` diagonalise
+    the Kronecker factors, as far as these are known.
+    """
+
+    def observed(value: Any, reference: Reference, name: str) -> Tensor:
+        theta, whole = reference.parameters[name], reference.once(block, name)
+        assert whole is not None
+        units = torch.eye(theta.numel(), dtype=value.values.dtype).reshape(-1, *theta.shape)
+        q = value.rotate(units).double()
+        errors = [
+            _error(q.T @ q, torch.eye(len(q), dtype=q.dtype)),
+            _error(value.values.flatten(), (q.T @ whole @ q).diagonal()),
+        ]
+        known = _factors(block, reference, name)
+        if len(known) == len(value.vectors) and value.vectors[0].dim() == 2:
+            for vectors, factor in zip(value.vectors, known, strict=True):
+                if factor is not None:
+                    turned = vectors.double().T @ factor @ vectors.double()
+                    errors.append(_error(turned, torch.diag(turned.diagonal())))
+        return _one_plus_worst(errors)
 
     return observed
 
@@ -124,8 +173,52 @@ def _one(reference: Reference, name: str) -> Tensor:
     return torch.ones((), dtype=torch.float64)
 
 
+def _pair_norms(gram: Tensor) -> Tensor:
+    """``Σ_vw ⟨M[v, n], M[w, m]⟩²`` for samples ``n, m``: the choice of columns does not matter."""
+    return gram.double().square().sum((0, 2)).flatten()
+
+
+def _spectral(value: Any, reference: Reference, name: str) -> Tensor:
+    """The block of ``Σ_k λ_k² e_k e_kᵀ``, ``[θ, θ]``, and both Gram matrices; as one vector.
+
+    With the first power, eigenvalues would cancel: vectors are made by dividing by their roots.
+    """
+    values = value.spectrum.eigenvalues
+    rank = int((values > 10 * len(values) * torch.finfo(values.dtype).eps * values[0]).sum())
+    size = reference.parameters[name].numel()
+    block = torch.zeros(size, size, dtype=torch.float64)
+    if rank:
+        vectors = value.eigenvectors(rank).flatten(1).double()
+        block = (vectors.T * values[:rank].double().square()) @ vectors
+    norms = [_pair_norms(gram) for gram in (value.gram, value.spectrum.gram)]
+    return torch.cat([block.flatten(), *norms])
+
+
+def _explicit_gram(reference: Reference, name: str) -> Tensor:
+    """The same from explicit Jacobians: the block of ``G²``, where ``G`` is of all parameters."""
+    roots = {parameter: reference.roots(parameter).flatten(2) for parameter in reference.parameters}
+    grams = {key: torch.einsum("vni,wmi->vnwm", root, root) for key, root in roots.items()}
+    whole = torch.stack([*grams.values()]).sum(0)
+    square = torch.einsum("vni,vnwm,wmj->ij", roots[name], whole, roots[name])
+    return torch.cat([square.flatten(), _pair_norms(grams[name]), _pair_norms(whole)])
+
+
 def _sampled_ggn(reference: Reference, name: str) -> Tensor:
     return _gram(reference.roots(name, 1), reference, name).sum(0)
+
+
+def positive_curvature_product(modify: Callable[[Tensor], Tensor]) -> Quantity:
+    """The row of products with the positive-curvature Hessian (Chen et al., 2018).
+
+    Args:
+        modify: New eigenvalues ``[N, D]`` of residuals from theirs, not negative.
+    """
+
+    def expected(reference: Reference, name: str) -> Tensor:
+        block = reference.positive_curvature(name, modify)
+        return _block_product(block.unsqueeze(0), reference, name)
+
+    return Quantity(expected, _applied, needs="second derivative")
 
 
 _QUANTITIES: dict[str, Quantity] = {
@@ -149,12 +242,12 @@ _QUANTITIES: dict[str, Quantity] = {
     "hmp": Quantity(
         lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="second derivative"
     ),
-    "ekfac": Quantity(
-        lambda r, p: _sampled_ggn(r, p).trace(), lambda v, r, p: v.trace(), needs="structure"
-    ),
+    "pchmp": positive_curvature_product(lambda values: values.clamp_min(0)),
+    "ggn_gram": Quantity(_explicit_gram, _spectral, needs="curvature", cancels=True),
+    "ekfac": Quantity(_one, _eigenbasis_error(_sampled_ggn), needs="structure"),
     "kfac": Quantity(_one, _factor_error(_sampled_ggn), needs="structure"),
     "kflr": Quantity(_one, _factor_error(lambda r, p: r.ggn(p).sum(0)), needs="structure"),
-    "kfra": Quantity(_one, _factor_error(None), needs="structure"),
+    "kfra": Quantity(_one, _factor_error(lambda r, p: r.averaged(p)), needs="structure"),
 }
 
 

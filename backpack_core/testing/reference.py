@@ -6,20 +6,88 @@ Conventions are those of the documentation: a mean loss carries its ``1/N``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack_core.calls import iter_tensors, map_tensors
 from backpack_core.context import disable
+from backpack_core.registry import registry
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
-from backpack_core.testing.network import CLASSES, fixed_mixing
+from backpack_core.testing.network import CLASSES, Mix, Readout, fixed_mixing
 from backpack_core.testing.quantities import Quantity
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Unit:
+    """One call of a module that a rule differentiates as a whole.
+
+    Attributes:
+        module: The module.
+        args: What it received, with the graph behind.
+        kwargs: The same by name.
+        outputs: What it returned, in the same graph.
+    """
+
+    module: Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: list[Tensor]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that depend on parameters."""
+        return [t for t in iter_tensors((self.args, dict(self.kwargs))) if t.requires_grad]
+
+    def curvature(self, x: Tensor, gradients: Iterable[Tensor]) -> Tensor:
+        """``Σ_o g_o ∂²f_o/∂x²`` of one input, sample by sample. Shape ``[N, D, D]`` (flat).
+
+        Args:
+            x: The input, which alone is not held fixed.
+            gradients: ``g``, one for each output.
+        """
+        leaf = x.detach().requires_grad_()
+
+        def passed(tensor: Tensor) -> Tensor:
+            return (leaf if tensor is x else tensor.detach()).clone()
+
+        args, kwargs = map_tensors((self.args, dict(self.kwargs)), passed)
+        with disable():
+            outputs = iter_tensors(seeded(lambda: self.module(*args, **kwargs), FORWARD))
+        pairs = zip(outputs, gradients, strict=True)
+        value = torch.stack([(y * g).sum() for y, g in pairs if y.is_floating_point()]).sum()
+        return _own_blocks(oracle.hessian(value, leaf), x.dim()).detach()
+
+
+def _own_blocks(jacobian: Tensor, rank: int) -> Tensor:
+    """Of each sample in itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``.
+
+    Args:
+        jacobian: Of all samples in all.
+        rank: Number of axes of the output, that of samples included.
+    """
+    samples = len(jacobian)
+    flat = jacobian.reshape(samples, jacobian.shape[1:rank].numel(), samples, -1)
+    return torch.stack([flat[n, :, n] for n in range(samples)])
+
+
+def _wholes(module: Module) -> Iterator[Module]:
+    """The outermost modules with a rule of their own."""
+    resolved = registry.resolve(module)
+    if resolved.is_fallback or resolved.rule.transparent:
+        for child in module.children():
+            yield from _wholes(child)
+    else:
+        yield module
 
 
 @dataclass(eq=False)
@@ -38,7 +106,8 @@ class Reference:
     loss: Module
     indices: tuple[int, ...] | None = None
     _hessians: dict[str, Tensor] = field(default_factory=dict)
-    _expected: dict[Any, Tensor] = field(default_factory=dict)
+    _known: dict[Any, Any] = field(default_factory=dict)
+    _averages: dict[int, Tensor | None] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -54,8 +123,30 @@ class Reference:
             return output, self.loss(output)
 
     @cached_property
+    def _traced(self) -> tuple[Tensor, Tensor, list[Unit]]:
+        """Output, loss, and the units in the order of their calls."""
+        received: list[Any] = []
+        units: list[Unit] = []
+
+        def enter(module: Module, args: Any, kwargs: Any) -> Any:
+            received.append((args, kwargs))
+            return map_tensors((args, kwargs), torch.clone)  # for modules that work in place
+
+        def leave(module: Module, args: Any, kwargs: Any, output: Any) -> None:
+            args, kwargs = received.pop()
+            units.append(Unit(module, args, kwargs, list(iter_tensors(output))))
+
+        with ExitStack() as hooks:
+            for module in dict.fromkeys(_wholes(self.net)):
+                before = module.register_forward_pre_hook(enter, with_kwargs=True)
+                after = module.register_forward_hook(leave, with_kwargs=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            return *self.forward(), units
+
+    @property
     def _graph(self) -> tuple[Tensor, Tensor]:
-        return self.forward()
+        return self._traced[:2]
 
     @cached_property
     def _jacobians(self) -> dict[str, Tensor]:
@@ -96,10 +187,15 @@ class Reference:
 
     def expected(self, quantity: Quantity, name: str) -> Tensor:
         """A quantity of one parameter, computed once."""
-        key = (quantity.expected, name, tuple(self.parameters))
-        if key not in self._expected:
-            self._expected[key] = quantity.expected(self, name)
-        return self._expected[key]
+        return self.once(quantity.expected, name)
+
+    def once(self, function: Callable[[Reference, str], T], name: str) -> T:
+        """A function of this reference and one parameter, computed once."""
+        key = (function, name, tuple(self.parameters))
+        if key not in self._known:
+            self._known[key] = function(self, name)
+        found: T = self._known[key]
+        return found
 
     def jacobian(self, name: str) -> Tensor:
         """Of the net's output in a parameter. Shape ``[N, C, *θ]``."""
@@ -117,13 +213,21 @@ class Reference:
             name: The parameter.
             sampled: Number of the kit's reproducible Monte-Carlo samples; ``None`` for exact.
         """
+        key = (name, sampled)
+        if key not in self._known:
+            columns = self._columns(sampled)
+            self._known[key] = torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
+        found: Tensor = self._known[key]
+        return found
+
+    def _columns(self, sampled: int | None) -> Tensor:
+        """The same at the output of the net. Shape ``[V, N, C]``."""
         blocks = self._chosen(self._at_output[1])
         if sampled is None:
             values, vectors = torch.linalg.eigh(blocks)
-            columns = (vectors * values.clamp_min(0).sqrt().unsqueeze(1)).permute(2, 0, 1)
-        else:
-            columns = self._sampled_columns(sampled)
-        return torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
+            root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+            return root.permute(2, 0, 1)
+        return self._sampled_columns(sampled)
 
     def _sampled_columns(self, samples: int) -> Tensor:
         """``Σ_c mixing_c √p_c (e_c - p)``, as the kit's loss draws them."""
@@ -138,6 +242,41 @@ class Reference:
         """Generalised Gauss-Newton block of each sample. Shape ``[N, θ, θ]`` (flat)."""
         root = self.roots(name).flatten(2)
         return torch.einsum("vni,vnj->nij", root, root)
+
+    @cached_property
+    def _residuals(self) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """Of every curved unit ``∂x/∂θ`` by name, ``[N, *x, *θ]``, and ``Σ_o g_o ∂²f_o/∂x²``."""
+        _, loss, units = self._traced
+        found = []
+        for unit in units:
+            for x in unit.inputs[:1]:  # a unit that is curved in several is refused
+                slopes = [
+                    oracle.gradients(loss, [y])[0] if y.requires_grad else torch.zeros_like(y)
+                    for y in unit.outputs
+                ]
+                curvature = unit.curvature(x, slopes)
+                if curvature.any():
+                    found.append((oracle.jacobians(x, self.parameters), curvature))
+        return found
+
+    def positive_curvature(self, name: str, modify: Callable[[Tensor], Tensor]) -> Tensor:
+        """``Σ_n J_nᵀ ∇²ℓ_n J_n + Σ_u Σ_n (∂x_un/∂θ)ᵀ |Σ_o g_o ∂²f_o/∂x²|₊ ∂x_un/∂θ``.
+
+        The recursion of Chen et al. (2018, arXiv:1802.06502), multiplied out: every unit ``u`` with
+        input ``x`` adds its residual, with other eigenvalues. Shape ``[θ, θ]`` (flat). Where all
+        units are piecewise linear, it is the generalised Gauss-Newton block.
+
+        Args:
+            name: The parameter.
+            modify: New eigenvalues of residuals from theirs.
+        """
+        total = self.ggn(name).sum(0)
+        for jacobians, curvature in self._residuals:
+            values, vectors = torch.linalg.eigh(self._chosen(curvature))
+            positive = (vectors * modify(values).unsqueeze(1)) @ vectors.mT
+            jacobian = self._chosen(jacobians[name]).reshape(*positive.shape[:2], -1)
+            total = total + torch.einsum("nai,nab,nbj->ij", jacobian, positive, jacobian)
+        return total
 
     def hessian(self, name: str) -> Tensor:
         """Hessian block of each sample's loss. Shape ``[N, θ, θ]`` (flat)."""
@@ -154,3 +293,74 @@ class Reference:
                 blocks.append(oracle.hessian(value, theta).reshape(theta.numel(), -1))
             self._hessians[name] = torch.stack(blocks).detach()
         return self._chosen(self._hessians[name])
+
+    def _averaged_hessian(self, index: int) -> Tensor | None:
+        """``Ḡ`` at the output of a unit, by ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` from the next one.
+
+        Botev et al. (2017), eq. 21. Starts with the Hessian of the loss, summed over samples.
+
+        Args:
+            index: Which unit; the number of units for the output of the net.
+
+        Returns:
+            Shape ``[D_out, D_out]``, or ``None`` where a unit has several outputs.
+        """
+        if index not in self._averages:
+            self._averages[index] = self._recursion(index)
+        return self._averages[index]
+
+    def _recursion(self, index: int) -> Tensor | None:
+        last, _, units = self._traced
+        if index == len(units):
+            return self._chosen(self._at_output[1]).sum(0)
+        (output, *more), *later = [*(unit.outputs for unit in units[index:]), [last]]
+        if more:
+            return None
+        for following, outputs in enumerate(later, index + 1):
+            if len(outputs) != 1 or len(outputs[0]) != len(output):
+                return None
+            jacobian = oracle.jacobians(outputs[0], {0: output})[0]
+            if jacobian.any():
+                average = self._averaged_hessian(following)
+                blocks = self._chosen(_own_blocks(jacobian, outputs[0].dim()))
+                return None if average is None else _averaged(blocks, average)
+        size = output[0].numel()  # the loss does not depend on it
+        return output.new_zeros(size, size)
+
+    def averaged(self, name: str) -> Tensor | None:
+        """``1/N Σ_n J_nᵀ Ḡ J_n`` of a parameter, with ``Ḡ`` at the output of its unit.
+
+        Returns:
+            Shape ``[θ, θ]`` (flat), or ``None`` where a unit has several outputs.
+        """
+        theta = self.parameters[name]
+        for index, unit in enumerate(self._traced[2]):
+            if any(theta is p for p in unit.module.parameters()):
+                average = self._averaged_hessian(index)
+                if average is None:
+                    return None
+                output = unit.outputs[0]
+                jacobian = oracle.jacobians(output, {0: theta})[0]
+                blocks = self._chosen(jacobian.reshape(len(output), output[0].numel(), -1))
+                return _averaged(blocks, average)
+        return None
+
+    def input_moment(self, name: str) -> Tensor | None:
+        """``1/N Σ_n Σ_s x xᵀ`` of the rows that a weight of the kit's own modules multiplies.
+
+        Returns:
+            Shape ``[I, I]``; ``None`` for other parameters.
+        """
+        theta = self.parameters[name]
+        for unit in self._traced[2]:
+            if isinstance(unit.module, Mix | Readout) and theta is unit.module.weight:
+                (x,) = iter_tensors(unit.args)
+                x = self._chosen(x.detach())
+                rows = x.flatten(1) if isinstance(unit.module, Readout) else x.flatten(0, -2)
+                return rows.T @ rows / len(x)
+        return None
+
+
+def _averaged(jacobians: Tensor, inner: Tensor) -> Tensor:
+    """``1/N Σ_n J_nᵀ Ḡ J_n``: ``[N, D, P]`` and ``[D, D]`` to ``[P, P]``."""
+    return torch.einsum("nai,ab,nbj->ij", jacobians, inner, jacobians) / len(jacobians)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from backpack_core.loss_rule import LossRule
 from backpack_core.registry import registry
 from backpack_core.rules import (
     AffinePairsRule,
     AffineRule,
     ElementwiseRule,
     LayerRule,
-    LossRule,
     ParametricRule,
 )
 

@@ -39,6 +39,8 @@ def _of_execution(run: Execution) -> set[str]:
         found.add("input")
         if rule.hessian_is_zero:
             found.add("zero hessian")
+        if rule.jacobian_is_constant:
+            found.add("constant jacobian")
         if rule.hessian_is_diagonal:
             found.add("diagonal hessian")
         if _has_second_derivative(rule):

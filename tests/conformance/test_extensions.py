@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+
+from backpack_core.extensions import PCHMP
 from backpack_core.plugins import ensure_loaded
 from backpack_core.registry import registry
 from backpack_core.testing import ExtensionCase, parametrize_extension_checks
 from backpack_core.testing.extensions_run import installed_factories
+from backpack_core.testing.quantities import positive_curvature_product
 
 CASES = [ExtensionCase(factory) for factory in installed_factories()]
+# The other settings that have a formula of their own.
+OTHERS = [
+    ExtensionCase(
+        partial(PCHMP, modify="abs"), positive_curvature_product(torch.abs), name="PCHMP, abs"
+    ),
+]
 
 
-@parametrize_extension_checks(CASES)
+@parametrize_extension_checks([*CASES, *OTHERS])
 def test_extension(check):
     check()
 

@@ -26,6 +26,7 @@ class GainRule(ParametricRule):
     params = ("weight",)
     linear_in_params = ("weight",)
     hessian_is_zero = True
+    jacobian_is_constant = True
 
     def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
         return mat * call.parameter("weight")

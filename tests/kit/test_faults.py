@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core import LayerRule, ModuleCall, ops
 from backpack_core.testing import RuleCase, check_rule
@@ -57,6 +58,43 @@ class FalseZeroHessian(CubeRule):
     hessian_is_zero = True
 
 
+class FalseConstantJacobian(CubeRule):
+    jacobian_is_constant = True
+
+
+class ScaleOfEach(Module):
+    """``y = s x``, with a constant for each sample: linear, but of several Jacobians."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(1.0, 2.0, len(x)).unsqueeze(1)
+
+
+class OneJacobianOfSeveral(LayerRule):
+    module_types = (ScaleOfEach,)
+    hessian_is_zero = True
+    jacobian_is_constant = True
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        scale = torch.linspace(1.0, 2.0, call.full.batch_size).unsqueeze(1)
+        return mat * (scale if call.indices is None else scale[list(call.indices)])
+
+
+class ScaleByTheBatch(Module):
+    """``y = s(Σ x) x``, with a step function: one Jacobian for all samples, not for all inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.detach().sum() * 100).round().remainder(7)
+
+
+class OneJacobianHere(LayerRule):
+    module_types = (ScaleByTheBatch,)
+    hessian_is_zero = True
+    jacobian_is_constant = True
+
+    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+        return mat * (call.full.inputs[0].detach().sum() * 100).round().remainder(7)
+
+
 class FalseLinearity(GainRule):
     linear_in_params = ("weight", "slope")
 
@@ -101,6 +139,9 @@ FAULTS = [
     (case_of(Gain, MissingBatchSum), "param_jac_batch_sum", "per_sample_sum"),
     (case_of(Gain, MissingColumnSum), "operations", "ops.square_sum"),
     (case_of(Cube, FalseZeroHessian), "hessian_is_zero", "does not vanish"),
+    (case_of(Cube, FalseConstantJacobian), "jacobian_is_constant", "mat, input 0, the layer's"),
+    (case_of(ScaleOfEach, OneJacobianOfSeveral), "jacobian_is_constant", "mat, input 0"),
+    (case_of(ScaleByTheBatch, OneJacobianHere), "jacobian_is_constant", "at another input"),
     (case_of(Gain, FalseLinearity), "linear_in_params", "slope"),
     (case_of(Gain, Leak), "no_live_calls", "outlive their graph"),
     (case_of(Gain, State), "accepts", "keep no state"),

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
 from backpack_core.errors import UsageError
-from backpack_core.testing import ExtensionCase, Quantity, check_extension, register_quantity
+from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
+from backpack_core.kronecker import KroneckerEigenbasis
+from backpack_core.testing import (
+    Arguments,
+    ExtensionCase,
+    Quantity,
+    Reference,
+    check_extension,
+    register_quantity,
+)
+from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
 
 
@@ -43,6 +56,86 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name).amax(0))
 
 def faults(case: ExtensionCase) -> set[str]:
     return {result.check for result in check_extension(case) if not result.ok}
+
+
+class EigenvaluesOfFactors(EKFAC):
+    """Products of the factors' eigenvalues in place of the diagonal."""
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Any:
+        return ops.kronecker_factors(rule, call, name, mat, "kfc").eigenbasis()
+
+
+class AnotherBasis(EKFAC):
+    """The right diagonal, of the same matrix, in a basis that is none of eigenvectors."""
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Any:
+        found = super().read(rule, call, name, mat)
+        diagonal = ops.square_sum(rule, call, name, mat).reshape(found.values.shape)
+        eyes = [torch.eye(len(vectors)) for vectors in found.vectors]
+        return KroneckerEigenbasis(eyes, diagonal, found.order)
+
+
+class InnerIsSum(KFRA):
+    """``A`` is not divided by the number of samples."""
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Any:
+        found = super().read(rule, call, name, mat)
+        return found.with_factors([found[0], *(3 * inner for inner in found[1:])])
+
+
+class OwnSpectrum(GGNGram):
+    """Each parameter has the spectrum of its own block."""
+
+    def finish(self, values: Any) -> Any:
+        for block in super().finish(values).values():
+            block.spectrum = type(block.spectrum)(block.gram)
+        return values
+
+
+class Reversed(GGNGram):
+    """Eigenvectors in the wrong order."""
+
+    def finish(self, values: Any) -> Any:
+        spectrum = next(iter(super().finish(values).values())).spectrum
+        eigenvalues, vectors = spectrum._eigen
+        rank = int((eigenvalues > 1e-10 * eigenvalues[0]).sum())
+        turned = torch.cat([eigenvalues[:rank].flip(0), eigenvalues[rank:]])
+        spectrum.__dict__["_eigen"] = (turned, vectors)
+        return values
+
+
+# Broken on purpose; each is held to the formula of its save field.
+WRONG = {
+    "PCHMP without a residual": partial(GGNMP, savefield="pchmp"),
+    "PCHMP with the residual as it is": partial(HMP, savefield="pchmp"),
+    "PCHMP with the other modification": partial(PCHMP, modify="abs"),
+    "GGNGram of the own block": OwnSpectrum,
+    "GGNGram, eigenvalues reversed": Reversed,
+    "GGNGram of samples": partial(GGNGram, mc_samples=1),
+    "EKFAC, eigenvalues of the factors": EigenvaluesOfFactors,
+    "EKFAC in another basis": AnotherBasis,
+    "EKFAC, exact": partial(EKFAC, mc_samples=None),
+    "KFRA without averages": partial(KFLR, savefield="kfra"),
+    "KFRA with a sum over samples": InnerIsSum,
+    "KFLR with averages": partial(KFRA, savefield="kflr"),
+    "KFAC, exact": partial(KFLR, savefield="kfac"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_formula_tells_it_from(name: str) -> None:
+    (result,) = check_extension(ExtensionCase(WRONG[name]), ["value_mean"])
+    assert result.status == "failed"
+    assert "relative error" in result.message, result.message
+
+
+def test_positive_curvature_of_piecewise_linear_nets() -> None:
+    """No residuals: the reference is the generalised Gauss-Newton block."""
+    for layer, same in ((nn.ReLU, True), (nn.Tanh, False)):
+        net = nn.Sequential(nn.Linear(2, 4), layer(), nn.Linear(4, 2)).double()
+        reference = Reference(net, Arguments((torch.randn(3, 2),)), SoftmaxLoss())
+        found = reference.positive_curvature("0.weight", torch.abs)
+        assert torch.equal(found, reference.ggn("0.weight").sum(0)) is same
 
 
 def test_an_author_brings_an_oracle() -> None:

@@ -28,11 +28,12 @@ def test_a_short_test_file_gets_the_full_set_of_checks(monkeypatch: pytest.Monke
         results = [result for case in test_rational.CASES for result in check_rule(case)]
     assert [result for result in results if not result.ok] == []
     names = {result.check for result in results}
-    # It is neither affine nor of zero Hessian, and mixes nothing.
+    # It is neither affine nor of zero Hessian nor of constant Jacobian, and mixes nothing.
     assert {row.name for row in PROMISED["rule"]} - names == {
         "affine_form",
         "affine_weight",
         "hessian_is_zero",
+        "jacobian_is_constant",
         "mixing_is_refused",
         "not_twice_differentiable",
         "overwritten_input",
