@@ -39,6 +39,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     # Peers that use full-backward hooks warn at the first layer of every net.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    warnings.filterwarnings("ignore", message="There is a performance drop")  # of torch.func
     options.output.mkdir(parents=True, exist_ok=True)
     print(f"threads: {options.threads}")
     cells: list[Cell] = []
@@ -66,7 +67,7 @@ def main() -> None:
         ):
             growth.append(found)
             print(found, flush=True)
-        report.save(options.output / "growth.json", cells, growth)
+        report.save(options.output / "results.json", cells, growth)
 
 
 if __name__ == "__main__":

@@ -95,9 +95,11 @@ def measure(
         cell.limit = bound.time(cell.gradient, cell.write_rate) / cell.gradient
     models.clear()
     if memory:
-        found = {name: peak_memory(problem, quantity, name, size) for name in steps}
-        base = found.pop("gradient") or 0
-        cell.memory = {name: bytes_ - base for name, bytes_ in found.items() if bytes_ is not None}
+        base = peak_memory(problem.name, "BatchGrad", "gradient", size) or 0
+        for name in steps.keys() - {"gradient"}:
+            peak = peak_memory(problem.name, quantity.name, name, size)
+            if peak is not None:
+                cell.memory[name] = peak - base
     return cell
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -91,7 +92,8 @@ def write_rate(clock: str = "wall", size: int = 2**28) -> float:
     return size / min(_seconds(write, CLOCKS[clock]) for _ in range(3))
 
 
-def peak_memory(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int | None:
+@cache
+def peak_memory(problem: str, quantity: str, peer: str, batch: int) -> int | None:
     """Bytes by which the resident set of a fresh process grows during one pass.
 
     The process has run a plain gradient before, so that libraries are loaded. Freed memory goes
@@ -105,7 +107,7 @@ def peak_memory(problem: Problem, quantity: Quantity, peer: str, batch: int) -> 
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
-    command = [sys.executable, "-m", "benchmarks.measure", problem.name, quantity.name, peer]
+    command = [sys.executable, "-m", "benchmarks.measure", problem, quantity, peer]
     command += [str(batch), str(torch.get_num_threads())]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:

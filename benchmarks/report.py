@@ -89,14 +89,15 @@ def _mega(size: int | None) -> float | None:
 
 
 def save(path: Path, cells: Sequence[Cell], growth: Sequence[Growth]) -> None:
-    """Write everything to one JSON file."""
+    """Write everything to one JSON file; of cells and growth, what is empty stays as it was."""
+    before = json.loads(path.read_text()) if path.exists() else {}
     result: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "cells": [cell.as_dict() for cell in cells],
-        "growth": [study.as_dict() for study in growth],
+        "cells": [cell.as_dict() for cell in cells] or before.get("cells", []),
+        "growth": [study.as_dict() for study in growth] or before.get("growth", []),
     }
     path.write_text(json.dumps(result, indent=1))
 
