@@ -28,6 +28,7 @@ def _arguments() -> argparse.Namespace:
     add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch")
     add("--clock", choices=CLOCKS, default="wall", help="cpu: for one thread on a busy machine")
     add("--no-memory", action="store_true", help="measure time only")
+    add("--summary", action="store_true", help="sum up the results file, measure nothing")
     add("--growth", nargs="*", choices=QUANTITIES, help="study the growth of these quantities")
     add("--output", type=Path, default=Path("benchmarks/results"), help="folder of the results")
     return parser.parse_args()
@@ -41,6 +42,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", message="There is a performance drop")  # of torch.func
     options.output.mkdir(parents=True, exist_ok=True)
+    if options.summary:
+        known = report.load(options.output / "results.json")
+        print("\n".join([report.header(), *map(report.row, known), report.summary(known)]))
+        return
     print(f"threads: {options.threads}")
     cells: list[Cell] = []
     growth: list[Growth] = []
@@ -60,7 +65,7 @@ def main() -> None:
                 print(report.row(cell), flush=True)
                 report.save(options.output / "results.json", cells, growth)
         print(report.summary(cells))
-        report.plot(options.output / "results.png", cells)
+        report.plot(options.output / "results.png", report.load(options.output / "results.json"))
     else:
         for found in study(
             options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, options.clock

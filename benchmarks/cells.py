@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.limit import limit
+from benchmarks.limit import largest, limit
 from benchmarks.measure import alternate, peak_memory, write_rate
 from benchmarks.peers import PEERS, Step, Unsupported
 from benchmarks.problems import Problem
@@ -78,8 +78,9 @@ def measure(
     size = batch or (problem.exact_batch if quantity.exact else problem.batch)
     cell = Cell(problem.name, quantity.name, size)
     bound = limit(problem, quantity, size)
-    if bound is not None and bound.result_bytes > LARGEST:
-        cell.refused["all"] = f"the result has {bound.result_bytes / 2**30:.1f} GiB"
+    needed = largest(problem, quantity, bound)
+    if needed > LARGEST:
+        cell.refused["all"] = f"it needs {needed / 2**30:.1f} GiB several times"
         return cell
     cell.write_rate = write_rate(clock)
     steps, models = _steps(cell, problem, quantity, ["gradient", *peers])

@@ -51,9 +51,9 @@ class Growth:
 
 # Problems and batch sizes along an axis.
 _AXES: dict[str, tuple[Sequence[int], Callable[[int], tuple[str, int]]]] = {
-    "samples": ((32, 64, 128, 256), lambda n: ("2c2d", n)),
+    "samples": ((16, 32, 64, 128), lambda n: ("2c2d", n)),
     "classes": ((10, 20, 40, 80), lambda c: (f"mlp/classes={c}", 64)),
-    "depth": ((2, 4, 8, 16), lambda d: (f"mlp/depth={d}", 64)),
+    "depth": ((4, 8, 16, 32), lambda d: (f"mlp/depth={d}", 64)),
 }
 
 

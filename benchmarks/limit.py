@@ -20,6 +20,8 @@ from torch.nn.modules.conv import _ConvNd
 from benchmarks.problems import Problem
 from benchmarks.quantities import Quantity
 
+_CURVED = (nn.Sigmoid, nn.LayerNorm, nn.MultiheadAttention)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -133,6 +135,16 @@ def limit(problem: Problem, quantity: Quantity, batch: int) -> Limit | None:
         "GGNTogether": (carry + squares + factors, params * batch),
     }.get(quantity.name, (None, 0))
     return None if work is None else Limit(1 + work / gradient, 4 * size)
+
+
+def largest(problem: Problem, quantity: Quantity, bound: Limit | None) -> int:
+    """Bytes of the largest tensor that cannot be avoided, if it is large."""
+    width = max(layer.positions * layer.outputs * layer.groups for layer in layers(problem))
+    if quantity.square:
+        return 2 * 4 * width * width  # and its product with a Jacobian
+    if quantity.curved and any(isinstance(m, _CURVED) for m in problem.model().modules()):
+        return 4 * problem.exact_batch * width * width
+    return 0 if bound is None else bound.result_bytes
 
 
 def _squares(layer: Layer, columns: int) -> int:

@@ -14,7 +14,9 @@ class Quantity:
         extensions: Class names.
         arguments: For their constructors.
         exact: It has a column for every class.
+        square: It carries a matrix of activations by activations, which few convolutions allow.
         random: Two runs differ, so that values cannot be compared.
+        curved: It has a column for every activation behind which a module is curved.
         fields: The attributes that parameters get.
     """
 
@@ -24,6 +26,8 @@ class Quantity:
     arguments: tuple[object, ...] = ()
     exact: bool = False
     random: bool = False
+    square: bool = False
+    curved: bool = False
 
 
 QUANTITIES = {
@@ -50,13 +54,13 @@ QUANTITIES = {
         ),
         Quantity("SqrtGGNExact", ("SqrtGGNExact",), ("sqrt_ggn_exact",), exact=True),
         Quantity("KFLR", ("KFLR",), ("kflr",), exact=True),
-        Quantity("KFRA", ("KFRA",), ("kfra",), exact=True),
+        Quantity("KFRA", ("KFRA",), ("kfra",), exact=True, square=True),
         Quantity(
             "GGNTogether",
             ("DiagGGNExact", "BatchDiagGGNExact", "KFLR"),
             ("diag_ggn_exact", "diag_ggn_exact_batch", "kflr"),
             exact=True,
         ),
-        Quantity("DiagHessian", ("DiagHessian",), ("diag_h",), exact=True),
+        Quantity("DiagHessian", ("DiagHessian",), ("diag_h",), exact=True, curved=True),
     )
 }

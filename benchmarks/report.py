@@ -13,6 +13,8 @@ import torch
 
 from benchmarks.cells import Cell
 from benchmarks.growth import Growth
+from benchmarks.problems import PROBLEMS
+from benchmarks.quantities import QUANTITIES
 
 _HEADER = (
     f"{'problem':12}{'quantity':18}{'N':>4} |{'gradient':>9} |"
@@ -89,17 +91,31 @@ def _mega(size: int | None) -> float | None:
 
 
 def save(path: Path, cells: Sequence[Cell], growth: Sequence[Growth]) -> None:
-    """Write everything to one JSON file; of cells and growth, what is empty stays as it was."""
+    """Write to one JSON file; what is there already stays, unless it was measured anew."""
     before = json.loads(path.read_text()) if path.exists() else {}
     result: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "cells": [cell.as_dict() for cell in cells] or before.get("cells", []),
-        "growth": [study.as_dict() for study in growth] or before.get("growth", []),
+        "cells": _merged(before.get("cells", []), cells, "problem", "quantity"),
+        "growth": _merged(before.get("growth", []), growth, "axis", "quantity"),
     }
     path.write_text(json.dumps(result, indent=1))
+
+
+def load(path: Path) -> list[Cell]:
+    """The cells of a results file, in the order of the tables."""
+    cells = [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
+    problems, quantities = list(PROBLEMS), list(QUANTITIES)
+    return sorted(cells, key=lambda c: (problems.index(c.problem), quantities.index(c.quantity)))
+
+
+def _merged(
+    before: list[dict[str, Any]], found: Sequence[Cell | Growth], *key: str
+) -> list[dict[str, Any]]:
+    new = {tuple(entry[k] for k in key): entry for entry in (f.as_dict() for f in found)}
+    return [e for e in before if tuple(e[k] for k in key) not in new] + list(new.values())
 
 
 def plot(path: Path, cells: Sequence[Cell]) -> None:

@@ -14,6 +14,7 @@ from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
 from backpack_core.errors import UsageError
 from backpack_core.extension import FailMode
 
+_RETAINED, _SCALED = "clipping: retained", "clipping: scaled"
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 
 
@@ -29,10 +30,13 @@ class Handle:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """``Σ_n weights[n] M[n]``. Shape ``[*θ]``."""
-        rule, mat = self.rule, _scale(self.mat, weights)
+        rule, memo = self.rule, self.call.memo
         if isinstance(rule, ops.MaterializedRule):
             rule = ops.MaterializedRule(_scale(rule.product, weights))
-        return ops.per_sample_sum(rule, self.call, self.name, mat).squeeze(0)
+        key = (_SCALED, id(self.mat))
+        if key not in memo:  # the same columns for all parameters of the call
+            memo[key] = _scale(self.mat, weights)
+        return ops.per_sample_sum(rule, self.call, self.name, memo[key]).squeeze(0)
 
 
 class ClippedSumGrad(FirstOrderExtension):
@@ -86,7 +90,9 @@ class ClippedSumGrad(FirstOrderExtension):
     def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Handle:
         """The norms, and what the sum will need."""
         norms = ops.shared(ops.squared_norm, rule, call, name, mat).squeeze(0)
-        return Handle(rule, call.retained(), name, mat, norms)
+        if _RETAINED not in call.memo:
+            call.memo[_RETAINED] = call.retained()
+        return Handle(rule, call.memo[_RETAINED], name, mat, norms)
 
     def finish(self, values: Mapping[Parameter, Any]) -> dict[Parameter, Tensor]:
         """Weights from the norms, then the weighted sums.
@@ -101,9 +107,16 @@ class ClippedSumGrad(FirstOrderExtension):
         for handle in values.values():
             groups.setdefault(self._group(handle), []).append(handle.squared_norm)
         weights = {key: self._weights(norms) for key, norms in groups.items()}
-        return {
-            p: handle.weighted_sum(weights[self._group(handle)]) for p, handle in values.items()
-        }
+        calls: dict[int, dict[Parameter, Handle]] = {}
+        for parameter, handle in values.items():
+            calls.setdefault(id(handle.call), {})[parameter] = handle
+        result = {}
+        for handles in calls.values():
+            for parameter, handle in handles.items():
+                result[parameter] = handle.weighted_sum(weights[self._group(handle)])
+            handle.call.memo.clear()  # what the parameters of a call share is not kept for others
+            handle.call.constants.clear()
+        return result
 
     def _group(self, handle: Handle) -> Module | None:
         return None if self.clipping == "flat" else handle.call.module

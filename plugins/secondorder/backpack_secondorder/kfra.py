@@ -53,7 +53,7 @@ class BatchAveraged(Propagator):
         """Average ``J_nᵀ Ḡ J_n`` over samples; one is enough where the Jacobian is constant."""
         if isinstance(rule, ElementwiseRule):
             slope = rule.derivative(call).flatten(1)
-            return {0: quantity * (slope.T @ slope / len(slope))}
+            return {0: quantity * (slope.T @ (slope / len(slope)))}
         live = [position for position, edge in enumerate(call.edges) if edge is not None]
         samples = call.subsample([0]) if rule.jacobian_is_constant else call
         result = {}
@@ -136,9 +136,12 @@ class KFRA(SecondOrderExtension):
             return KroneckerFactors([_block(rule, call, name, mat)], ParameterOrder(shape))
         average = _affine_form(rule, call, mat)  # [S, G, O, S, G, O]
         is_expanded = self.weight_sharing == "expand" and name != "bias"
-        outer = (
-            average.diagonal(dim1=0, dim2=3).sum(-1) if is_expanded else average.sum((0, 3))
-        )  # [G, O, G, O]
+        if len(average) == 1:
+            outer = average[0, :, :, 0].clone()  # [G, O, G, O]
+        elif is_expanded:
+            outer = average.diagonal(dim1=0, dim2=3).sum(-1)
+        else:
+            outer = average.sum((0, 3))
         if name == "bias":
             return KroneckerFactors([outer.flatten(2).flatten(0, 1)], ParameterOrder(shape))
         by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
