@@ -124,6 +124,7 @@ def plot(path: Path, cells: Sequence[Cell]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     problems = list(dict.fromkeys(cell.problem for cell in cells))
     figure, panels = pyplot.subplots(
@@ -142,6 +143,7 @@ def plot(path: Path, cells: Sequence[Cell]) -> None:
                 panel.plot([cell.limit] * 2, [y - height / 2, y + 3.5 * height], "k-")
         panel.set_yticks([y + 1.5 * height for y in range(len(chosen))], names, fontsize=7)
         panel.set_xscale("log")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_title(name)
         panel.set_xlabel("time / gradient (bar: least)")
     panels[0][0].legend(fontsize=7)
