@@ -137,7 +137,8 @@ class KFRA(SecondOrderExtension):
         average = _affine_form(rule, call, mat)  # [S, G, O, S, G, O]
         is_expanded = self.weight_sharing == "expand" and name != "bias"
         if len(average) == 1:
-            outer = average[0, :, :, 0].clone()  # [G, O, G, O]
+            # [G, O, G, O], and no view of what travels on.
+            outer = average[0, :, :, 0].clone(memory_format=torch.contiguous_format)
         elif is_expanded:
             outer = average.diagonal(dim1=0, dim2=3).sum(-1)
         else:
