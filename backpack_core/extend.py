@@ -36,11 +36,6 @@ from backpack_core.registry import registry
 
 M = TypeVar("M", bound=Module)
 
-# Hooks through which autograd saves tensors at present, if torch tells.
-_saving_hooks: Any = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: True
-)
-
 # Our place among a module's hooks. Torch counts from zero in every process, so that a key of its
 # own could be given out again to a module that was pickled.
 _KEY = -1
@@ -234,13 +229,21 @@ def _record(
         frame.training,
         is_rewired,
     )
-    call.is_readable = _saving_hooks(False) is None
+    call.is_readable = _saving_hooks() is None
     frame.close(edges)
     call._versions = (*versions, *(o._version for o in detached))
     for index, output in enumerate(outputs):
         node = output.grad_fn
         if node is not None:
             _attach(call, index, node, output)
+
+
+def _saving_hooks() -> Any:
+    """The hooks through which autograd saves tensors at present; true if torch does not tell."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except (AttributeError, TypeError):  # it is not public, and its arguments have changed before
+        return True
 
 
 def _attach(call: ModuleCall, index: int, node: Any, output: Tensor) -> None:

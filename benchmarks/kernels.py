@@ -1,0 +1,100 @@
+"""Where the grouped kernel beats unfolded patches: ``python -m benchmarks.kernels``.
+
+The products of a convolution's output columns and patches are formed both ways, in pieces as the
+contractions do, alternately in one process. The table in ``docs/design/contractions.md`` is from
+here, and ``DirectPatches.suits`` is the rule that fits it.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+
+from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, backpack, contractions, extend
+from backpack_layers.conv import ConvRule, DirectPatches, Patches
+from benchmarks.measure import alternate
+
+# The convolution, pixels along an axis of its input, columns.
+CASES: list[tuple[nn.Module, int, int]] = [
+    (nn.Conv2d(64, 64, 3, padding=1, groups=64), 16, 1),
+    (nn.Conv3d(16, 16, 3, padding=1), 8, 1),
+    *((nn.Conv2d(16, 16, 3, padding=1), size, 1) for size in (8, 16, 32)),
+    (nn.Conv2d(32, 32, 7, padding=3, stride=2), 32, 1),
+    *((nn.Conv2d(48, 48, 3, padding=1), size, 1) for size in (8, 16, 32)),
+    (nn.Conv2d(64, 64, 3, padding=2, dilation=2), 16, 1),
+    (nn.Conv2d(64, 64, 3, padding=1, groups=2), 16, 1),
+    (nn.Conv2d(40, 40, 3, padding=1), 16, 1),
+    *((nn.Conv2d(3, 64, 5), 32, columns) for columns in (1, 10)),
+    *((nn.Conv2d(1, 32, 5, padding=2), 28, columns) for columns in (1, 10)),
+    *((nn.Conv2d(64, 64, 3, padding=1), size, 1) for size in (8, 12, 16)),
+    *((nn.Conv2d(128, 128, 3, padding=1), size, 1) for size in (16, 24)),
+    (nn.Conv2d(96, 128, 3, padding=1), 7, 1),
+    (nn.Conv2d(64, 64, 1), 16, 1),
+    (nn.Conv2d(20, 20, 3, padding=1), 16, 1),
+]
+
+
+class Comparison(FirstOrderExtension):
+    """Measures at a convolution instead of computing anything."""
+
+    savefield = "kernel_times"
+
+    def __init__(self, columns: int, seconds: float) -> None:
+        """Store how many columns to form products for, and how long to repeat."""
+        super().__init__()
+        self.columns, self.seconds = columns, seconds
+
+    def read(
+        self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
+    ) -> tuple[bool, float, float]:
+        """Whether the rule takes the kernel, milliseconds of patches, time of the kernel to it."""
+        assert isinstance(rule, ConvRule)
+        out = rule.affine_output(call, torch.randn(self.columns, *call.output_shape))
+        inputs = {"kernel": _Always(call, rule._patches), "patches": Patches(call, rule._patches)}
+
+        def form(inp: contractions.Rows) -> None:
+            for _ in contractions.pieces(out, inp):
+                pass
+
+        steps = {key: lambda inp=inp: form(inp) for key, inp in inputs.items()}
+        times = alternate(steps, self.seconds, "wall", lambda _: None, least=5)
+        suits = DirectPatches(call, rule._patches).suits(self.columns, out)
+        return suits, 1e3 * times.best("patches"), times.best("kernel") / times.best("patches")
+
+
+class _Always(DirectPatches):
+    """The kernel, whether it is faster or not."""
+
+    def suits(self, columns: int, out: Tensor) -> bool:
+        """Always."""
+        return True
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=0.3)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for module, size, columns in CASES:
+        for parameter in module.parameters():
+            parameter.requires_grad_(parameter.dim() > 1)
+        conv = extend(module)
+        dims = conv.weight.dim() - 2
+        x = torch.randn(options.samples, conv.in_channels, *[size] * dims)
+        with backpack(Comparison(columns, options.seconds)):
+            conv(x).sum().backward()
+        suits, patches, ratio = conv.weight.kernel_times
+        print(
+            f"{conv!s:95} {size:3} pixels {columns:3} columns  patches {patches:7.2f} ms   "
+            f"kernel / patches {ratio:5.2f}   {'kernel' if suits else 'patches'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
