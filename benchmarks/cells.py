@@ -16,7 +16,7 @@ from benchmarks.peers import PEERS, Step, Unsupported
 from benchmarks.problems import Problem
 from benchmarks.quantities import Quantity
 
-# Every peer holds a result of its own, and the one before while it computes the next.
+# Bytes of a tensor from which on a cell is left out: each peer needs several like it.
 LARGEST = 3 * 2**30
 
 
