@@ -6,85 +6,90 @@ from backpack_core.extensions import DiagGGNExact
 model, lossfunc = extend(model), extend(lossfunc)
 loss = lossfunc(model(X), y)
 with backpack(DiagGGNExact()):
-loss.backward()
+    loss.backward()
 """
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from backpack_core.calls import ModuleCall as ModuleCall
-    from backpack_core.columns import Columns as Columns
     from backpack_core.context import backpack as backpack
-    from backpack_core.context import disable as disable
-    from backpack_core.extend import extend as extend
-    from backpack_core.extend import is_extended as is_extended
-    from backpack_core.extend import unextend as unextend
-    from backpack_core.extension import ColumnPropagator as ColumnPropagator
-    from backpack_core.extension import Extension as Extension
-    from backpack_core.extension import FirstOrderExtension as FirstOrderExtension
-    from backpack_core.extension import Propagator as Propagator
-    from backpack_core.extension import SecondOrderExtension as SecondOrderExtension
-    from backpack_core.hookspecs import hookimpl as hookimpl
-    from backpack_core.loss_rule import LossRule as LossRule
-    from backpack_core.module_extension import (
+    from backpack_core.contract.columns import Columns as Columns
+    from backpack_core.contract.extension import Extension as Extension
+    from backpack_core.contract.extension import FirstOrderExtension as FirstOrderExtension
+    from backpack_core.contract.extension import SecondOrderExtension as SecondOrderExtension
+    from backpack_core.contract.graph_extension import GraphExtension as GraphExtension
+    from backpack_core.contract.graph_extension import GraphReading as GraphReading
+    from backpack_core.contract.graph_extension import LossGraph as LossGraph
+    from backpack_core.contract.hook import hookimpl as hookimpl
+    from backpack_core.contract.loss import LossRule as LossRule
+    from backpack_core.contract.module_extension import (
         FirstOrderModuleExtension as FirstOrderModuleExtension,
     )
-    from backpack_core.module_extension import ModuleExtension as ModuleExtension
-    from backpack_core.ops.generic import memory_budget as memory_budget
-    from backpack_core.ops.generic import set_memory_budget as set_memory_budget
-    from backpack_core.plugins import prefer as prefer
-    from backpack_core.plugins import register as register
-    from backpack_core.plugins import unregister as unregister
-    from backpack_core.rules import AffinePairsRule as AffinePairsRule
-    from backpack_core.rules import AffineRule as AffineRule
-    from backpack_core.rules import ElementwiseRule as ElementwiseRule
-    from backpack_core.rules import LayerRule as LayerRule
-    from backpack_core.rules import ParametricRule as ParametricRule
+    from backpack_core.contract.module_extension import ModuleExtension as ModuleExtension
+    from backpack_core.contract.operations import Operation as Operation
+    from backpack_core.contract.product import AffineProduct as AffineProduct
+    from backpack_core.contract.product import DenseProduct as DenseProduct
+    from backpack_core.contract.product import LookupProduct as LookupProduct
+    from backpack_core.contract.product import SampleProduct as SampleProduct
+    from backpack_core.contract.product import ScaleProduct as ScaleProduct
+    from backpack_core.contract.product import SumProduct as SumProduct
+    from backpack_core.contract.propagator import ColumnPropagator as ColumnPropagator
+    from backpack_core.contract.propagator import Propagator as Propagator
+    from backpack_core.contract.rules import AffinePairsRule as AffinePairsRule
+    from backpack_core.contract.rules import AffineRule as AffineRule
+    from backpack_core.contract.rules import ElementwiseRule as ElementwiseRule
+    from backpack_core.contract.rules import LayerRule as LayerRule
+    from backpack_core.contract.rules import ParametricRule as ParametricRule
+    from backpack_core.contract.rules import ProductRule as ProductRule
+    from backpack_core.plugins.loading import prefer as prefer
+    from backpack_core.plugins.loading import register as register
+    from backpack_core.plugins.loading import unregister as unregister
+    from backpack_core.record.switch import disable as disable
+    from backpack_core.record.view import View as View
+    from backpack_core.recording import extend as extend
+    from backpack_core.recording import is_extended as is_extended
+    from backpack_core.recording import unextend as unextend
+    from backpack_core.tuning import memory_budget as memory_budget
+    from backpack_core.tuning import set_memory_budget as set_memory_budget
 
 # The same names by their homes; a test compares the two lists.
 _HOMES = {
-    "calls": "ModuleCall",
-    "columns": "Columns",
-    "context": "backpack disable",
-    "extend": "extend is_extended unextend",
-    "extension": "ColumnPropagator Extension FirstOrderExtension Propagator SecondOrderExtension",
-    "hookspecs": "hookimpl",
-    "loss_rule": "LossRule",
-    "module_extension": "FirstOrderModuleExtension ModuleExtension",
-    "ops.generic": "memory_budget set_memory_budget",
-    "plugins": "prefer register unregister",
-    "rules": "AffinePairsRule AffineRule ElementwiseRule LayerRule ParametricRule",
+    "context": "backpack",
+    "contract.columns": "Columns",
+    "contract.extension": "Extension FirstOrderExtension SecondOrderExtension",
+    "contract.graph_extension": "GraphExtension GraphReading LossGraph",
+    "contract.hook": "hookimpl",
+    "contract.loss": "LossRule",
+    "contract.module_extension": "FirstOrderModuleExtension ModuleExtension",
+    "contract.operations": "Operation",
+    "contract.product": (
+        "AffineProduct DenseProduct LookupProduct SampleProduct ScaleProduct SumProduct"
+    ),
+    "contract.propagator": "ColumnPropagator Propagator",
+    "contract.rules": "AffinePairsRule AffineRule ElementwiseRule LayerRule ParametricRule ProductRule",
+    "plugins.loading": "prefer register unregister",
+    "record.switch": "disable",
+    "record.view": "View",
+    "recording": "extend is_extended unextend",
+    "tuning": "memory_budget set_memory_budget",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 
-class _Package(ModuleType):
-    """Loads a public name when it is asked for.
-
-    pytest imports this package in every run in which it is installed, to get at the plugin of the
-    conformance kit. That must not cost the seconds that importing torch takes.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _HOME_OF:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{self.__name__}.{_HOME_OF[name]}"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The module `extend` is the home of the function `extend`, which is what users mean.
-        if name == "extend" and isinstance(value, ModuleType):
-            value = value.extend
-        super().__setattr__(name, value)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *_HOME_OF})
+def __getattr__(name: str) -> Any:
+    # Names are loaded when they are asked for: pytest imports this package in every run in which it
+    # is installed, which must not cost the seconds that importing torch takes.
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = found
+    return found
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

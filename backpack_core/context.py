@@ -1,117 +1,17 @@
-"""The contexts ``backpack(...)`` and ``disable()``. Imports core's extensions, never the engine.
-
-Every user thread has a stack of contexts. Autograd runs hooks of CPU graphs on the thread that
-called backward, and those of CUDA graphs on device threads of its own, which see neither
-thread-locals nor ContextVars. So the stacks lie in one table by thread: a thread that Python did
-not start looks up the thread that ran the forward pass.
-"""
+"""The context ``backpack(...)``: what is asked of the backward passes in a block."""
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
-from weakref import WeakValueDictionary
 
-from torch.nn import Module
 from torch.utils.checkpoint import CheckpointError
 
+from backpack_core.announce import Announcer
+from backpack_core.contract.extension import Extension
+from backpack_core.engine.active import Context, ExtensionHook, group, pop, push
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
-from backpack_core.extension import Extension, Propagator
-
-ExtensionHook = Callable[[Module], None]
-
-logger = logging.getLogger("backpack_core")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Context:
-    """What one ``with backpack(...)`` block asked for.
-
-    Attributes:
-        extensions: The active extensions, in the order they were given.
-        extension_hook: Called with each module after all extensions ran on it.
-        debug: Whether to log, and to probe that samples do not mix.
-        retain_graph: Whether inputs and outputs are kept for another backward pass.
-        groups: The extensions by propagator: each propagator is pushed once.
-        passes: State of the backward passes under way, by autograd's graph-task id. Autograd owns
-            it.
-    """
-
-    extensions: tuple[Extension, ...]
-    extension_hook: ExtensionHook | None
-    debug: bool
-    retain_graph: bool
-    groups: tuple[tuple[Propagator, tuple[Extension, ...]], ...]
-    passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
-    seen: set[str] = field(default_factory=set)
-
-
-_STACKS: dict[int, tuple[Context, ...]] = {}
-_local = threading.local()
-
-
-def current(forward_thread: int) -> Context | None:
-    """The context that applies to a hook running on this thread.
-
-    Args:
-        forward_thread: The thread that ran the forward pass of the call in question.
-    """
-    if not _STACKS:
-        return None
-    stack = _STACKS.get(threading.get_ident())
-    if stack is None and _is_foreign_thread():
-        stack = _STACKS.get(forward_thread)
-        if stack is None and len(_STACKS) == 1 and not _is_alive(forward_thread):
-            (stack,) = _STACKS.values()
-    return stack[-1] if stack else None
-
-
-def exchange(before: Context | None, after: Context | None) -> None:
-    """Put a context in the place of the innermost one of this thread.
-
-    Args:
-        before: The innermost context, or ``None`` outside of any block.
-        after: The new one, made from it by ``dataclasses.replace``; ``None`` removes it.
-    """
-    ident = threading.get_ident()
-    stack = _STACKS.get(ident, ())
-    outer = stack if before is None else stack[:-1]
-    _STACKS[ident] = outer if after is None else (*outer, after)
-    if not _STACKS[ident]:
-        del _STACKS[ident]
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """No context applies to the backward passes of this thread inside the ``with`` block."""
-    ident = threading.get_ident()
-    stack = _STACKS.pop(ident, None)
-    try:
-        yield
-    finally:
-        if stack is not None:
-            _STACKS[ident] = stack
-
-
-def _is_foreign_thread() -> bool:
-    """Whether this thread was not started by Python's ``threading``: one of autograd's own."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
-
-
-def _is_alive(ident: int) -> bool:
-    # A new thread, this one for example, may have got the number of one that has ended.
-    this = threading.current_thread()
-    return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
-
-
-def is_disabled() -> bool:
-    """Whether this thread is inside ``disable()``."""
-    return getattr(_local, "disabled", 0) > 0
+from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.record.switch import is_disabled
 
 
 class backpack:
@@ -158,7 +58,7 @@ class backpack:
         if extension_hook is not None and not callable(extension_hook):
             raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
         self._request = (extensions, extension_hook, debug, retain_graph)
-        self._entered: list[Context] = []
+        self._entered: list[tuple[Context, Announcer]] = []
 
     def __enter__(self) -> backpack:
         """Make this the active context of the thread.
@@ -171,14 +71,13 @@ class backpack:
                 "backpack(...) was entered inside disable(): nothing is recorded there, so no "
                 "quantity could be computed. Leave the disable() block first."
             )
-        from backpack_core.plugins import ensure_loaded
-
         ensure_loaded()
         extensions, hook, debug, retain_graph = self._request
-        context = Context(extensions, hook, debug, retain_graph, _group(extensions))
-        self._entered.append(context)
-        ident = threading.get_ident()
-        _STACKS[ident] = (*_STACKS.get(ident, ()), context)
+        context = Context(extensions, hook, debug, retain_graph, *group(extensions))
+        announcer = Announcer(context)
+        self._entered.append((context, announcer))
+        push(context)
+        announcer.__enter__()
         return self
 
     def __exit__(
@@ -194,14 +93,9 @@ class backpack:
                 pass of this block.
             BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
-        context = self._entered.pop()
-        ident = threading.get_ident()
-        # By what they have seen: exchange() may have put another context in the place of ours.
-        remaining = tuple(c for c in _STACKS.get(ident, ()) if c.seen is not context.seen)
-        if remaining:
-            _STACKS[ident] = remaining
-        else:
-            _STACKS.pop(ident, None)
+        context, announcer = self._entered.pop()
+        announcer.__exit__(exc_type, exc, traceback)
+        pop(context)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(
                 "A quantity was carried through an operation inside checkpoint("
@@ -219,23 +113,6 @@ class backpack:
             )
 
 
-class disable:
-    """Record nothing in forward passes inside this ``with`` block (of this thread).
-
-    For a plain gradient of an extended model without keeping inputs and outputs. It is not the
-    opposite of :class:`backpack`, which speaks for the backward pass.
-    """
-
-    def __enter__(self) -> disable:
-        """Stop recording."""
-        _local.disabled = getattr(_local, "disabled", 0) + 1
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Record again, unless an outer block says otherwise."""
-        _local.disabled -= 1
-
-
 def _check_extension(extension: object) -> None:
     if isinstance(extension, Extension):
         return
@@ -247,24 +124,4 @@ def _check_extension(extension: object) -> None:
     raise NotAnExtensionError(
         f"backpack(...) takes extensions, instances of backpack_core.Extension. Got {extension!r} "
         f"of type {type(extension).__name__}."
-    )
-
-
-def _group(
-    extensions: tuple[Extension, ...],
-) -> tuple[tuple[Propagator, tuple[Extension, ...]], ...]:
-    """Group extensions by equal propagators, except where one goes its own way at some modules.
-
-    Within a group, those with a higher precedence come first.
-    """
-    from backpack_core.registry import registry
-
-    groups: dict[object, tuple[Propagator, list[Extension]]] = {}
-    for extension in extensions:
-        alone = extension.module_extensions or registry.has_overrides(type(extension))
-        key = (extension.propagator, id(extension) if alone else None)
-        groups.setdefault(key, (extension.propagator, []))[1].append(extension)
-    return tuple(
-        (propagator, tuple(sorted(members, key=lambda extension: -extension.precedence)))
-        for propagator, members in groups.values()
     )

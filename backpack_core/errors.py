@@ -23,10 +23,15 @@
     └── BrokenPluginWarning
 
 Subclasses inherit the builtin that a caller would expect to catch. A message says what was asked,
-what was found, and what to do.
+what was found, and what to do. A warning points at the line of the user's own code.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Hashable
+from pathlib import Path
 
 
 class BackpackError(Exception):
@@ -113,3 +118,39 @@ class UncoveredParameterWarning(BackpackWarning):
 
 class BrokenPluginWarning(BackpackWarning):
     """An installed plugin could not be loaded. ``backpack doctor`` shows why."""
+
+
+# Folders whose code is not the user's: this package, and those of torch and the plugins once known.
+_LIBRARY = {str(Path(__file__).parent)}
+_warned: set[Hashable] = set()
+
+
+def add_library_folder(file: str) -> None:
+    """Let warnings look for the user's line outside of the folder that a file is in."""
+    _LIBRARY.add(str(Path(file).parent))
+
+
+def warn_once(key: Hashable, message: str, category: type[Warning]) -> None:
+    """Warn the first time that ``key`` turns up, at the user's line."""
+    if key in _warned:
+        return
+    _warned.add(key)
+    warn(message, category)
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn at the innermost line that belongs to no library; at our own where there is none."""
+    frame = sys._getframe(1)
+    level, inner = 2, 2
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*_LIBRARY, "<")):
+            inner = level - 1
+            break
+        level += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=inner)
+
+
+def forget_warnings() -> None:
+    """Let every warning come once more."""
+    _warned.clear()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from backpack_core.plugins import ensure_loaded, load_provider, missing, plugins
-from backpack_core.registry import registry
+from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider, missing
+from backpack_core.plugins.registry import registry
 
 # Where this project's own extensions are to be had, for the message when they are not installed.
 _DISTRIBUTIONS = {
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     claims = registry.extensions.get(name)
     if claims:
         return registry.choose(claims, name, "extension").value
-    for plugin in plugins():
+    for plugin in known_plugins():
         if plugin.attribute == name and plugin.state == "blocked":
             raise missing(
                 f"The extension {name} of {plugin.provenance} is installed but blocked: check "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core.context import suspended
+from backpack_core.engine.active import suspended
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 

@@ -60,7 +60,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     Args:
         limit: Seconds that one plugin may take.
     """
-    installed = plugins.plugins()
+    installed = plugins.known_plugins()
     reports = load_isolated(installed, limit)
     findings = [finding for report in reports for finding in _judge(report, limit)]
     findings += _name_conflicts(installed)

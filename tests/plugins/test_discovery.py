@@ -22,7 +22,7 @@ NORM_MODULE = {"norm_module": NORM}
 
 
 def found(name: str) -> plugins.Plugin:
-    (plugin,) = (p for p in plugins.plugins() if p.name == name)
+    (plugin,) = (p for p in plugins.known_plugins() if p.name == name)
     return plugin
 
 
@@ -93,7 +93,7 @@ def test_the_first_release_on_the_path_counts(
     fake_distribution(
         "backpack-plugin-norm", version="2.0", entry_points=NORM_POINT, modules=NORM_MODULE
     )
-    mine = [p for p in plugins.plugins() if p.distribution == "backpack-plugin-norm"]
+    mine = [p for p in plugins.known_plugins() if p.distribution == "backpack-plugin-norm"]
     assert [(p.name, p.version) for p in mine] == [("norm", "2.0")]
 
 
@@ -101,7 +101,7 @@ def test_metadata_that_cannot_be_parsed_is_left_alone(fake_distribution: FakeDis
     info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT)
     (info / "entry_points.txt").write_text("[backpack]\n\tno equals sign")
     plugins.reset()
-    assert "norm" not in {p.name for p in plugins.plugins()}
+    assert "norm" not in {p.name for p in plugins.known_plugins()}
 
 
 SAME = [
@@ -145,7 +145,7 @@ def test_the_environment_settles_it(
     monkeypatch.setenv("BACKPACK_PREFER", value)
     plugins.reset()
     if value.endswith("=b"):  # no distribution of this name: still a conflict
-        assert {p.state for p in plugins.plugins() if p.name == "norm"} == {"conflict"}
+        assert {p.state for p in plugins.known_plugins() if p.name == "norm"} == {"conflict"}
         return
     plugins.ensure_loaded()
     from backpack_core.extensions import GradNorm
@@ -206,7 +206,7 @@ def test_order_changes_nothing(
                 f"{name}_rules": LINEAR.format(spelling=f"torch.nn.Layer{int(name[1]) // 2}"),
             },
         )
-    installed = plugins.plugins()
+    installed = plugins.known_plugins()
     random.Random(seed).shuffle(installed)
     plugins.ensure_loaded()
     assert set(registry.extensions) >= {f"NormP{i}" for i in range(6)}

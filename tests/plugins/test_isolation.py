@@ -87,7 +87,7 @@ def test_doctor_survives(sick: Sick, fake_distribution: FakeDistribution, only_f
     (sound,) = (r for r in diagnosis.reports if r.distribution == "backpack-plugin-sound")
     assert sound.state == "loaded"
     assert [p.key for p in sound.provides] == ["GradNorm"]
-    assert len(diagnosis.reports) == len(plugins.plugins())
+    assert len(diagnosis.reports) == len(plugins.known_plugins())
 
 
 def test_a_machine_too_busy_to_start_is_no_fault_of_a_plugin(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
+from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.extension import FailMode
+from backpack_core.contract.operations import norm, weighted_sum
 from backpack_core.errors import UsageError
-from backpack_core.extension import FailMode
 
-_RETAINED, _SCALED = "clipping: retained", "clipping: scaled"
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 
 
@@ -22,21 +22,8 @@ Clipping: TypeAlias = Literal["flat", "per_layer"]
 class Handle:
     """What the clipped sum of one parameter needs, kept until all norms are known."""
 
-    rule: LayerRule
-    call: ModuleCall
-    name: str
-    mat: Tensor
-    squared_norm: Tensor  # [N]
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """``Σ_n weights[n] M[n]``. Shape ``[*θ]``."""
-        rule, memo = self.rule, self.call.memo
-        if isinstance(rule, ops.MaterializedRule):
-            rule = ops.MaterializedRule(_scale(rule.product, weights))
-        key = (_SCALED, id(self.mat))
-        if key not in memo:  # the same columns for all parameters of the call
-            memo[key] = _scale(self.mat, weights)
-        return ops.per_sample_sum(rule, self.call, self.name, memo[key]).squeeze(0)
+    product: SampleProduct
+    norm: Tensor  # [N]
 
 
 class ClippedSumGrad(FirstOrderExtension):
@@ -58,6 +45,7 @@ class ClippedSumGrad(FirstOrderExtension):
 
     savefield = "grad_clipped"
     is_deferred: ClassVar[bool] = True
+    needs = (norm,)
 
     def __init__(
         self,
@@ -87,14 +75,11 @@ class ClippedSumGrad(FirstOrderExtension):
         self.max_norm = max_norm
         self.clipping: Clipping = clipping
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Handle:
+    def read(self, product: SampleProduct) -> Handle:
         """The norms, and what the sum will need."""
-        norms = ops.shared(ops.squared_norm, rule, call, name, mat).squeeze(0)
-        if _RETAINED not in call.memo:
-            call.memo[_RETAINED] = call.retained()
-        return Handle(rule, call.memo[_RETAINED], name, mat, norms)
+        return Handle(product, norm(product).squeeze(0))
 
-    def finish(self, values: Mapping[Parameter, Any]) -> dict[Parameter, Tensor]:
+    def finish(self, values: Mapping[Tensor, Handle]) -> dict[Tensor, Tensor]:
         """Weights from the norms, then the weighted sums.
 
         Args:
@@ -105,29 +90,26 @@ class ClippedSumGrad(FirstOrderExtension):
         """
         groups: dict[Module | None, list[Tensor]] = {}
         for handle in values.values():
-            groups.setdefault(self._group(handle), []).append(handle.squared_norm)
+            groups.setdefault(self._group(handle), []).append(handle.norm)
         weights = {key: self._weights(norms) for key, norms in groups.items()}
-        calls: dict[int, dict[Parameter, Handle]] = {}
-        for parameter, handle in values.items():
-            calls.setdefault(id(handle.call), {})[parameter] = handle
-        result = {}
-        for handles in calls.values():
-            for parameter, handle in handles.items():
-                result[parameter] = handle.weighted_sum(weights[self._group(handle)])
-            handle.call.memo.clear()  # what the parameters of a call share is not kept for others
-            handle.call.constants.clear()
-        return result
+        return {
+            parameter: self._sum(handle, weights[self._group(handle)]).to(parameter.dtype)
+            for parameter, handle in values.items()
+        }
 
     def _group(self, handle: Handle) -> Module | None:
-        return None if self.clipping == "flat" else handle.call.module
+        return None if self.clipping == "flat" else handle.product.module
 
-    def _weights(self, squared_norms: list[Tensor]) -> Tensor:
+    def _weights(self, norms: list[Tensor]) -> Tensor:
         """``min(1, C / ‖g_n‖)``. Shape ``[N]``."""
-        norm = torch.stack(squared_norms).sum(0).sqrt()
+        # Squares of large or tiny norms leave the range of single precision.
+        norm = torch.stack(norms)
+        largest = norm.amax(0).clamp(min=torch.finfo(norm.dtype).tiny)
+        norm = (norm / largest).square().sum(0).sqrt() * largest
         # A gradient of zero is left alone, whatever the bound.
         return (self.max_norm / norm).clamp(max=1.0)
 
-
-def _scale(mat: Tensor, weights: Tensor) -> Tensor:
-    """``[V, N, *]`` with each sample times its weight, in the dtype of ``mat``."""
-    return mat * weights.to(mat.dtype).reshape(1, -1, *[1] * (mat.dim() - 2))
+    @staticmethod
+    def _sum(handle: Handle, weights: Tensor) -> Tensor:
+        product = handle.product
+        return weighted_sum(product, weights.to(product.like.dtype)[None, None]).squeeze(0)

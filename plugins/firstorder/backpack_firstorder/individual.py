@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
+from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.operations import dense, gram, squared_norm
 
 
 class BatchGrad(FirstOrderExtension):
@@ -19,18 +21,19 @@ class BatchGrad(FirstOrderExtension):
     """
 
     savefield = "grad_batch"
-    precedence = 2
+    needs = (dense,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """The per-sample product itself."""
-        return ops.per_sample(rule, call, name, mat).squeeze(0)
+        return dense(product).squeeze(0)
 
 
 class BatchL2Grad(FirstOrderExtension):
     """Squared Euclidean norms of the individual gradients.
 
     Stored in ``batch_l2``, shape ``[N]``: ``‖∇_θ ℓ_n‖²`` for a sum, and ``1/N² ‖∇_θ ℓ_n‖²`` for a
-    mean. The norm of a gradient in several parameters follows from the sum over them.
+    mean. The norm of a gradient in several parameters follows from the sum over them. In single
+    precision at least, whatever the parameters have.
 
     No individual gradient is formed for a layer whose positions share no weight (Goodfellow, 2015,
     arXiv:1510.01799), nor where Gram matrices over positions are cheaper (Li et al., 2022,
@@ -38,10 +41,15 @@ class BatchL2Grad(FirstOrderExtension):
     """
 
     savefield = "batch_l2"
+    needs = (squared_norm,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """A contraction per sample."""
-        return ops.shared(ops.squared_norm, rule, call, name, mat).squeeze(0)
+        return squared_norm(product).squeeze(0)
+
+    def dtype_for(self, parameter: Tensor) -> torch.dtype:
+        """Squares leave the range of half precision."""
+        return torch.promote_types(parameter.dtype, torch.float32)
 
 
 class BatchDotGrad(FirstOrderExtension):
@@ -55,7 +63,8 @@ class BatchDotGrad(FirstOrderExtension):
     """
 
     savefield = "batch_dot"
+    needs = (gram,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """A Gram matrix over samples."""
-        return ops.gram(rule, call, name, mat)[0, :, 0]
+        return gram(product)[0, :, 0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
+from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.operations import batch_sum, square_sum
 
 
 class SumGradSquared(FirstOrderExtension):
@@ -19,10 +20,11 @@ class SumGradSquared(FirstOrderExtension):
     """
 
     savefield = "sum_grad_squared"
+    needs = (square_sum,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        """A contraction that forms no individual gradients where the rule knows one."""
-        return ops.shared(ops.square_sum, rule, call, name, mat)
+    def read(self, product: SampleProduct) -> Tensor:
+        """A contraction that forms no individual gradients where the product knows one."""
+        return square_sum(product)
 
 
 class Variance(FirstOrderExtension):
@@ -36,11 +38,10 @@ class Variance(FirstOrderExtension):
     """
 
     savefield = "variance"
-    precedence = 1
+    needs = (batch_sum, square_sum)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """Second moment minus squared first moment."""
-        samples = mat.shape[1]
-        total, squares = ops.shared_moments(rule, call, name, mat)
-        total = total.squeeze(0)
+        samples = max(1, product.samples)
+        total, squares = batch_sum(product).squeeze(0), square_sum(product)
         return torch.addcmul(squares / samples, total, total, value=-1 / samples**2)

@@ -28,8 +28,8 @@ from torch.nn import (
 )
 from torch.nn.functional import softplus
 
-from backpack_core.calls import ModuleCall
-from backpack_core.rules import ElementwiseRule
+from backpack_core.record.view import View
+from backpack_core.contract.rules import ElementwiseRule
 
 SELU_ALPHA = 1.6732632423543772848170429916717
 SELU_SCALE = 1.0507009873554804934193349852946
@@ -42,14 +42,14 @@ class SigmoidRule(ElementwiseRule):
 
     module_types = (Sigmoid,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``y (1 - y)``."""
-        y = call.output
+        y = view.output
         return y * (1 - y)
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``y (1 - y) (1 - 2y)``."""
-        y = call.output
+        y = view.output
         return y * (1 - y) * (1 - 2 * y)
 
 
@@ -58,13 +58,13 @@ class TanhRule(ElementwiseRule):
 
     module_types = (Tanh,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``1 - y²``."""
-        return 1 - call.output**2
+        return 1 - view.output**2
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``-2y (1 - y²)``."""
-        y = call.output
+        y = view.output
         return -2 * y * (1 - y**2)
 
 
@@ -73,24 +73,24 @@ class ELURule(ElementwiseRule):
 
     module_types = (ELU, CELU, SELU)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``c (y + s a)`` where the input is not positive."""
-        _, scale, rate = _elu_constants(call)
-        return torch.where(self._positive(call), scale, rate * self._tail(call))
+        _, scale, rate = _elu_constants(view)
+        return torch.where(self._positive(view), scale, rate * self._tail(view))
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``c² (y + s a)`` where the input is not positive."""
-        _, _, rate = _elu_constants(call)
-        return torch.where(self._positive(call), 0.0, rate**2 * self._tail(call))
+        _, _, rate = _elu_constants(view)
+        return torch.where(self._positive(view), 0.0, rate**2 * self._tail(view))
 
-    def _positive(self, call: ModuleCall) -> Tensor:
-        alpha, _, rate = _elu_constants(call)
+    def _positive(self, view: View) -> Tensor:
+        alpha, _, rate = _elu_constants(view)
         # With a negative alpha, ELU is positive on both sides, and torch refuses it in place.
-        return (call.output if alpha * rate >= 0 else call.input) > 0
+        return (view.output if alpha * rate >= 0 else view.input) > 0
 
-    def _tail(self, call: ModuleCall) -> Tensor:
-        alpha, scale, _ = _elu_constants(call)
-        return call.output + scale * alpha
+    def _tail(self, view: View) -> Tensor:
+        alpha, scale, _ = _elu_constants(view)
+        return view.output + scale * alpha
 
 
 class GELURule(ElementwiseRule):
@@ -98,18 +98,18 @@ class GELURule(ElementwiseRule):
 
     module_types = (GELU,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``Φ + x Φ'``."""
-        x = call.input
-        if cast(GELU, call.module).approximate == "none":
+        x = view.input
+        if cast(GELU, view.module).approximate == "none":
             return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * _normal_density(x)
         t, du = torch.tanh(_gelu_argument(x)), _gelu_argument_slope(x)
         return 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * du
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``2Φ' + x Φ''``."""
-        x = call.input
-        if cast(GELU, call.module).approximate == "none":
+        x = view.input
+        if cast(GELU, view.module).approximate == "none":
             return _normal_density(x) * (2 - x**2)
         t, du = torch.tanh(_gelu_argument(x)), _gelu_argument_slope(x)
         ddu = 6 * SQRT_2_OVER_PI * GELU_CUBIC * x
@@ -121,15 +121,15 @@ class SiLURule(ElementwiseRule):
 
     module_types = (SiLU,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``σ + x σ (1 - σ)``."""
-        x = call.input
+        x = view.input
         s = x.sigmoid()
         return s * (1 + x * (1 - s))
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``2σ' + x σ''``."""
-        x = call.input
+        x = view.input
         s = x.sigmoid()
         return s * (1 - s) * (2 + x * (1 - 2 * s))
 
@@ -139,15 +139,15 @@ class MishRule(ElementwiseRule):
 
     module_types = (Mish,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``t + x (1 - t²) σ`` with ``t`` the tanh."""
-        x = call.input
+        x = view.input
         t = softplus(x).tanh()
         return t + x * (1 - t**2) * x.sigmoid()
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``(1 - t²) σ (2 + x (1 - σ - 2 t σ))``."""
-        x = call.input
+        x = view.input
         t, s = softplus(x).tanh(), x.sigmoid()
         return (1 - t**2) * s * (2 + x * (1 - s - 2 * t * s))
 
@@ -157,20 +157,20 @@ class SoftplusRule(ElementwiseRule):
 
     module_types = (Softplus,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``σ(βx)``."""
-        z, linear = self._argument(call)
+        z, linear = self._argument(view)
         return torch.where(linear, 1.0, z.sigmoid())
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``β σ (1 - σ)``."""
-        z, linear = self._argument(call)
+        z, linear = self._argument(view)
         s = z.sigmoid()
-        return torch.where(linear, 0.0, cast(Softplus, call.module).beta * s * (1 - s))
+        return torch.where(linear, 0.0, cast(Softplus, view.module).beta * s * (1 - s))
 
-    def _argument(self, call: ModuleCall) -> tuple[Tensor, Tensor]:
-        module = cast(Softplus, call.module)
-        z = module.beta * call.input
+    def _argument(self, view: View) -> tuple[Tensor, Tensor]:
+        module = cast(Softplus, view.module)
+        z = module.beta * view.input
         return z, z > module.threshold
 
 
@@ -179,13 +179,13 @@ class SoftsignRule(ElementwiseRule):
 
     module_types = (Softsign,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``(1 + |x|)⁻²``."""
-        return (1 + call.input.abs()) ** -2
+        return (1 + view.input.abs()) ** -2
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``-2 sign(x) (1 + |x|)⁻³``."""
-        x = call.input
+        x = view.input
         return -2 * x.sign() * (1 + x.abs()) ** -3
 
 
@@ -194,13 +194,13 @@ class TanhshrinkRule(ElementwiseRule):
 
     module_types = (Tanhshrink,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``tanh²``."""
-        return call.input.tanh() ** 2
+        return view.input.tanh() ** 2
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``2 tanh (1 - tanh²)``."""
-        t = call.input.tanh()
+        t = view.input.tanh()
         return 2 * t * (1 - t**2)
 
 
@@ -209,13 +209,13 @@ class LogSigmoidRule(ElementwiseRule):
 
     module_types = (LogSigmoid,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``σ(-x)``."""
-        return (-call.input).sigmoid()
+        return (-view.input).sigmoid()
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``-σ(x) σ(-x)``."""
-        s = call.input.sigmoid()
+        s = view.input.sigmoid()
         return -s * (1 - s)
 
 
@@ -224,20 +224,20 @@ class HardswishRule(ElementwiseRule):
 
     module_types = (Hardswish,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``x / 3 + 1 / 2`` between -3 and 3, zero below, one above."""
-        x = call.input
+        x = view.input
         return torch.where(x.abs() < 3, x / 3 + 0.5, (x > 0).to(x.dtype))
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``1 / 3`` between -3 and 3."""
-        x = call.input
+        x = view.input
         return (x.abs() < 3).to(x.dtype) / 3
 
 
-def _elu_constants(call: ModuleCall) -> tuple[float, float, float]:
+def _elu_constants(view: View) -> tuple[float, float, float]:
     """``(a, s, c)`` of ``s a (exp(c x) - 1)``."""
-    module = call.module
+    module = view.module
     if isinstance(module, SELU):
         return SELU_ALPHA, SELU_SCALE, 1.0
     if isinstance(module, CELU):

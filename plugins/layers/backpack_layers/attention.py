@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import AffinePairsRule
-from backpack_layers.arguments import arguments, by_slot, once, once_per_columns, root, tensor
+from backpack_core.contract.rules import AffinePairsRule
+from backpack_core.contract.arguments import arguments, by_slot, root, tensor
 
 NAMES = ("query", "key", "value")
 
@@ -59,52 +59,52 @@ class MultiheadAttentionRule(AffinePairsRule):
     )
     linear_in_params = ("out_proj.weight", "out_proj.bias")
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse layouts without a leading batch axis, dropout, and the weights as an output."""
-        module = _module(call)
+        module = _module(view)
         if not module.batch_first:
             raise UnsupportedError(
-                f"{call.path} has batch_first=False, so axis 0 holds positions, not samples: build "
+                f"{view.path} has batch_first=False, so axis 0 holds positions, not samples: build "
                 "it with batch_first=True and pass [N, L, E]."
             )
-        if tensor(call, "query").dim() != 3:
+        if tensor(view, "query").dim() != 3:
             raise UnsupportedError(
-                f"{call.path} received a query without a batch axis: pass [N, L, E], with N = 1 "
+                f"{view.path} received a query without a batch axis: pass [N, L, E], with N = 1 "
                 "for one sample."
             )
-        if call.training and module.dropout > 0:
+        if view.training and module.dropout > 0:
             raise UnsupportedError(
-                f"{call.path} drops attention weights at random (dropout={module.dropout}), and "
+                f"{view.path} drops attention weights at random (dropout={module.dropout}), and "
                 "what it dropped is not known afterwards: call eval() on it, or set dropout to 0."
             )
         for name in ("attn_mask", "key_padding_mask"):
-            mask = arguments(call)[name]
+            mask = arguments(view)[name]
             if mask is not None and mask.requires_grad:
                 raise UnsupportedError(
-                    f"{call.path} received a {name} that requires a gradient, and this rule passes "
+                    f"{view.path} received a {name} that requires a gradient, and this rule passes "
                     "nothing to masks: detach it."
                 )
-        if call.output_nr != 0:
+        if view.index != 0:
             raise UnsupportedError(
-                f"The loss depends on the attention weights that {call.path} returns, and only "
+                f"The loss depends on the attention weights that {view.path} returns, and only "
                 "its first output can be differentiated: detach the weights."
             )
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
-        at_inputs = zip(NAMES, self._at_inputs(call, mat), _projections(call), strict=True)
-        return by_slot(call, {name: (columns @ weight,) for name, columns, weight in at_inputs})
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        at_inputs = zip(NAMES, self._at_inputs(view, mat), _projections(view), strict=True)
+        return by_slot(view, {name: (columns @ weight,) for name, columns, weight in at_inputs})
 
-    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output projection, or the input projections behind the softmax Jacobian."""
         if name.startswith("out_proj"):
-            context = _merge(_heads(call).context).unsqueeze(2)
+            context = _merge(_heads(view).context).unsqueeze(2)
             return mat.unsqueeze(3), context if name == "out_proj.weight" else None
         if name in {"bias_k", "bias_v"}:
-            extra = self._columns(call, mat)["qkv".index(name[-1])]
-            position = tensor(call, "key").shape[1]
+            extra = self._columns(view, mat)["qkv".index(name[-1])]
+            position = tensor(view, "key").shape[1]
             return extra[:, :, position : position + 1].unsqueeze(3), None
-        inputs = [tensor(call, argument) for argument in NAMES]
-        cut = self._at_inputs(call, mat)
+        inputs = [tensor(view, argument) for argument in NAMES]
+        cut = self._at_inputs(view, mat)
         if name in {"in_proj_weight", "in_proj_bias"}:
             # Query and key may differ in length: positions that one lacks hold zeros.
             out = torch.stack(_to_one_length(cut), 3)
@@ -112,19 +112,19 @@ class MultiheadAttentionRule(AffinePairsRule):
         which = "qkv".index(name[0])
         return cut[which].unsqueeze(3), inputs[which].unsqueeze(2)
 
-    def _at_inputs(self, call: ModuleCall, mat: Tensor) -> list[Tensor]:
+    def _at_inputs(self, view: View, mat: Tensor) -> list[Tensor]:
         """Columns at the three projections, without the positions that the module adds."""
-        lengths = [tensor(call, name).shape[1] for name in NAMES]
-        columns = self._columns(call, mat)
+        lengths = [tensor(view, name).shape[1] for name in NAMES]
+        columns = self._columns(view, mat)
         return [c[:, :, :length] for c, length in zip(columns, lengths, strict=True)]
 
-    def _columns(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _columns(self, view: View, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Columns at the projected query, key and value, ``[V, N, L or S', E]`` each."""
-        return once_per_columns(call, "columns", mat, lambda: self._carry_back(call, mat))
+        return view.once_per_columns("columns", mat, lambda: self._carry_back(view, mat))
 
-    def _carry_back(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = _heads(call)
-        context = _split(mat @ call.parameter("out_proj.weight"), _module(call).num_heads)
+    def _carry_back(self, view: View, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = _heads(view)
+        context = _split(mat @ view.parameter("out_proj.weight"), _module(view).num_heads)
         along = context @ heads.value.transpose(-1, -2)
         # rowsum(P ⊙ c vᵀ) = rowsum(c ⊙ (P v)), which is the shorter sum.
         scores = heads.weights * (along - (context * heads.context).sum(-1, keepdim=True))
@@ -134,8 +134,8 @@ class MultiheadAttentionRule(AffinePairsRule):
         return _merge(query), _merge(key), _merge(value)
 
 
-def _module(call: ModuleCall) -> MultiheadAttention:
-    return cast(MultiheadAttention, call.module)
+def _module(view: View) -> MultiheadAttention:
+    return cast(MultiheadAttention, view.module)
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
@@ -157,34 +157,34 @@ def _to_one_length(tensors: list[Tensor]) -> list[Tensor]:
     return [F.pad(t, (0, 0, 0, longest - t.shape[-2])) for t in tensors]
 
 
-def _projections(call: ModuleCall) -> list[Tensor]:
+def _projections(view: View) -> list[Tensor]:
     """The weights of query, key and value."""
-    if _module(call)._qkv_same_embed_dim:
-        return list(call.parameter("in_proj_weight").chunk(3))
-    return [call.parameter(f"{letter}_proj_weight") for letter in "qkv"]
+    if _module(view)._qkv_same_embed_dim:
+        return list(view.parameter("in_proj_weight").chunk(3))
+    return [view.parameter(f"{letter}_proj_weight") for letter in "qkv"]
 
 
-def _heads(call: ModuleCall) -> Heads:
-    return once(call, "heads", lambda: _attend(call))
+def _heads(view: View) -> Heads:
+    return view.once("heads", lambda: _attend(view))
 
 
-def _attend(call: ModuleCall) -> Heads:
+def _attend(view: View) -> Heads:
     """Run the attention again, as far as the output projection."""
-    module = _module(call)
-    weights = _projections(call)
+    module = _module(view)
+    weights = _projections(view)
     biases: list[Tensor | None] = [None] * 3
     if module.in_proj_bias is not None:
-        biases = list(call.parameter("in_proj_bias").chunk(3))
-    inputs = [tensor(call, name) for name in NAMES]
+        biases = list(view.parameter("in_proj_bias").chunk(3))
+    inputs = [tensor(view, name) for name in NAMES]
     query, key, value = map(F.linear, inputs, weights, biases)
     if module.bias_k is not None:
-        extra = [call.parameter(name).expand(len(key), 1, -1) for name in ("bias_k", "bias_v")]
+        extra = [view.parameter(name).expand(len(key), 1, -1) for name in ("bias_k", "bias_v")]
         key, value = torch.cat([key, extra[0]], 1), torch.cat([value, extra[1]], 1)
     if module.add_zero_attn:
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
     query, key, value = (_split(x, module.num_heads) for x in (query, key, value))
     query = query * (1 / sqrt(query.shape[-1]))
-    attention = _softmax(query @ key.transpose(-1, -2), _mask(call, key.shape[2]))
+    attention = _softmax(query @ key.transpose(-1, -2), _mask(view, key.shape[2]))
     return Heads(query, key, value, attention, attention @ value)
 
 
@@ -197,40 +197,40 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     return scores.masked_fill(nowhere, 0.0).softmax(-1).masked_fill(nowhere, 0.0)
 
 
-def _mask(call: ModuleCall, keys: int) -> Tensor | None:
+def _mask(view: View, keys: int) -> Tensor | None:
     """What the module adds to the scores, broadcastable to ``[N, H, L, S']``."""
-    given = arguments(call)
+    given = arguments(view)
     if given["is_causal"] and given["key_padding_mask"] is None and not given["need_weights"]:
         # The hint takes the place of the mask that was passed.
-        queries = tensor(call, "query").shape[1]
-        allowed = torch.ones(queries, keys, dtype=torch.bool, device=call.inputs[0].device)
-        return _additive(call, ~allowed.tril(), 0)
+        queries = tensor(view, "query").shape[1]
+        allowed = torch.ones(queries, keys, dtype=torch.bool, device=view.inputs[0].device)
+        return _additive(view, ~allowed.tril(), 0)
     total = None
     for name in ("attn_mask", "key_padding_mask"):
         if given[name] is None:
             continue
-        mask = _per_sample(call, name)
-        mask = _additive(call, mask, keys - mask.shape[-1])
+        mask = _per_sample(view, name)
+        mask = _additive(view, mask, keys - mask.shape[-1])
         total = mask if total is None else total + mask
     return total
 
 
-def _per_sample(call: ModuleCall, name: str) -> Tensor:
+def _per_sample(view: View, name: str) -> Tensor:
     """A mask of this view, as it was passed, with axes ``[N or 1, H or 1, L or 1, S]``."""
-    whole, chosen = root(call)
+    whole, chosen = root(view)
     mask: Tensor = arguments(whole)[name]
     if name == "key_padding_mask":
         mask = mask[:, None, None]
     elif mask.dim() == 3:
-        mask = mask.unflatten(0, (-1, _module(call).num_heads))
+        mask = mask.unflatten(0, (-1, _module(view).num_heads))
     else:
         return mask[None, None]
     return mask if chosen is None else mask[chosen]
 
 
-def _additive(call: ModuleCall, mask: Tensor, extra: int) -> Tensor:
+def _additive(view: View, mask: Tensor, extra: int) -> Tensor:
     """A mask as numbers to add, with zeros for the positions that the module adds behind."""
     if mask.dtype == torch.bool:
-        zeros = torch.zeros(mask.shape, dtype=call.dtype, device=mask.device)
+        zeros = torch.zeros(mask.shape, dtype=view.dtype, device=mask.device)
         mask = zeros.masked_fill(mask, float("-inf"))
-    return F.pad(mask.to(call.dtype), (0, extra))
+    return F.pad(mask.to(view.dtype), (0, extra))

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import Bilinear
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import AffineRule
-from backpack_layers.arguments import by_slot, tensor
+from backpack_core.contract.rules import AffineRule
+from backpack_core.contract.arguments import by_slot, tensor
 
 
 class BilinearRule(AffineRule):
@@ -19,37 +19,37 @@ class BilinearRule(AffineRule):
     # It vanishes for each input alone, but not for both together.
     hessian_is_zero = False
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse inputs without a batch axis."""
-        if tensor(call, "input1").dim() < 2:
+        if tensor(view, "input1").dim() < 2:
             raise UnsupportedError(
-                f"{call.path} received inputs without a batch axis: pass [N, *, features], with "
+                f"{view.path} received inputs without a batch axis: pass [N, *, features], with "
                 "N = 1 for one sample."
             )
 
-    def affine_input(self, call: ModuleCall) -> Tensor:
+    def affine_input(self, view: View) -> Tensor:
         """``x₁ ⊗ x₂``. Shape ``[N, S, 1, I₁·I₂]``."""
-        first, second = _inputs(call)
+        first, second = _inputs(view)
         return (first.unsqueeze(-1) * second.unsqueeze(-2)).flatten(2).unsqueeze(2)
 
-    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """The additional axes are positions."""
         return _positions(mat, 2).unsqueeze(3)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
-        (first, second), columns = _inputs(call), _positions(mat, 2)
-        weight = call.parameter("weight")
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        (first, second), columns = _inputs(view), _positions(mat, 2)
+        weight = view.parameter("weight")
         products = {
             "input1": torch.einsum("vnso,oij,nsj->vnsi", columns, weight, second),
             "input2": torch.einsum("vnso,oij,nsi->vnsj", columns, weight, first),
         }
         lead = mat.shape[:-1]
-        return by_slot(call, {k: (p.reshape(*lead, -1),) for k, p in products.items()})
+        return by_slot(view, {k: (p.reshape(*lead, -1),) for k, p in products.items()})
 
 
-def _inputs(call: ModuleCall) -> tuple[Tensor, Tensor]:
+def _inputs(view: View) -> tuple[Tensor, Tensor]:
     """Both inputs, of shape ``[N, S, I]``."""
-    return _positions(tensor(call, "input1"), 1), _positions(tensor(call, "input2"), 1)
+    return _positions(tensor(view, "input1"), 1), _positions(tensor(view, "input2"), 1)
 
 
 def _positions(x: Tensor, lead: int) -> Tensor:

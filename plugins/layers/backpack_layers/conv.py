@@ -19,10 +19,9 @@ from torch.nn import (
 )
 from torch.nn.modules.conv import _ConvNd
 
-from backpack_core.calls import ModuleCall
-from backpack_core.contractions import DirectRows
-from backpack_core.rules import AffineRule
-from backpack_layers.arguments import once
+from backpack_core.record.view import View
+from backpack_core.contract.contractions import DirectRows
+from backpack_core.contract.rules import AffineRule
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import over_columns, transposed
 
@@ -32,31 +31,29 @@ class _ConvolutionRule(AffineRule):
 
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_channels(call)
+        require_channels(view)
 
-    def groups(self, call: ModuleCall) -> int:
+    def groups(self, view: View) -> int:
         """The module's ``groups``."""
-        return _conv(call).groups
+        return _conv(view).groups
 
-    def affine_input(self, call: ModuleCall) -> Tensor:
-        """The unfolded input, stored as ``[N, G, I, S]``: products over ``S`` then copy nothing."""
-        x = call.input
-        patches = once(call, "patches", lambda: self._patches(call, x))
-        return patches.permute(0, 3, 1, 2)
-
-    def affine_rows(self, call: ModuleCall) -> Patches:
+    def affine_input(self, view: View) -> Patches:
         """The unfolded input, for some samples at a time."""
-        return Patches(call, self._patches)
+        return Patches(_conv(view), self._unfold, view.input, view.output_shape[2:])
 
-    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """The columns, a view."""
-        return _by_position(mat, _conv(call).groups)
+        return _by_position(mat, _conv(view).groups)
 
+    @staticmethod
     @abstractmethod
-    def _patches(self, call: ModuleCall, x: Tensor) -> Tensor:
-        """What the kernel sees of ``x`` at each position, ``[N, G, I, S]``."""
+    def _unfold(conv: _ConvNd, size: torch.Size, x: Tensor) -> Tensor:
+        """What the kernel sees of ``x`` at each pixel of the output, ``[N, G, I, S]``.
+
+        Stored like this, products over ``S`` copy nothing.
+        """
 
 
 class ConvRule(_ConvolutionRule):
@@ -64,18 +61,18 @@ class ConvRule(_ConvolutionRule):
 
     module_types = (Conv1d, Conv2d, Conv3d)
 
-    def affine_rows(self, call: ModuleCall) -> Patches:
+    def affine_input(self, view: View) -> Patches:
         """The unfolded input, for some samples at a time, or a grouped kernel in its place."""
-        return DirectPatches(call, self._patches)
+        return DirectPatches(_conv(view), self._unfold, view.input, view.output_shape[2:])
 
-    def _patches(self, call: ModuleCall, x: Tensor) -> Tensor:
-        conv = _conv(call)
+    @staticmethod
+    def _unfold(conv: _ConvNd, size: torch.Size, x: Tensor) -> Tensor:
         x = _pad(conv, x)
         return _windows(x, conv.kernel_size, conv.stride, conv.dilation, conv.groups)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        conv = _conv(call)
-        weight, size = call.parameter("weight"), call.input_shape[2:]
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        conv = _conv(view)
+        weight, size = view.parameter("weight"), view.input_shape[2:]
         if conv.padding_mode == "zeros":
             low = [left for left, _ in _padding(conv)]
             # What torch pads on the right only is a longer input whose end is cut off.
@@ -86,20 +83,20 @@ class ConvRule(_ConvolutionRule):
             return _cut(product, size)
         padded = [n + left + right for n, (left, right) in zip(size, _padding(conv), strict=True)]
         product = over_columns(lambda m: _transpose(conv, m, weight, [0] * len(size), padded), mat)
-        return transposed(lambda x: _pad(conv, x), call.input_shape[1:], product)
+        return transposed(lambda x: _pad(conv, x), view.input_shape[1:], product)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        weight = call.parameter("weight")
-        return over_columns(lambda m: _convolve(_conv(call), m, weight), mat)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        weight = view.parameter("weight")
+        return over_columns(lambda m: _convolve(_conv(view), m, weight), mat)
 
-    def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         if name == "bias":
-            return _spread_bias(call, mat)
+            return _spread_bias(view, mat)
         # Columns become output channels: one convolution for all of them.
-        groups = _conv(call).groups
+        groups = _conv(view).groups
         weight = mat.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
-        product = _convolve(_conv(call), call.input, weight)
-        return _columns_from_channels(call, product, len(mat))
+        product = _convolve(_conv(view), view.input, weight)
+        return _columns_from_channels(view, product, len(mat))
 
 
 class ConvTransposeRule(_ConvolutionRule):
@@ -110,42 +107,37 @@ class ConvTransposeRule(_ConvolutionRule):
 
     module_types = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
-    def weight_to_matrix(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        """The weight is stored as ``[G·C, O, *K]``, where ``I = C·K``."""
-        lead = mat.shape[: mat.dim() - call.parameter("weight").dim()]
-        out_channels = mat.shape[len(lead) + 1]
-        grouped = mat.reshape(
-            *lead, _conv(call).groups, -1, out_channels, *mat.shape[len(lead) + 2 :]
-        )
-        return grouped.transpose(len(lead) + 1, len(lead) + 2).flatten(len(lead) + 2)
-
-    def from_matrix(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
         """The weight is stored as ``[G·C, O, *K]``, where ``I = C·K``."""
         if name == "bias":
-            return super().from_matrix(call, name, mat)
-        kernel = _conv(call).kernel_size
-        split = mat.reshape(*mat.shape[:-1], -1, torch.Size(kernel).numel())
-        return split.transpose(-3, -2).reshape(*mat.shape[:-3], *call.parameter("weight").shape)
+            return None
+        pixels, shape = torch.Size(_conv(view).kernel_size).numel(), view.parameter(name).shape
 
-    def _patches(self, call: ModuleCall, x: Tensor) -> Tensor:
-        conv = _conv(call)
+        def arrange(mat: Tensor) -> Tensor:
+            split = mat.reshape(*mat.shape[:-1], -1, pixels)  # [*lead, G, O, C, K]
+            return split.transpose(-3, -2).reshape(*mat.shape[:-3], *shape)
+
+        return arrange
+
+    @staticmethod
+    def _unfold(conv: _ConvNd, size: torch.Size, x: Tensor) -> Tensor:
         spread = x
         pads: list[int] = []
         axes = zip(
-            call.output_shape[2:], conv.kernel_size, conv.stride, conv.dilation,
+            size, conv.kernel_size, conv.stride, conv.dilation,
             cast("tuple[int, ...]", conv.padding), strict=True,
         )  # fmt: skip
-        for axis, (size, kernel, stride, dilation, padding) in enumerate(axes, start=2):
+        for axis, (length, kernel, stride, dilation, padding) in enumerate(axes, start=2):
             spread = _insert_zeros(spread, axis, stride)
             reach = dilation * (kernel - 1)
             left = reach - padding
-            pads = [left, size + reach - left - spread.shape[axis], *pads]
+            pads = [left, length + reach - left - spread.shape[axis], *pads]
         spread = F.pad(spread, pads)
         ones = [1] * len(conv.stride)
         return _windows(spread, conv.kernel_size, ones, conv.dilation, conv.groups, flip=True)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        conv, weight = _conv(call), call.parameter("weight")
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        conv, weight = _conv(view), view.parameter("weight")
         padding = cast("tuple[int, ...]", conv.padding)
 
         def convolve(m: Tensor) -> Tensor:
@@ -155,37 +147,41 @@ class ConvTransposeRule(_ConvolutionRule):
             )  # fmt: skip
 
         # An output padding of a stride or more (legal with dilation) makes room for more pixels.
-        return _cut(over_columns(convolve, mat), call.input_shape[2:])
+        return _cut(over_columns(convolve, mat), view.input_shape[2:])
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._forward(call, mat, call.parameter("weight"))
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._forward(view, mat, view.parameter("weight"))
 
-    def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         if name == "bias":
-            return _spread_bias(call, mat)
+            return _spread_bias(view, mat)
         weight = mat.movedim(0, 1).flatten(1, 2)
-        product = self._forward(call, call.input.unsqueeze(0), weight).squeeze(0)
-        return _columns_from_channels(call, product, len(mat))
+        product = self._forward(view, view.input.unsqueeze(0), weight).squeeze(0)
+        return _columns_from_channels(view, product, len(mat))
 
-    def _forward(self, call: ModuleCall, mat: Tensor, weight: Tensor) -> Tensor:
-        conv = _conv(call)
-        padding, size = cast("tuple[int, ...]", conv.padding), call.output_shape[2:]
+    def _forward(self, view: View, mat: Tensor, weight: Tensor) -> Tensor:
+        conv = _conv(view)
+        padding, size = cast("tuple[int, ...]", conv.padding), view.output_shape[2:]
         return over_columns(lambda m: _transpose(conv, m, weight, padding, size), mat)
 
 
 class Patches:
     """The unfolded input ``[N, S, G, I]``, made when samples are asked for: it is never whole."""
 
-    def __init__(self, call: ModuleCall, unfold: Callable[[ModuleCall, Tensor], Tensor]) -> None:
-        self._call, self._unfold, self._input = call, unfold, call.input
-        conv = _conv(call)
-        size = conv.in_channels // conv.groups * torch.Size(conv.kernel_size).numel()
-        positions = call.output_shape[2:].numel()
-        self.shape = torch.Size((len(self._input), positions, conv.groups, size))
+    def __init__(
+        self,
+        conv: _ConvNd,
+        unfold: Callable[[_ConvNd, torch.Size, Tensor], Tensor],
+        x: Tensor,
+        size: torch.Size,
+    ) -> None:
+        self._conv, self._unfold, self._input, self._size = conv, unfold, x, size
+        features = conv.in_channels // conv.groups * torch.Size(conv.kernel_size).numel()
+        self.shape = torch.Size((len(x), size.numel(), conv.groups, features))
 
     def __getitem__(self, rows: slice) -> Tensor:
         """What the samples ``rows`` show to the kernel, ``[n, S, G, I]``."""
-        return self._unfold(self._call, self._input[rows]).permute(0, 3, 1, 2)
+        return self._unfold(self._conv, self._size, self._input[rows]).permute(0, 3, 1, 2)
 
 
 class DirectPatches(Patches, DirectRows):
@@ -202,7 +198,7 @@ class DirectPatches(Patches, DirectRows):
     def suits(self, columns: int, out: Tensor) -> bool:
         """Whether oneDNN has a fast kernel, and products are small."""
         _, positions, groups, size = self.shape
-        channels, features = _conv(self._call).in_channels // groups, columns * out.shape[4]
+        channels, features = self._conv.in_channels // groups, columns * out.shape[4]
         return (
             out.device.type == "cpu"
             and out.dtype == self._input.dtype == torch.float32
@@ -219,9 +215,9 @@ class DirectPatches(Patches, DirectRows):
 
     def product(self, out: Tensor, rows: slice) -> Tensor:
         """``Σ_s out ⊗ inp`` for columns ``[v, n, S, G, O]``, as ``[n·G, v·O, I]``."""
-        conv, x = _conv(self._call), self._input[rows]
+        conv, x = self._conv, self._input[rows]
         x, padding = _zero_padded(conv, x)
-        mat = out.permute(1, 3, 0, 4, 2).reshape(1, -1, *self._call.output_shape[2:])
+        mat = out.permute(1, 3, 0, 4, 2).reshape(1, -1, *self._size)
         groups = len(x) * conv.groups
         weight = x.new_empty(1).expand(mat.shape[1], x.shape[1] // conv.groups, *conv.kernel_size)
         product: Tensor = torch.ops.aten.convolution_backward(
@@ -231,8 +227,8 @@ class DirectPatches(Patches, DirectRows):
         return product.view(groups, -1, self.shape[3])
 
 
-def _conv(call: ModuleCall) -> _ConvNd:
-    return cast(_ConvNd, call.module)
+def _conv(view: View) -> _ConvNd:
+    return cast(_ConvNd, view.module)
 
 
 def _padding(conv: _ConvNd) -> list[tuple[int, int]]:
@@ -323,15 +319,15 @@ def _by_position(mat: Tensor, groups: int) -> Tensor:
     return grouped.permute(0, 1, 4, 2, 3)
 
 
-def _columns_from_channels(call: ModuleCall, product: Tensor, columns: int) -> Tensor:
+def _columns_from_channels(view: View, product: Tensor, columns: int) -> Tensor:
     """``[N, G·V·O, *spatial] → [V, N, G·O, *spatial]``."""
-    batch, channels, *spatial = call.output_shape
-    grouped = product.reshape(batch, _conv(call).groups, columns, -1, *spatial)
+    batch, channels, *spatial = view.output_shape
+    grouped = product.reshape(batch, _conv(view).groups, columns, -1, *spatial)
     return grouped.movedim(2, 0).reshape(columns, batch, channels, *spatial)
 
 
-def _spread_bias(call: ModuleCall, mat: Tensor) -> Tensor:
+def _spread_bias(view: View, mat: Tensor) -> Tensor:
     """``[V, C] → [V, N, C, *spatial]``."""
-    shape = call.output_shape
+    shape = view.output_shape
     columns = mat.reshape(len(mat), 1, -1, *[1] * (len(shape) - 2))
     return columns.expand(-1, *shape)

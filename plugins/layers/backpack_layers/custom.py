@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backpack_core.calls import ModuleCall, iter_tensors
+from backpack_core.record.view import View, iter_tensors
 from backpack_core.errors import UnsupportedError
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
-from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_layers.linear_map import LinearMapRule
 
 
@@ -25,8 +25,8 @@ class SumModuleRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor, ...]:
-        return (mat,) * len(call.inputs)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor, ...]:
+        return (mat,) * len(view.stored.inputs)
 
 
 class ScaleModuleRule(ParametricRule):
@@ -38,20 +38,20 @@ class ScaleModuleRule(ParametricRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        weight = cast(ScaleModule, call.module).weight
-        return mat * (call.parameter("weight") if isinstance(weight, Tensor) else weight)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        weight = cast(ScaleModule, view.module).weight
+        return mat * (view.parameter("weight") if isinstance(weight, Tensor) else weight)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._jac_t_mat_prod(call, mat)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._jac_t_mat_prod(view, mat)
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        inputs = call.input.reshape(call.batch_size, -1)
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        inputs = view.input.reshape(view.batch_size, -1)
         columns = mat.reshape(*mat.shape[:2], -1)
         return torch.einsum("vnd,nd->vn", columns, inputs).unsqueeze(-1)
 
-    def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return mat.reshape(-1, *[1] * call.input.dim()) * call.input
+    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat.reshape(-1, *[1] * view.input.dim()) * view.input
 
 
 class PermuteRule(LayerRule):
@@ -61,25 +61,25 @@ class PermuteRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse permutations that move the batch axis."""
-        order = _permutation(call)
+        order = _permutation(view)
         if order[0] != 0:
             raise UnsupportedError(
-                f"{call.path} moves the batch axis (order of axes: {order}), and quantities of "
+                f"{view.path} moves the batch axis (order of axes: {order}), and quantities of "
                 "single samples need it first: leave axis 0 in its place."
             )
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        order = _permutation(call)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        order = _permutation(view)
         return mat.permute(0, *(order.index(axis) + 1 for axis in range(len(order))))
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat.permute(0, *(axis + 1 for axis in _permutation(call)))
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat.permute(0, *(axis + 1 for axis in _permutation(view)))
 
 
-def _permutation(call: ModuleCall) -> tuple[int, ...]:
-    return cast(Permute, call.module).permutation(len(call.input_shape))
+def _permutation(view: View) -> tuple[int, ...]:
+    return cast(Permute, view.module).permutation(len(view.input_shape))
 
 
 class ReduceTupleRule(LayerRule):
@@ -90,12 +90,12 @@ class ReduceTupleRule(LayerRule):
     # It returns one of its inputs: the graph leads to that one only, not to the rest of the tuple.
     transparent = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
-        elements = call.args[0] if call.args else call.kwargs["input"]
-        index = cast(ReduceTuple, call.module).index
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        elements = view.args[0] if view.args else view.kwargs["input"]
+        index = cast(ReduceTuple, view.module).index
         before = elements[: range(len(elements))[index]]
-        chosen = sum(1 for _ in iter_tensors(tuple(before))) + call.output_nr
-        return tuple(mat if slot == chosen else None for slot in range(len(call.inputs)))
+        chosen = sum(1 for _ in iter_tensors(tuple(before))) + view.index
+        return tuple(mat if slot == chosen else None for slot in range(len(view.stored.inputs)))
 
 
 class SlicingRule(LinearMapRule):
@@ -103,33 +103,33 @@ class SlicingRule(LinearMapRule):
 
     module_types = (Slicing,)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse indices that select or move samples."""
-        if not _keeps_batch(_index(call), call.input_shape):
+        if not _keeps_batch(_index(view), view.input_shape):
             raise UnsupportedError(
-                f"{call.path} indexes with {call.module.slice_info!r}, which touches the batch "
+                f"{view.path} indexes with {view.module.slice_info!r}, which touches the batch "
                 "axis, so its outputs are no longer the samples of its input: begin the index "
                 "with a full slice, as in (slice(None), ...)."
             )
 
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """Index all samples, however many there are."""
-        index = _index(call)
+        index = _index(view)
         if index and index[0] is not Ellipsis:
             index = (slice(None), *index[1:])
         return x[index]
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        index = _index(call)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        index = _index(view)
         if any(map(_is_array, index)):  # an index array may name an entry twice
-            return super()._jac_t_mat_prod(call, mat)
-        product = mat.new_zeros(len(mat), *call.input_shape)
+            return super()._jac_t_mat_prod(view, mat)
+        product = mat.new_zeros(len(mat), *view.input_shape)
         product[(slice(None), *index)] = mat
         return product
 
 
-def _index(call: ModuleCall) -> tuple[Any, ...]:
-    info = cast(Slicing, call.module).slice_info
+def _index(view: View) -> tuple[Any, ...]:
+    info = cast(Slicing, view.module).slice_info
     return info if isinstance(info, tuple) else (info,)
 
 
@@ -168,15 +168,15 @@ class PadRule(LinearMapRule):
 
     module_types = (Pad,)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse padding of the batch axis."""
-        batch = cast(Pad, call.module).pad[2 * (len(call.input_shape) - 1) :]
+        batch = cast(Pad, view.module).pad[2 * (len(view.input_shape) - 1) :]
         if any(batch):
             raise UnsupportedError(
-                f"{call.path} pads the batch axis by {tuple(batch)}: pad the other axes only."
+                f"{view.path} pads the batch axis by {tuple(batch)}: pad the other axes only."
             )
 
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """Pad, a constant border with zeros."""
-        module = cast(Pad, call.module)
+        module = cast(Pad, view.module)
         return F.pad(x, module.pad, mode=module.mode)

@@ -22,10 +22,9 @@ from torch.nn import (
 )
 from torch.nn.modules.dropout import _DropoutNd
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.rules import ElementwiseRule
-from backpack_layers.arguments import once
+from backpack_core.contract.rules import ElementwiseRule
 
 # Negative saturation of SELU, to which AlphaDropout sets what it drops.
 SATURATION = 1.6732632423543772 * 1.0507009873554805
@@ -37,22 +36,22 @@ class DropoutRule(ElementwiseRule):
     module_types = (Dropout, Dropout1d, Dropout2d, Dropout3d)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``1/(1-p)`` where an entry was kept."""
-        p = _probability(call)
+        p = _probability(view)
         if p == 0.0:
-            return torch.ones_like(call.output)
+            return torch.ones_like(view.output)
         if p == 1.0:
-            return torch.zeros_like(call.output)
-        return once(call, "mask", lambda: self._mask(call)) / (1 - p)
+            return torch.zeros_like(view.output)
+        return view.once("mask", lambda: self._mask(view)) / (1 - p)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat if _probability(call) == 0.0 else super()._jac_t_mat_prod(call, mat)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat if _probability(view) == 0.0 else super()._jac_t_mat_prod(view, mat)
 
-    def _mask(self, call: ModuleCall) -> Tensor:
-        x, axes = call.input, _unit_axes(call)
-        _require(call, _any(x != 0, axes))
-        return _any(call.output != 0, axes).to(x.dtype).expand_as(x)
+    def _mask(self, view: View) -> Tensor:
+        x, axes = view.input, _unit_axes(view)
+        _require(view, _any(x != 0, axes))
+        return _any(view.output != 0, axes).to(x.dtype).expand_as(x)
 
 
 class AlphaDropoutRule(ElementwiseRule):
@@ -61,43 +60,43 @@ class AlphaDropoutRule(ElementwiseRule):
     module_types = (AlphaDropout, FeatureAlphaDropout)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """The scale of the affine map where an entry was kept."""
-        p = _probability(call)
+        p = _probability(view)
         if p == 0.0:
-            return torch.ones_like(call.output)
+            return torch.ones_like(view.output)
         if p == 1.0:
-            return torch.zeros_like(call.output)
+            return torch.zeros_like(view.output)
         scale = 1 / math.sqrt((SATURATION**2 * p + 1) * (1 - p))
-        return once(call, "mask", lambda: self._mask(call, p, scale)) * scale
+        return view.once("mask", lambda: self._mask(view, p, scale)) * scale
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat if _probability(call) == 0.0 else super()._jac_t_mat_prod(call, mat)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat if _probability(view) == 0.0 else super()._jac_t_mat_prod(view, mat)
 
-    def _mask(self, call: ModuleCall, p: float, scale: float) -> Tensor:
-        x, y, axes = call.input, call.output, _unit_axes(call)
+    def _mask(self, view: View, p: float, scale: float) -> Tensor:
+        x, y, axes = view.input, view.output, _unit_axes(view)
         shift = scale * SATURATION * p
         if_kept, if_dropped = scale * x + shift, shift - scale * SATURATION
         # Rounding is far below the difference that is asked for here.
         apart = (if_kept - if_dropped).abs() > 100 * torch.finfo(x.dtype).eps
-        _require(call, _any(apart, axes))
+        _require(view, _any(apart, axes))
         kept = apart & ((y - if_kept).abs() < (y - if_dropped).abs())
         return _any(kept, axes).to(x.dtype).expand_as(x)
 
 
-def _probability(call: ModuleCall) -> float:
-    module = cast(_DropoutNd, call.module)
-    return module.p if call.training else 0.0
+def _probability(view: View) -> float:
+    module = cast(_DropoutNd, view.module)
+    return module.p if view.training else 0.0
 
 
-def _unit_axes(call: ModuleCall) -> tuple[int, ...]:
+def _unit_axes(view: View) -> tuple[int, ...]:
     """The axes that share one entry of the mask."""
-    if isinstance(call.module, (Dropout, AlphaDropout)):
+    if isinstance(view.module, (Dropout, AlphaDropout)):
         return ()
-    dims = len(call.input_shape)
+    dims = len(view.input_shape)
     # These two take an input with one axis less than usual for a single sample without batch axis.
     unbatched = {Dropout1d: 2, Dropout3d: 4}
-    no_batch = any(isinstance(call.module, t) and dims == d for t, d in unbatched.items())
+    no_batch = any(isinstance(view.module, t) and dims == d for t, d in unbatched.items())
     return tuple(range(1 if no_batch else 2, dims))
 
 
@@ -105,10 +104,10 @@ def _any(flags: Tensor, axes: tuple[int, ...]) -> Tensor:
     return flags.any(axes, keepdim=True) if axes else flags
 
 
-def _require(call: ModuleCall, visible: Tensor) -> None:
+def _require(view: View, visible: Tensor) -> None:
     if not bool(visible.all()):
         raise OverwrittenInputError(
-            f"{call.path} drew a random mask that is not stored, and where its input is what a "
+            f"{view.path} drew a random mask that is not stored, and where its input is what a "
             "dropped entry becomes, the mask cannot be told from its output. Call eval() on the "
             "module, or leave out what needs a second derivative behind it."
         )

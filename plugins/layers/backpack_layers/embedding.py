@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 
-from backpack_core import ops
-from backpack_core.calls import ModuleCall
+from backpack_core import LookupProduct
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import ParametricRule
-from backpack_layers.arguments import by_slot, once, optional_tensor, tensor
+from backpack_core.contract.rules import ProductRule
+from backpack_core.contract.arguments import by_slot, optional_tensor, tensor
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """All rows that a batch looked up, one entry for each time.
-
-    Attributes:
-        sample: Which sample asked. Shape ``[K]``.
-        row: Which row of the table it got; a padding row has no columns. Shape ``[K]``.
-    """
-
-    sample: Tensor
-    row: Tensor
-
-
-class LookupRule(ParametricRule):
+class LookupRule(ProductRule):
     """``M[v, n] = Σ_{k: sample k = n} e_{row k} ⊗ grads[v, k]`` for a table ``[num, dim]``."""
 
     params = ("weight",)
     linear_in_params = ("weight",)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse options that make a sample's gradient depend on the batch, or sparse ones."""
         reasons = {
             "max_norm": "renormalises the table while it is read",
@@ -44,82 +30,29 @@ class LookupRule(ParametricRule):
             "sparse": "stores sparse gradients, and quantities here are dense",
         }
         for option, reason in reasons.items():
-            if getattr(call.module, option):
+            if getattr(view.module, option):
                 raise UnsupportedError(
-                    f"{call.path} has {option} set, which {reason}: leave {option} out."
+                    f"{view.path} has {option} set, which {reason}: leave {option} out."
                 )
 
     @abstractmethod
-    def lookups(self, call: ModuleCall) -> Lookups:
-        """What was looked up in this call."""
+    def lookup_columns(self, view: View, mat: Tensor) -> Tensor:
+        """Columns at each look-up: ``[V, N, *out] → [V, N, K, dim]``. Padding has none."""
 
-    @abstractmethod
-    def lookup_columns(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        """Columns at each look-up: ``[V, N, *out] → [V, K, dim]``."""
-
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        table = call.parameter(name).shape
-        found = self.lookups(call)
-        grads = self.lookup_columns(call, mat)
-        flat = grads.new_zeros(len(mat), mat.shape[1] * table[0], table[1])
-        index = found.sample * table[0] + found.row
-        return flat.index_add(1, index, grads).reshape(*mat.shape[:2], *table)
+    def _param_product(self, view: View, name: str, mat: Tensor) -> LookupProduct:
+        out, tokens = self.lookup_columns(view, mat), _tokens(view)
+        row = tokens.reshape(tokens.shape[0], tokens.shape[1:].numel())
+        return LookupProduct(out, row, view.parameter_itself(name).shape)
 
 
-def embedding_segments(
-    rule: LookupRule, call: ModuleCall, name: str, mat: Tensor
-) -> tuple[Tensor, Lookups]:
-    """The rows of ``M`` that are not zero: a row that a sample reads twice is summed first.
-
-    Returns:
-        Their values ``[V, K', dim]``, and where they belong.
-    """
-    num = len(call.parameter(name))
-    found = rule.lookups(call)
-    where, inverse = torch.unique(found.sample * num + found.row, return_inverse=True)
-    grads = rule.lookup_columns(call, mat)
-    sums = grads.new_zeros(len(mat), len(where), grads.shape[2]).index_add(1, inverse, grads)
-    return sums, Lookups(where // num, where % num)
+def _tokens(view: View) -> Tensor:
+    return tensor(view, "input")
 
 
-@ops.square_sum.register
-def embedding_square_sum(rule: LookupRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-    """``Σ_{v, n} M[v, n]²`` without forming ``M``. Shape ``[num, dim]``."""
-    sums, found = embedding_segments(rule, call, name, mat)
-    zeros = sums.new_zeros(call.parameter(name).shape)
-    return zeros.index_add(0, found.row, (sums**2).sum(0))
-
-
-@ops.squared_norm.register
-def embedding_squared_norm(rule: LookupRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-    """``Σ_θ M[v, n]²`` without forming ``M``. Shape ``[V, N]``."""
-    sums, found = embedding_segments(rule, call, name, mat)
-    return sums.new_zeros(mat.shape[:2]).index_add(1, found.sample, (sums**2).sum(2))
-
-
-@ops.per_sample_sum.register
-def embedding_sum(rule: LookupRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-    """``Σ_n M[v, n]`` without forming ``M``. Shape ``[V, num, dim]``."""
-    grads = rule.lookup_columns(call, mat)
-    zeros = grads.new_zeros(len(mat), *call.parameter(name).shape)
-    return zeros.index_add(1, rule.lookups(call).row, grads)
-
-
-def _tokens(call: ModuleCall) -> Tensor:
-    return tensor(call, "input")
-
-
-def _lookups(call: ModuleCall) -> Lookups:
-    """One look-up for each entry of the input ``[N, *]``."""
-    tokens = _tokens(call)
-    sample = torch.arange(len(tokens), device=tokens.device)
-    return Lookups(sample.repeat_interleave(tokens.shape[1:].numel()), tokens.flatten())
-
-
-def _trains(call: ModuleCall) -> Tensor | None:
+def _trains(view: View) -> Tensor | None:
     """Which entries are no padding, in the shape of the input; ``None`` if all are."""
-    padding = cast("Embedding | EmbeddingBag", call.module).padding_idx
-    return None if padding is None else torch.ne(_tokens(call), padding)
+    padding = cast("Embedding | EmbeddingBag", view.module).padding_idx
+    return None if padding is None else torch.ne(_tokens(view), padding)
 
 
 class EmbeddingRule(LookupRule):
@@ -127,16 +60,13 @@ class EmbeddingRule(LookupRule):
 
     module_types = (Embedding,)
 
-    def lookups(self, call: ModuleCall) -> Lookups:
-        """One look-up for each token."""
-        return _lookups(call)
-
-    def lookup_columns(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def lookup_columns(self, view: View, mat: Tensor) -> Tensor:
         """The columns at the position of the token."""
-        trains = _trains(call)
-        return (mat if trains is None else mat * trains.unsqueeze(-1)).flatten(1, -2)
+        trains = _trains(view)
+        columns = mat if trains is None else mat * trains.unsqueeze(-1)
+        return columns.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), mat.shape[-1])
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[None]:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[None]:
         return (None,)
 
 
@@ -149,49 +79,45 @@ class EmbeddingBagRule(LookupRule):
 
     module_types = (EmbeddingBag,)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse also bags given by offsets: their indices have no batch axis."""
-        super().check(call)
-        if _tokens(call).dim() != 2:
+        super().check(view)
+        if _tokens(view).dim() != 2:
             raise UnsupportedError(
-                f"{call.path} received its bags as one axis of indices with offsets, so its input "
+                f"{view.path} received its bags as one axis of indices with offsets, so its input "
                 "has no batch axis: pad the bags to one length with padding_idx, and pass them as "
                 "[N, length]."
             )
 
-    def lookups(self, call: ModuleCall) -> Lookups:
-        """One look-up for each index in a bag."""
-        return _lookups(call)
-
-    def lookup_columns(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def lookup_columns(self, view: View, mat: Tensor) -> Tensor:
         """The columns of the bag, times ``c``."""
-        factor = once(call, "factor", lambda: self._factor(call))
-        return (mat.unsqueeze(2) * factor).flatten(1, 2)
+        factor = view.once("factor", lambda: self._factor(view))
+        return mat.unsqueeze(2) * factor
 
-    def _factor(self, call: ModuleCall) -> Tensor:
+    def _factor(self, view: View) -> Tensor:
         """``c``. Shape ``[N, K, 1]`` or, for a maximum, ``[N, K, dim]``."""
-        trains = _trains(call)
+        trains = _trains(view)
         if trains is None:
-            trains = torch.ones_like(_tokens(call), dtype=torch.bool)
+            trains = torch.ones_like(_tokens(view), dtype=torch.bool)
         counts = trains.unsqueeze(-1)
-        if call.module.mode == "max":
-            return self._winners(call, counts)
-        factor = counts.to(call.dtype)
-        if call.module.mode == "mean":
+        if view.module.mode == "max":
+            return self._winners(view, counts)
+        factor = counts.to(view.dtype)
+        if view.module.mode == "mean":
             return factor / factor.sum(1, keepdim=True).clamp(min=1.0)
-        weights = optional_tensor(call, "per_sample_weights")
+        weights = optional_tensor(view, "per_sample_weights")
         return factor if weights is None else factor * weights.unsqueeze(-1)
 
-    def _winners(self, call: ModuleCall, counts: Tensor) -> Tensor:
-        rows = call.parameter("weight").detach()[_tokens(call)].masked_fill(~counts, float("-inf"))
+    def _winners(self, view: View, counts: Tensor) -> Tensor:
+        rows = view.parameter("weight").detach()[_tokens(view)].masked_fill(~counts, float("-inf"))
         largest = rows == rows.amax(1, keepdim=True)
-        return (largest & (largest.cumsum(1) == 1) & counts).to(call.dtype)
+        return (largest & (largest.cumsum(1) == 1) & counts).to(view.dtype)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
-        if optional_tensor(call, "per_sample_weights") is None:
-            return (None,) * len(call.inputs)
-        rows, trains = call.parameter("weight")[_tokens(call)], _trains(call)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        if optional_tensor(view, "per_sample_weights") is None:
+            return (None,) * len(view.stored.inputs)
+        rows, trains = view.parameter("weight")[_tokens(view)], _trains(view)
         if trains is not None:
             rows = rows * trains.unsqueeze(-1)
         product = torch.einsum("vnd,nkd->vnk", mat, rows)
-        return by_slot(call, {"per_sample_weights": (product,)})
+        return by_slot(view, {"per_sample_weights": (product,)})

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
 
 
-def require_axes(call: ModuleCall, dims: int, layout: str) -> None:
+def require_axes(view: View, dims: int, layout: str) -> None:
     """Raise unless the input has a batch axis.
 
     Args:
-        call: The forward execution.
+        view: The forward execution.
         dims: How many axes an input with a batch axis has at least.
         layout: How to write such an input, for the message.
 
     Raises:
         UnsupportedError: The input has fewer axes.
     """
-    if len(call.input_shape) < dims:
+    if len(view.input_shape) < dims:
         raise UnsupportedError(
-            f"{call.path} saw an input of shape {list(call.input_shape)}, which has no batch axis, "
+            f"{view.path} saw an input of shape {list(view.input_shape)}, which has no batch axis, "
             f"so there are no samples to speak of: use an input {layout}."
         )
 
 
-def require_channels(call: ModuleCall) -> None:
+def require_channels(view: View) -> None:
     """Raise unless the input of a layer named ``...1d`` to ``...3d`` has a batch axis."""
     # Subclasses may be named otherwise, so the parents are asked, too.
-    names = (t.__name__ for t in type(call.module).__mro__)
+    names = (t.__name__ for t in type(view.module).__mro__)
     dims = next(int(name[-2]) for name in names if name[-2:] in {"1d", "2d", "3d"})
-    require_axes(call, dims + 2, f"[N, C, {'D, H, W'[-3 * dims + 2 :]}]")
+    require_axes(view, dims + 2, f"[N, C, {'D, H, W'[-3 * dims + 2 :]}]")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backpack_core.calls import ModuleCall
-from backpack_core.rules import LayerRule
+from backpack_core.record.view import View
+from backpack_core.contract.rules import LayerRule
 
 
 def over_columns(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ class LinearMapRule(LayerRule):
     jacobian_is_constant = True
 
     @abstractmethod
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """The linear part of the layer: ``[M, *in] → [M, *out]``, for any number ``M``."""
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return transposed(lambda x: self.apply(call, x), call.input_shape[1:], mat)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return transposed(lambda x: self.apply(view, x), view.input_shape[1:], mat)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return over_columns(lambda x: self.apply(call, x), mat)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return over_columns(lambda x: self.apply(view, x), mat)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.loss_rule import LossRule
+from backpack_core.contract.loss import LossRule
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
@@ -19,7 +19,7 @@ from backpack_layers._loss import (
     setting,
     spread,
 )
-from backpack_layers.arguments import tensor
+from backpack_core.contract.arguments import tensor
 
 
 class CrossEntropyLossRule(LossRule):
@@ -38,50 +38,50 @@ class CrossEntropyLossRule(LossRule):
     hessian_is_psd = True
     likelihood = "categorical with probabilities softmax(x)"
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """The input needs a batch and a class axis; the target must not require a gradient."""
-        check_arguments(call, axes=2)
+        check_arguments(view, axes=2)
 
-    def normalisation(self, call: ModuleCall) -> float | Tensor:
+    def normalisation(self, view: View) -> float | Tensor:
         """A mean divides by the weights of the targets, or counts positions for probabilities."""
-        if setting(call, "reduction") == "mean":
-            return 1.0 / _target_weight(call)[1]
+        if setting(view, "reduction") == "mean":
+            return 1.0 / _target_weight(view)[1]
         return 1.0
 
-    def _sqrt_hessian(self, call: ModuleCall) -> Tensor:
-        log_p = _by_position(F.log_softmax(call.input, 1))
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        log_p = _by_position(F.log_softmax(view.input, 1))
         _, classes, positions = log_p.shape
         eye = torch.eye(classes, dtype=log_p.dtype, device=log_p.device)[:, None, :, None]
         # Half the logarithm, not the root of p: its derivative is finite where p underflows.
         root_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
-        root = root_p * (eye - log_p.exp()) * real_root(call, _factor(call))  # [C, N, C, positions]
+        root = root_p * (eye - log_p.exp()) * real_root(view, _factor(view))  # [C, N, C, positions]
         if positions > 1:
             root = torch.diag_embed(root, dim1=1, dim2=-1)
-        return root.reshape(classes * positions, *call.input_shape)
+        return root.reshape(classes * positions, *view.input_shape)
 
-    def _sqrt_hessian_sampled(self, call: ModuleCall, samples: int) -> Tensor:
-        p = _by_position(call.input.softmax(1))
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        p = _by_position(view.input.softmax(1))
         batch, classes, positions = p.shape
         rows = p.detach().transpose(1, 2).reshape(-1, classes)
         drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
         labels = drawn.T.reshape(samples, batch, 1, positions)
         index = torch.arange(classes, device=p.device)[:, None]
         gradient = p - (labels == index).to(p.dtype)
-        scaled = gradient * real_root(call, _factor(call) / samples)
-        return scaled.reshape(samples, *call.input_shape)
+        scaled = gradient * real_root(view, _factor(view) / samples)
+        return scaled.reshape(samples, *view.input_shape)
 
-    def _hessian_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        p = call.input.softmax(1)
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        p = view.input.softmax(1)
         weighted = p * mat
         product = weighted - p * weighted.sum(2, keepdim=True)
-        return product * _factor(call).reshape(len(p), 1, *p.shape[2:])
+        return product * _factor(view).reshape(len(p), 1, *p.shape[2:])
 
-    def sum_hessian(self, call: ModuleCall) -> Tensor:
+    def sum_hessian(self, view: View) -> Tensor:
         """Summed over samples before positions are set apart."""
-        p = _by_position(call.input.softmax(1))
+        p = _by_position(view.input.softmax(1))
         _, classes, positions = p.shape
-        scale = self._scale(call)
-        weighted = p * _factor(call) * (_by_position(scale) if scale.dim() else scale)
+        scale = self._scale(view)
+        weighted = p * _factor(view) * (_by_position(scale) if scale.dim() else scale)
         diagonal = torch.diag_embed(weighted.sum(0).T, dim1=0, dim2=1)
         blocks = diagonal - torch.einsum("ncs,nds->cds", weighted, p)
         size = classes * positions
@@ -113,20 +113,20 @@ class BCEWithLogitsLossRule(ElementwiseLossRule):
     module_types = (nn.BCEWithLogitsLoss,)
     likelihood = "Bernoulli with probability σ(x)"
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``w (1 + (a - 1) y) σ(x) σ(-x)``."""
-        return _logistic_curvature(call.input) * self._weight(call)
+        return _logistic_curvature(view.input) * self._weight(view)
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``√(w (1 + (a - 1) y)) (σ(x) - b)`` for ``b`` drawn from the likelihood."""
-        return _logistic_sample(call.input, samples) * real_root(call, self._weight(call))
+        return _logistic_sample(view.input, samples) * real_root(view, self._weight(view))
 
-    def _weight(self, call: ModuleCall) -> Tensor:
-        positive = module_tensor(call, "pos_weight")
-        weight = _element_weight(call)
+    def _weight(self, view: View) -> Tensor:
+        positive = module_tensor(view, "pos_weight")
+        weight = _element_weight(view)
         if positive is None:
             return weight
-        return weight * (1 + (spread(call, "pos_weight", positive) - 1) * self.target(call))
+        return weight * (1 + (spread(view, "pos_weight", positive) - 1) * self.target(view))
 
 
 class BCELossRule(ElementwiseLossRule):
@@ -139,14 +139,14 @@ class BCELossRule(ElementwiseLossRule):
 
     module_types = (nn.BCELoss,)
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``w (y / x² + (1 - y) / (1 - x)²)``."""
-        x, target = call.input, self.target(call)
+        x, target = view.input, self.target(view)
         # Where the target is 0 or 1, its term vanishes also at the pole.
         tiny = torch.finfo(x.dtype).tiny
         positive = target / (x**2).clamp(min=tiny)
         negative = (1 - target) / ((1 - x) ** 2).clamp(min=tiny)
-        return (positive + negative) * _element_weight(call)
+        return (positive + negative) * _element_weight(view)
 
 
 class SoftMarginLossRule(ElementwiseLossRule):
@@ -155,15 +155,15 @@ class SoftMarginLossRule(ElementwiseLossRule):
     module_types = (nn.SoftMarginLoss,)
     likelihood = "±1 with P(1) = σ(x)"
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``y² σ(y x) σ(-y x)``."""
-        target = self.target(call)
-        return _logistic_curvature(target * call.input) * target**2
+        target = self.target(view)
+        return _logistic_curvature(target * view.input) * target**2
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``y (σ(y x) - b)`` for ``b`` drawn from the Bernoulli distribution of ``σ(y x)``."""
-        target = self.target(call)
-        return _logistic_sample(target * call.input, samples) * target
+        target = self.target(view)
+        return _logistic_sample(target * view.input, samples) * target
 
 
 class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
@@ -172,38 +172,38 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
     module_types = (nn.MultiLabelSoftMarginLoss,)
     likelihood = "Bernoulli with probability σ(x), independent for each class"
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """The input is ``[N, C]``."""
-        super().check(call)
-        if len(call.input_shape) != 2:
+        super().check(view)
+        if len(view.input_shape) != 2:
             raise UnsupportedError(
-                f"Curvature of {call.path} is known for inputs [N, C], but it was called with "
-                f"shape {list(call.input_shape)}: flatten or unsqueeze the input to two axes."
+                f"Curvature of {view.path} is known for inputs [N, C], but it was called with "
+                f"shape {list(view.input_shape)}: flatten or unsqueeze the input to two axes."
             )
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``w_c σ(x) σ(-x) / C``."""
-        return _logistic_curvature(call.input) * self._weight(call)
+        return _logistic_curvature(view.input) * self._weight(view)
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``√(w_c / C) (σ(x) - b)`` for ``b`` drawn from the likelihood."""
-        return _logistic_sample(call.input, samples) * real_root(call, self._weight(call))
+        return _logistic_sample(view.input, samples) * real_root(view, self._weight(view))
 
-    def normalisation(self, call: ModuleCall) -> float:
+    def normalisation(self, view: View) -> float:
         """A mean is over samples: the one over classes is part of the loss."""
-        return 1.0 / call.full.input_shape[0] if setting(call, "reduction") == "mean" else 1.0
+        return 1.0 / view.full.input_shape[0] if setting(view, "reduction") == "mean" else 1.0
 
-    def _weight(self, call: ModuleCall) -> Tensor:
-        return _element_weight(call) / call.input_shape[1]
+    def _weight(self, view: View) -> Tensor:
+        return _element_weight(view) / view.input_shape[1]
 
 
-def _target_weight(call: ModuleCall) -> tuple[Tensor, Tensor | int]:
+def _target_weight(view: View) -> tuple[Tensor, Tensor | int]:
     """Total weight ``Σ_c q_c`` of each target in the whole batch, and what a mean divides by.
 
     Returns:
         Shape ``[N, *positions]``, and a number.
     """
-    whole = call.full
+    whole = view.full
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     weight = x.new_ones(x.shape[1]) if weight is None else weight
@@ -218,12 +218,12 @@ def _target_weight(call: ModuleCall) -> tuple[Tensor, Tensor | int]:
     return (1 - smoothing) * weighted + uniform * kept, weighted.sum()
 
 
-def _factor(call: ModuleCall) -> Tensor:
+def _factor(view: View) -> Tensor:
     """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
-    weight, divisor = _target_weight(call)
-    if setting(call, "reduction") == "mean":
+    weight, divisor = _target_weight(view)
+    if setting(view, "reduction") == "mean":
         weight = weight / divisor
-    return _by_position(restrict(call, weight).unsqueeze(1))
+    return _by_position(restrict(view, weight).unsqueeze(1))
 
 
 def _by_position(x: Tensor) -> Tensor:
@@ -231,10 +231,10 @@ def _by_position(x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:2], x.shape[2:].numel())
 
 
-def _element_weight(call: ModuleCall) -> Tensor:
+def _element_weight(view: View) -> Tensor:
     """The module's ``weight``, or ones, in the shape of the input."""
-    weight = module_tensor(call, "weight")
-    return torch.ones_like(call.input) if weight is None else spread(call, "weight", weight)
+    weight = module_tensor(view, "weight")
+    return torch.ones_like(view.input) if weight is None else spread(view, "weight", weight)
 
 
 def _logistic_curvature(logits: Tensor) -> Tensor:

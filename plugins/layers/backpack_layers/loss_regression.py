@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
 from backpack_layers._loss import (
     ElementwiseLossRule,
@@ -15,7 +15,7 @@ from backpack_layers._loss import (
     setting,
     spread,
 )
-from backpack_layers.arguments import arguments, tensor
+from backpack_core.contract.arguments import arguments, tensor
 
 
 class MSELossRule(ElementwiseLossRule):
@@ -24,13 +24,13 @@ class MSELossRule(ElementwiseLossRule):
     module_types = (nn.MSELoss,)
     likelihood = "Gaussian with mean x and variance 1/2"
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``2``."""
-        return torch.full_like(call.input, 2.0)
+        return torch.full_like(view.input, 2.0)
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``2 (x - y)`` for ``y`` drawn from the likelihood."""
-        return _normal(call, samples) * math.sqrt(2)
+        return _normal(view, samples) * math.sqrt(2)
 
 
 class L1LossRule(LinearLossRule):
@@ -45,10 +45,10 @@ class HuberLossRule(ElementwiseLossRule):
 
     module_types = (nn.HuberLoss,)
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``1`` near the target, ``0`` beyond."""
-        delta: float = setting(call, "delta")
-        return _within(call.input - self.target(call), delta)
+        delta: float = setting(view, "delta")
+        return _within(view.input - self.target(view), delta)
 
 
 class SmoothL1LossRule(ElementwiseLossRule):
@@ -56,21 +56,21 @@ class SmoothL1LossRule(ElementwiseLossRule):
 
     module_types = (nn.SmoothL1Loss,)
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``1/β`` near the target, ``0`` beyond."""
-        beta: float = setting(call, "beta")
+        beta: float = setting(view, "beta")
         if beta == 0:
-            return torch.zeros_like(call.input)
-        return _within(call.input - self.target(call), beta) / beta
+            return torch.zeros_like(view.input)
+        return _within(view.input - self.target(view), beta) / beta
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """Refused for ``β = 0``, as for ``L1Loss``."""
-        if setting(call, "beta") == 0:
+        if setting(view, "beta") == 0:
             raise UnsupportedError(
-                f"A Monte-Carlo square root of the Hessian of {call.path} was asked for, but with "
+                f"A Monte-Carlo square root of the Hessian of {view.path} was asked for, but with "
                 "beta=0 the Hessian is zero, so there is nothing to sample: use beta > 0."
             )
-        return super().sampled_gradient(call, samples)
+        return super().sampled_gradient(view, samples)
 
 
 class PoissonNLLLossRule(ElementwiseLossRule):
@@ -83,18 +83,18 @@ class PoissonNLLLossRule(ElementwiseLossRule):
     module_types = (nn.PoissonNLLLoss,)
     likelihood = "Poisson with rate eˣ"
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``eˣ`` or ``y / (x + ε)²``."""
-        if setting(call, "log_input"):
-            return call.input.exp()
-        eps: float = setting(call, "eps")
-        return self.target(call) / (call.input + eps) ** 2
+        if setting(view, "log_input"):
+            return view.input.exp()
+        eps: float = setting(view, "eps")
+        return self.target(view) / (view.input + eps) ** 2
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``eˣ - k`` for ``k`` drawn from the likelihood."""
-        if not setting(call, "log_input"):
-            return super().sampled_gradient(call, samples)
-        rate = call.input.exp()
+        if not setting(view, "log_input"):
+            return super().sampled_gradient(view, samples)
+        rate = view.input.exp()
         return rate - torch.poisson(rate.detach().expand(samples, *rate.shape))
 
 
@@ -108,30 +108,30 @@ class GaussianNLLLossRule(ElementwiseLossRule):
     module_types = (nn.GaussianNLLLoss,)
     likelihood = "Gaussian with mean x and variance max(var, ε)"
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """The variance must be constant."""
-        variance = arguments(call.full)["var"]
+        variance = arguments(view.full)["var"]
         if isinstance(variance, Tensor) and variance.requires_grad:
             raise UnsupportedError(
-                f"Curvature of {call.path} was asked for, but its variance requires a gradient, "
+                f"Curvature of {view.path} was asked for, but its variance requires a gradient, "
                 "and the Hessian in mean and variance together is not positive semi-definite: "
                 "detach the variance."
             )
-        super().check(call)
+        super().check(view)
 
-    def curvature(self, call: ModuleCall) -> Tensor:
+    def curvature(self, view: View) -> Tensor:
         """``1/v``."""
-        variance = arguments(call.full)["var"]
+        variance = arguments(view.full)["var"]
         if not isinstance(variance, Tensor):
-            return torch.full_like(call.input, 1.0 / max(variance, setting(call, "eps")))
-        variance = tensor(call.full, "var")
-        if variance.shape == call.full.input_shape[:-1]:
+            return torch.full_like(view.input, 1.0 / max(variance, setting(view, "eps")))
+        variance = tensor(view.full, "var")
+        if variance.shape == view.full.input_shape[:-1]:
             variance = variance.unsqueeze(-1)
-        return 1.0 / spread(call, "variance", variance).clamp(min=setting(call, "eps"))
+        return 1.0 / spread(view, "variance", variance).clamp(min=setting(view, "eps"))
 
-    def sampled_gradient(self, call: ModuleCall, samples: int) -> Tensor:
+    def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``(x - y) / v`` for ``y`` drawn from the likelihood."""
-        return _normal(call, samples) * self.curvature(call).sqrt()
+        return _normal(view, samples) * self.curvature(view).sqrt()
 
 
 def _within(difference: Tensor, bound: float) -> Tensor:
@@ -139,7 +139,7 @@ def _within(difference: Tensor, bound: float) -> Tensor:
     return (difference.abs() < bound).to(difference.dtype)
 
 
-def _normal(call: ModuleCall, samples: int) -> Tensor:
+def _normal(view: View, samples: int) -> Tensor:
     """Standard normal numbers. Shape ``[samples, N, *in]``."""
-    shape = (samples, *call.input_shape)
-    return torch.randn(shape, dtype=call.dtype, device=call.input.device)
+    shape = (samples, *view.input_shape)
+    return torch.randn(shape, dtype=view.dtype, device=view.input.device)

@@ -21,10 +21,9 @@ from torch.nn import (
     MaxUnpool3d,
 )
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.rules import LayerRule
-from backpack_layers.arguments import once
+from backpack_core.contract.rules import LayerRule
 from backpack_layers.layout import require_channels
 
 
@@ -43,24 +42,24 @@ class MaxPoolRule(LayerRule):
     )
     hessian_is_zero = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_channels(call)
+        require_channels(view)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        index = self._winners(call)
-        product = mat.new_zeros(len(mat), call.input_shape.numel())
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        index = self._winners(view)
+        product = mat.new_zeros(len(mat), view.input_shape.numel())
         # One index for all columns is several times faster than scattering along the pixels.
         product = product.index_add(1, index, mat.reshape(len(mat), -1))
-        return product.reshape(len(mat), *call.input_shape)
+        return product.reshape(len(mat), *view.input_shape)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        product = mat.reshape(len(mat), -1).index_select(1, self._winners(call))
-        return product.reshape(len(mat), *call.output_shape)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        product = mat.reshape(len(mat), -1).index_select(1, self._winners(view))
+        return product.reshape(len(mat), *view.output_shape)
 
-    def _winners(self, call: ModuleCall) -> Tensor:
+    def _winners(self, view: View) -> Tensor:
         """For every output entry, the position of its maximum in the flattened input."""
-        return once(call, "winners", lambda: flat_positions(_positions(call), call.input_shape))
+        return view.once("winners", lambda: flat_positions(_positions(view), view.input_shape))
 
 
 class MaxUnpoolRule(LayerRule):
@@ -69,22 +68,22 @@ class MaxUnpoolRule(LayerRule):
     module_types = (MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)
     hessian_is_zero = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_channels(call)
+        require_channels(view)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        product = mat.reshape(len(mat), -1).index_select(1, self._targets(call))
-        return product.reshape(len(mat), *call.input_shape)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        product = mat.reshape(len(mat), -1).index_select(1, self._targets(view))
+        return product.reshape(len(mat), *view.input_shape)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        product = mat.new_zeros(len(mat), call.output_shape.numel())
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        product = mat.new_zeros(len(mat), view.output_shape.numel())
         # Not a sum: of two entries with one position, torch keeps one.
-        product = product.index_copy(1, self._targets(call), mat.reshape(len(mat), -1))
-        return product.reshape(len(mat), *call.output_shape)
+        product = product.index_copy(1, self._targets(view), mat.reshape(len(mat), -1))
+        return product.reshape(len(mat), *view.output_shape)
 
-    def _targets(self, call: ModuleCall) -> Tensor:
-        return flat_positions(call.tensor_input(1), call.output_shape)
+    def _targets(self, view: View) -> Tensor:
+        return flat_positions(view.tensor_input(1), view.output_shape)
 
 
 def flat_positions(positions: Tensor, shape: torch.Size) -> Tensor:
@@ -94,18 +93,18 @@ def flat_positions(positions: Tensor, shape: torch.Size) -> Tensor:
     return (positions.reshape(channels, -1) + starts).flatten()
 
 
-def _positions(call: ModuleCall) -> Tensor:
+def _positions(view: View) -> Tensor:
     """What ``return_indices=True`` returns."""
-    module = cast(Any, call.module)
+    module = cast(Any, view.module)
     if module.return_indices:
-        return call.outputs[1]
-    kept = call.saved("result1")
-    if kept is not None and kept.shape == call.output_shape and kept.dtype == torch.long:
+        return view.stored.outputs[1]
+    kept = view.saved("result1")
+    if kept is not None and kept.shape == view.output_shape and kept.dtype == torch.long:
         return kept
-    x, dims = call.input, len(call.input_shape) - 2
+    x, dims = view.input, len(view.input_shape) - 2
     if isinstance(module, (FractionalMaxPool2d, FractionalMaxPool3d)):
         raise OverwrittenInputError(
-            f"{call.path} drew random windows that are not stored: make it with "
+            f"{view.path} drew random windows that are not stored: make it with "
             "return_indices=True."
         )
     if isinstance(module, (AdaptiveMaxPool1d, AdaptiveMaxPool2d, AdaptiveMaxPool3d)):

@@ -24,13 +24,13 @@ from torch.nn import (
     SyncBatchNorm,
 )
 
-from backpack_core.calls import ModuleCall
-from backpack_core.rules import ParametricRule
-from backpack_layers.arguments import once
+from backpack_core import ScaleProduct
+from backpack_core.record.view import View
+from backpack_core.contract.rules import ProductRule
 from backpack_layers.layout import require_axes, require_channels
 
 
-class NormalizationRule(ParametricRule):
+class NormalizationRule(ProductRule):
     """Rows of one sample, normalised by their own statistics or by fixed ones.
 
     Class attributes:
@@ -42,47 +42,55 @@ class NormalizationRule(ParametricRule):
     centred: ClassVar[bool] = True
 
     @abstractmethod
-    def rows(self, call: ModuleCall) -> int:
+    def rows(self, view: View) -> int:
         """Number of rows of one sample, which are consecutive in memory."""
 
     @abstractmethod
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
+    def parameter_axes(self, view: View) -> tuple[int, int]:
         """First axis of the input that the parameters have, and the first after them."""
 
-    def fixed_statistics(self, call: ModuleCall) -> bool:
+    def fixed_statistics(self, view: View) -> bool:
         """Whether mean and variance are running statistics, one for each row."""
         return False
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        if self.fixed_statistics(call):
-            return mat * self._slope(call)
-        return self._project(call, mat * self._weight(call))
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        if self.fixed_statistics(view):
+            return mat * self._slope(view)
+        return self._project(view, mat * self._weight(view))
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        if self.fixed_statistics(call):
-            return mat * self._slope(call)
-        return self._project(call, mat) * self._weight(call)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        if self.fixed_statistics(view):
+            return mat * self._slope(view)
+        return self._project(view, mat) * self._weight(view)
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        product = mat if name == "bias" else mat * self._normalised(call)
-        first, stop = self.parameter_axes(call)
-        inner = [a + 1 for a in range(1, len(call.input_shape)) if not first <= a < stop]
-        return product.sum(inner) if inner else product
+    def _param_product(self, view: View, name: str, mat: Tensor) -> ScaleProduct:
+        inp = None if name == "bias" else self._by_entry(view, self._normalised(view))
+        shape = view.parameter_itself(name).shape
+        return ScaleProduct(self._by_entry(view, mat), inp, shape)
 
-    def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        factor = self._spread(call, mat)
+    def _by_entry(self, view: View, x: Tensor) -> Tensor:
+        """``[..., N, *in] → [..., N, S, D]`` with the entries of a parameter last."""
+        first, stop = self.parameter_axes(view)
+        lead = x.dim() - len(view.input_shape)
+        entries = x.shape[lead + first : lead + stop].numel()
+        inner = x.flatten(lead + first, lead + stop - 1) if stop - first > 1 else x
+        moved = inner.movedim(lead + first, -1)
+        return moved.reshape(*x.shape[: lead + 1], -1, entries)
+
+    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        factor = self._spread(view, mat)
         if name == "bias":
-            return factor.expand(len(mat), *call.output_shape)
-        return factor * self._normalised(call)
+            return factor.expand(len(mat), *view.output_shape)
+        return factor * self._normalised(view)
 
     def _second_derivative_mat_prod(
-        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+        self, view: View, grad_output: Tensor, mat: Tensor
     ) -> Tensor:
-        if self.fixed_statistics(call):
+        if self.fixed_statistics(view):
             return torch.zeros_like(mat)
-        u, scale = self._rows_of(call, self._normalised(call)), self._statistics(call)[1]
-        g = self._rows_of(call, grad_output * self._weight(call))
-        m = self._rows_of(call, mat)
+        u, scale = self._rows_of(view, self._normalised(view)), self._statistics(view)[1]
+        g = self._rows_of(view, grad_output * self._weight(view))
+        m = self._rows_of(view, mat)
         gu, um = _mean(g * u), _mean(u * m)
         if self.centred:
             g, m = g - _mean(g), m - _mean(m)
@@ -91,10 +99,10 @@ class NormalizationRule(ParametricRule):
         change = -(scale**2) * um * (g - u * gu) - scale * (du * gu + u * _mean(g * du))
         return change.reshape(mat.shape)
 
-    def _project(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _project(self, view: View, mat: Tensor) -> Tensor:
         """The Jacobian of ``x̂``, which is symmetric."""
-        mean, scale = self._statistics(call)
-        rows, g = self._rows_of(call, call.input), self._rows_of(call, mat)
+        mean, scale = self._statistics(view)
+        rows, g = self._rows_of(view, view.input), self._rows_of(view, mat)
         # On GPUs, the kernel wants the statistics of half-precision rows in single precision.
         if self.centred and g.element_size() >= 4:
             return _layer_norm_backward(g, rows, mean, scale).reshape(mat.shape)
@@ -104,18 +112,18 @@ class NormalizationRule(ParametricRule):
             g = g - _mean(g)
         return (torch.addcmul(g, u, inner, value=-1) * scale).reshape(mat.shape)
 
-    def _statistics(self, call: ModuleCall) -> tuple[Tensor, Tensor]:
+    def _statistics(self, view: View) -> tuple[Tensor, Tensor]:
         """``μ`` and ``1/σ`` of every row. Shape ``[N, R, 1]``, or ``[1, R, 1]`` if fixed."""
-        return once(call, "statistics", lambda: self._compute_statistics(call))
+        return view.once("statistics", lambda: self._compute_statistics(view))
 
-    def _compute_statistics(self, call: ModuleCall) -> tuple[Tensor, Tensor]:
-        eps = cast(RMSNorm, call.module).eps
+    def _compute_statistics(self, view: View) -> tuple[Tensor, Tensor]:
+        eps = cast(RMSNorm, view.module).eps
         if eps is None:
-            eps = torch.finfo(call.inputs[0].dtype).eps
-        if self.fixed_statistics(call):
-            mean, var = (call.parameter(f"running_{name}") for name in ("mean", "var"))
+            eps = torch.finfo(view.inputs[0].dtype).eps
+        if self.fixed_statistics(view):
+            mean, var = (view.parameter(f"running_{name}") for name in ("mean", "var"))
             return mean.reshape(1, -1, 1), (var + eps).rsqrt().reshape(1, -1, 1)
-        rows = self._rows_of(call, call.input)
+        rows = self._rows_of(view, view.input)
         if not self.centred:
             return rows.new_zeros(()), (_mean(rows**2) + eps).rsqrt()
         if rows.device.type == "cpu" and rows.element_size() >= 4 and not torch.is_grad_enabled():
@@ -124,53 +132,52 @@ class NormalizationRule(ParametricRule):
         variance, mean = torch.var_mean(rows, -1, correction=0, keepdim=True)
         return mean, (variance + eps).rsqrt()
 
-    def _normalised(self, call: ModuleCall) -> Tensor:
+    def _normalised(self, view: View) -> Tensor:
         """``x̂``, in the shape of the input."""
-        x = call.input
-        mean, scale = self._statistics(call)
-        return once(
-            call,
+        x = view.input
+        mean, scale = self._statistics(view)
+        return view.once(
             "normalised",
-            lambda: ((self._rows_of(call, x) - mean) * scale).reshape(x.shape),
+            lambda: ((self._rows_of(view, x) - mean) * scale).reshape(x.shape),
         )
 
-    def _rows_of(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def _rows_of(self, view: View, x: Tensor) -> Tensor:
         """``[..., N, *in] → [..., N, R, D]``."""
-        lead = x.shape[: x.dim() - len(call.input_shape) + 1]
-        return x.reshape(*lead, self.rows(call), -1)
+        lead = x.shape[: x.dim() - len(view.input_shape) + 1]
+        return x.reshape(*lead, self.rows(view), -1)
 
-    def _slope(self, call: ModuleCall) -> Tensor:
-        scale = self._statistics(call)[1].flatten()
-        return self._spread(call, scale) * self._weight(call)
+    def _slope(self, view: View) -> Tensor:
+        scale = self._statistics(view)[1].flatten()
+        return self._spread(view, scale) * self._weight(view)
 
-    def _weight(self, call: ModuleCall) -> Tensor | float:
-        if cast(LayerNorm, call.module).weight is None:
+    def _weight(self, view: View) -> Tensor | float:
+        if cast(LayerNorm, view.module).weight is None:
             return 1.0
-        return self._spread(call, call.parameter("weight"))
+        return self._spread(view, view.parameter("weight"))
 
-    def _spread(self, call: ModuleCall, values: Tensor) -> Tensor:
+    def _spread(self, view: View, values: Tensor) -> Tensor:
         """``[..., *θ]`` to where it broadcasts with ``[..., N, *in]``."""
-        first, stop = self.parameter_axes(call)
-        shape = [n if first <= a < stop else 1 for a, n in enumerate(call.input_shape)]
+        first, stop = self.parameter_axes(view)
+        shape = [n if first <= a < stop else 1 for a, n in enumerate(view.input_shape)]
         return values.reshape(*values.shape[: values.dim() - (stop - first)], *shape)
 
 
 class _TrailingAxesRule(NormalizationRule):
     """A row is what ``normalized_shape`` spans."""
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        shape = cast(LayerNorm, call.module).normalized_shape
-        require_axes(call, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
+        shape = cast(LayerNorm, view.module).normalized_shape
+        require_axes(view, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
 
-    def rows(self, call: ModuleCall) -> int:
+    def rows(self, view: View) -> int:
         """The axes between the batch and ``normalized_shape``."""
-        return call.input_shape[1 : self.parameter_axes(call)[0]].numel()
+        return view.input_shape[1 : self.parameter_axes(view)[0]].numel()
 
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
+    def parameter_axes(self, view: View) -> tuple[int, int]:
         """The axes of ``normalized_shape``."""
-        dims = len(call.input_shape)
-        return dims - len(cast(LayerNorm, call.module).normalized_shape), dims
+        dims = len(view.input_shape)
+        return dims - len(cast(LayerNorm, view.module).normalized_shape), dims
 
 
 class LayerNormRule(_TrailingAxesRule):
@@ -193,11 +200,11 @@ class GroupNormRule(NormalizationRule):
 
     module_types = (GroupNorm,)
 
-    def rows(self, call: ModuleCall) -> int:
+    def rows(self, view: View) -> int:
         """The number of groups."""
-        return cast(GroupNorm, call.module).num_groups
+        return cast(GroupNorm, view.module).num_groups
 
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
+    def parameter_axes(self, view: View) -> tuple[int, int]:
         """The channels."""
         return 1, 2
 
@@ -207,22 +214,22 @@ class InstanceNormRule(NormalizationRule):
 
     module_types = (InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_channels(call)
+        require_channels(view)
 
-    def rows(self, call: ModuleCall) -> int:
+    def rows(self, view: View) -> int:
         """The number of channels."""
-        return call.input_shape[1]
+        return view.input_shape[1]
 
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
+    def parameter_axes(self, view: View) -> tuple[int, int]:
         """The channels."""
         return 1, 2
 
-    def fixed_statistics(self, call: ModuleCall) -> bool:
+    def fixed_statistics(self, view: View) -> bool:
         """In eval mode, where they are tracked."""
-        module = cast(InstanceNorm2d, call.module)
-        return module.track_running_stats and not call.training
+        module = cast(InstanceNorm2d, view.module)
+        return module.track_running_stats and not view.training
 
 
 class BatchNormRule(NormalizationRule):
@@ -232,20 +239,20 @@ class BatchNormRule(NormalizationRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def mixes_samples(self, call: ModuleCall) -> bool:
+    def mixes_samples(self, view: View) -> bool:
         """In train mode, and in eval mode where no running statistics are kept."""
-        module = cast(BatchNorm2d, call.module)
-        return call.training or module.running_mean is None
+        module = cast(BatchNorm2d, view.module)
+        return view.training or module.running_mean is None
 
-    def rows(self, call: ModuleCall) -> int:
+    def rows(self, view: View) -> int:
         """The number of channels."""
-        return call.input_shape[1]
+        return view.input_shape[1]
 
-    def parameter_axes(self, call: ModuleCall) -> tuple[int, int]:
+    def parameter_axes(self, view: View) -> tuple[int, int]:
         """The channels."""
         return 1, 2
 
-    def fixed_statistics(self, call: ModuleCall) -> bool:
+    def fixed_statistics(self, view: View) -> bool:
         """Wherever samples do not mix."""
         return True
 

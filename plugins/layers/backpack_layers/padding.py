@@ -24,8 +24,8 @@ from torch.nn import (
     ZeroPad3d,
 )
 
-from backpack_core.calls import ModuleCall
-from backpack_core.rules import LayerRule
+from backpack_core.record.view import View
+from backpack_core.contract.rules import LayerRule
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule
 
@@ -40,16 +40,16 @@ class ConstantPadRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse to pad the batch axis."""
-        _check_batch(call)
+        _check_batch(view)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         # What was added is cut off, what was cut off becomes zero.
-        return F.pad(mat, [-p for p in _padding(call)])
+        return F.pad(mat, [-p for p in _padding(view)])
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return F.pad(mat, _padding(call))
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return F.pad(mat, _padding(view))
 
 
 class CopyPadRule(LinearMapRule):
@@ -63,23 +63,23 @@ class CopyPadRule(LinearMapRule):
         CircularPad3d,
     )
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse to pad the batch axis."""
-        _check_batch(call)
+        _check_batch(view)
 
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """What the module does."""
-        if isinstance(call.module, REFLECTIONS):
-            return F.pad(x, _padding(call), mode="reflect")
-        if isinstance(call.module, REPLICATIONS):
-            return F.pad(x, _padding(call), mode="replicate")
-        return F.pad(x, _padding(call), mode="circular")
+        if isinstance(view.module, REFLECTIONS):
+            return F.pad(x, _padding(view), mode="reflect")
+        if isinstance(view.module, REPLICATIONS):
+            return F.pad(x, _padding(view), mode="replicate")
+        return F.pad(x, _padding(view), mode="circular")
 
 
-def _padding(call: ModuleCall) -> list[int]:
-    return list(cast(ConstantPad3d, call.module).padding)
+def _padding(view: View) -> list[int]:
+    return list(cast(ConstantPad3d, view.module).padding)
 
 
-def _check_batch(call: ModuleCall) -> None:
-    axes = len(_padding(call)) // 2
-    require_axes(call, axes + 1, f"with a batch axis in front of the {axes} that are padded")
+def _check_batch(view: View) -> None:
+    axes = len(_padding(view)) // 2
+    require_axes(view, axes + 1, f"with a batch axis in front of the {axes} that are padded")

@@ -23,9 +23,9 @@ from torch.nn import (
     Threshold,
 )
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.rules import ElementwiseRule, ParametricRule
+from backpack_core.contract.rules import ElementwiseRule, ParametricRule
 
 
 class ReLURule(ElementwiseRule):
@@ -34,19 +34,19 @@ class ReLURule(ElementwiseRule):
     module_types = (ReLU,)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """One where the output is positive."""
-        return call.output.sign()
+        return view.output.sign()
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         if type(self).derivative is not ReLURule.derivative:
-            return super()._jac_t_mat_prod(call, mat)
+            return super()._jac_t_mat_prod(view, mat)
         # One pass instead of two.
-        product: Tensor = torch.ops.aten.threshold_backward(mat, call.output, 0)
+        product: Tensor = torch.ops.aten.threshold_backward(mat, view.output, 0)
         return product
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._jac_t_mat_prod(call, mat)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._jac_t_mat_prod(view, mat)
 
 
 class HardtanhRule(ElementwiseRule):
@@ -55,10 +55,10 @@ class HardtanhRule(ElementwiseRule):
     module_types = (Hardtanh, ReLU6)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """One strictly inside the interval, which input and output agree about."""
-        module = cast(Hardtanh, call.module)
-        x = _either(call)
+        module = cast(Hardtanh, view.module)
+        x = _either(view)
         return ((x > module.min_val) & (x < module.max_val)).to(x.dtype)
 
 
@@ -68,9 +68,9 @@ class LeakyReLURule(ElementwiseRule):
     module_types = (LeakyReLU,)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """Input and output have one sign: torch refuses a negative slope in place."""
-        return _slopes(_either(call), cast(LeakyReLU, call.module).negative_slope)
+        return _slopes(_either(view), cast(LeakyReLU, view.module).negative_slope)
 
 
 class RReLURule(ElementwiseRule):
@@ -79,18 +79,18 @@ class RReLURule(ElementwiseRule):
     module_types = (RReLU,)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """In train mode, the drawn slopes are output over input."""
-        module = cast(RReLU, call.module)
-        if not call.training:
-            return _slopes(_either(call), (module.lower + module.upper) / 2)
-        x = call.input
+        module = cast(RReLU, view.module)
+        if not view.training:
+            return _slopes(_either(view), (module.lower + module.upper) / 2)
+        x = view.input
         if bool((x == 0).any()):
             raise OverwrittenInputError(
-                f"{call.path} drew random slopes that are not stored, and they cannot be told from "
+                f"{view.path} drew random slopes that are not stored, and they cannot be told from "
                 "its output where its input is zero. Call eval() on the module."
             )
-        return torch.where(x > 0, 1.0, call.output / x)
+        return torch.where(x > 0, 1.0, view.output / x)
 
 
 class ThresholdRule(ElementwiseRule):
@@ -99,10 +99,10 @@ class ThresholdRule(ElementwiseRule):
     module_types = (Threshold,)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """The output tells as much as the input if the constant is not above the threshold."""
-        module = cast(Threshold, call.module)
-        x = _either(call) if module.value <= module.threshold else call.input
+        module = cast(Threshold, view.module)
+        x = _either(view) if module.value <= module.threshold else view.input
         return (x > module.threshold).to(x.dtype)
 
 
@@ -112,10 +112,10 @@ class ShrinkRule(ElementwiseRule):
     module_types = (Softshrink, Hardshrink)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """One outside of ``[-λ, λ]``."""
-        x = call.input
-        return (x.abs() > cast(Softshrink, call.module).lambd).to(x.dtype)
+        x = view.input
+        return (x.abs() > cast(Softshrink, view.module).lambd).to(x.dtype)
 
 
 class HardsigmoidRule(ElementwiseRule):
@@ -124,9 +124,9 @@ class HardsigmoidRule(ElementwiseRule):
     module_types = (Hardsigmoid,)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``1 / 6`` where nothing is cut."""
-        x = call.input
+        x = view.input
         return (x.abs() < 3).to(x.dtype) / 6
 
 
@@ -138,32 +138,32 @@ class PReLURule(ElementwiseRule, ParametricRule):
     linear_in_params = ("weight",)
     hessian_is_zero = True
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """One where the input is positive, the slope elsewhere."""
-        x = call.input
-        return torch.where(x > 0, 1.0, self._per_channel(call, call.parameter("weight")))
+        x = view.input
+        return torch.where(x > 0, 1.0, self._per_channel(view, view.parameter("weight")))
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        product = mat * call.input.clamp(max=0)
-        shape = call.parameter(name).shape
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        product = mat * view.input.clamp(max=0)
+        shape = view.parameter(name).shape
         if shape.numel() == 1:
             return product.reshape(*mat.shape[:2], -1).sum(2, keepdim=True)
         return product.reshape(*mat.shape[:3], -1).sum(3)
 
-    def _param_jac_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return self._per_channel(call, mat) * call.input.clamp(max=0)
+    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return self._per_channel(view, mat) * view.input.clamp(max=0)
 
-    def _per_channel(self, call: ModuleCall, values: Tensor) -> Tensor:
+    def _per_channel(self, view: View, values: Tensor) -> Tensor:
         """``[..., C]`` (or one value for all) to where it multiplies ``[..., N, C, *]``."""
-        dims = len(call.input_shape)
+        dims = len(view.input_shape)
         if dims == 1:
             return values.reshape(*values.shape[:-1], -1)
         return values.reshape(*values.shape[:-1], 1, -1, *[1] * (dims - 2))
 
 
-def _either(call: ModuleCall) -> Tensor:
+def _either(view: View) -> Tensor:
     """The input, or the output in its place, for formulas that hold with both."""
-    return call.output if cast(Any, call.module).inplace else call.input
+    return view.output if cast(Any, view.module).inplace else view.input
 
 
 def _slopes(x: Tensor, negative: float) -> Tensor:

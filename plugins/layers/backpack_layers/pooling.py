@@ -19,10 +19,9 @@ from torch.nn import (
     LPPool3d,
 )
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import LayerRule
-from backpack_layers.arguments import once
+from backpack_core.contract.rules import LayerRule
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import LinearMapRule, over_columns, transposed
 
@@ -32,30 +31,30 @@ class AvgPoolRule(LinearMapRule):
 
     module_types = (AvgPool1d, AvgPool2d, AvgPool3d)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_channels(call)
+        require_channels(view)
 
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """Average pooling."""
         pool = F.avg_pool3d if x.dim() == 5 else F.avg_pool2d
-        return _flat(call, pool(_tall(call, x), *self._settings(call)))
+        return _flat(view, pool(_tall(view, x), *self._settings(view)))
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         aten = torch.ops.aten
         spread = aten.avg_pool3d_backward if mat.dim() == 6 else aten.avg_pool2d_backward
 
         def transpose(m: Tensor) -> Tensor:
-            product = spread(_tall(call, m), _shape_only(call, m), *self._settings(call))
-            return _flat(call, product)
+            product = spread(_tall(view, m), _shape_only(view, m), *self._settings(view))
+            return _flat(view, product)
 
         return over_columns(transpose, mat)
 
-    def _settings(self, call: ModuleCall) -> tuple[Any, ...]:
-        pool = cast(AvgPool2d, call.module)
+    def _settings(self, view: View) -> tuple[Any, ...]:
+        pool = cast(AvgPool2d, view.module)
         windows = (pool.kernel_size, pool.stride, pool.padding)
         flags = (pool.ceil_mode, pool.count_include_pad)
-        dims = len(call.input_shape) - 2
+        dims = len(view.input_shape) - 2
         if dims == 1:
             (k,), (s,), (p,) = (cast("tuple[int]", window) for window in windows)
             return ((1, k), (1, s), (0, p), *flags, None)
@@ -68,21 +67,21 @@ class AdaptiveAvgPoolRule(LinearMapRule):
 
     module_types = (AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_channels(call)
+        require_channels(view)
 
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """Average pooling to the size of the output."""
-        dims = len(call.output_shape) - 2
+        dims = len(view.output_shape) - 2
         pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[dims - 1]
-        product: Tensor = pool(x, call.output_shape[2:])
+        product: Tensor = pool(x, view.output_shape[2:])
         return product
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        if call.output_shape[2:].numel() == 1:
-            pixels = call.input_shape[2:].numel()
-            return (mat / pixels).expand(len(mat), *call.input_shape)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        if view.output_shape[2:].numel() == 1:
+            pixels = view.input_shape[2:].numel()
+            return (mat / pixels).expand(len(mat), *view.input_shape)
         aten = torch.ops.aten
         spread = (
             aten._adaptive_avg_pool3d_backward
@@ -90,7 +89,7 @@ class AdaptiveAvgPoolRule(LinearMapRule):
             else aten._adaptive_avg_pool2d_backward
         )
         return over_columns(
-            lambda m: _flat(call, spread(_tall(call, m), _shape_only(call, m))), mat
+            lambda m: _flat(view, spread(_tall(view, m), _shape_only(view, m))), mat
         )
 
 
@@ -102,55 +101,55 @@ class LPPoolRule(LayerRule):
 
     module_types = (LPPool1d, LPPool2d, LPPool3d)
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse the maximum norm, and an input without a batch axis."""
-        require_channels(call)
-        norm = cast(LPPool2d, call.module).norm_type
+        require_channels(view)
+        norm = cast(LPPool2d, view.module).norm_type
         if abs(float(norm)) == float("inf"):
             raise UnsupportedError(
-                f"{call.path} has norm_type {norm}: use MaxPool of the absolute value instead."
+                f"{view.path} has norm_type {norm}: use MaxPool of the absolute value instead."
             )
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        p, u = _power(call), self._sums(call)
-        return call.input ** (p - 1) * self._spread(call, mat * _root_slope(u, p))
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        p, u = _power(view), self._sums(view)
+        return view.input ** (p - 1) * self._spread(view, mat * _root_slope(u, p))
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        p, u = _power(call), self._sums(call)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        p, u = _power(view), self._sums(view)
         return _root_slope(u, p) * over_columns(
-            lambda m: self._sum(call, m), call.input ** (p - 1) * mat
+            lambda m: self._sum(view, m), view.input ** (p - 1) * mat
         )
 
     def _second_derivative_mat_prod(
-        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+        self, view: View, grad_output: Tensor, mat: Tensor
     ) -> Tensor:
-        p, x, u = _power(call), call.input, self._sums(call)
+        p, x, u = _power(view), view.input, self._sums(view)
         slope = grad_output * _root_slope(u, p)
-        change = over_columns(lambda m: self._sum(call, m), x ** (p - 1) * mat)
+        change = over_columns(lambda m: self._sum(view, m), x ** (p - 1) * mat)
         curvature = torch.where(u != 0, (1 - p) * slope / u, 0.0)
-        own = (p - 1) * x ** (p - 2) * mat * self._spread(call, slope[None])
-        return own + x ** (p - 1) * self._spread(call, curvature * change)
+        own = (p - 1) * x ** (p - 2) * mat * self._spread(view, slope[None])
+        return own + x ** (p - 1) * self._spread(view, curvature * change)
 
-    def _sums(self, call: ModuleCall) -> Tensor:
-        x = call.input
-        return once(call, "sums", lambda: self._sum(call, x ** _power(call)))
+    def _sums(self, view: View) -> Tensor:
+        x = view.input
+        return view.once("sums", lambda: self._sum(view, x ** _power(view)))
 
-    def _sum(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def _sum(self, view: View, x: Tensor) -> Tensor:
         """``k · avg``; at a cut-off border, torch's mean is over fewer than ``k`` entries."""
-        module = cast(LPPool2d, call.module)
-        dims = len(call.input_shape) - 2
+        module = cast(LPPool2d, view.module)
+        dims = len(view.input_shape) - 2
         size = module.kernel_size
         count = size**dims if isinstance(size, int) else torch.Size(size).numel()
         pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
         mean: Tensor = pool(x, size, module.stride, 0, module.ceil_mode)
         return count * mean
 
-    def _spread(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return transposed(lambda x: self._sum(call, x), call.input_shape[1:], mat)
+    def _spread(self, view: View, mat: Tensor) -> Tensor:
+        return transposed(lambda x: self._sum(view, x), view.input_shape[1:], mat)
 
 
-def _power(call: ModuleCall) -> float:
-    return float(cast(LPPool2d, call.module).norm_type)
+def _power(view: View) -> float:
+    return float(cast(LPPool2d, view.module).norm_type)
 
 
 def _root_slope(u: Tensor, p: float) -> Tensor:
@@ -158,14 +157,14 @@ def _root_slope(u: Tensor, p: float) -> Tensor:
     return torch.where(u != 0, u ** (1 / p - 1), 0.0)
 
 
-def _tall(call: ModuleCall, x: Tensor) -> Tensor:
-    return x.unsqueeze(-2) if len(call.input_shape) == 3 else x
+def _tall(view: View, x: Tensor) -> Tensor:
+    return x.unsqueeze(-2) if len(view.input_shape) == 3 else x
 
 
-def _flat(call: ModuleCall, x: Tensor) -> Tensor:
-    return x.squeeze(-2) if len(call.input_shape) == 3 else x
+def _flat(view: View, x: Tensor) -> Tensor:
+    return x.squeeze(-2) if len(view.input_shape) == 3 else x
 
 
-def _shape_only(call: ModuleCall, folded: Tensor) -> Tensor:
+def _shape_only(view: View, folded: Tensor) -> Tensor:
     """A tensor without memory, for kernels that look only at the shape of the input."""
-    return _tall(call, folded.new_empty(()).expand(len(folded), *call.input_shape[1:]))
+    return _tall(view, folded.new_empty(()).expand(len(folded), *view.input_shape[1:]))

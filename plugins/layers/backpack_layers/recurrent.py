@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.nn import GRU, LSTM, RNN, Module, RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import AffinePairsRule
-from backpack_layers.arguments import (
+from backpack_core.contract.rules import AffinePairsRule
+from backpack_core.contract.arguments import (
     arguments,
     by_slot,
-    once,
-    once_per_columns,
     root,
     slots,
     tensor,
@@ -71,77 +69,77 @@ class RecurrentRule(AffinePairsRule):
         """Those of every layer and direction."""
         return tuple(name for name, _ in module.named_parameters(recurse=False))
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse layouts without a leading batch axis, packed sequences, dropout, projections."""
-        module = _module(call)
-        sequence = arguments(call)["input"]
+        module = _module(view)
+        sequence = arguments(view)["input"]
         if isinstance(sequence, PackedSequence):
             raise UnsupportedError(
-                f"{call.path} received a PackedSequence, whose steps have no batch axis: pass the "
+                f"{view.path} received a PackedSequence, whose steps have no batch axis: pass the "
                 "padded tensor [N, T, I], and pick each sample's last step from the output."
             )
         if not module.batch_first:
             raise UnsupportedError(
-                f"{call.path} has batch_first=False, so axis 0 holds time steps, not samples: "
+                f"{view.path} has batch_first=False, so axis 0 holds time steps, not samples: "
                 "build it with batch_first=True and pass [N, T, I]."
             )
         if sequence.dim() != 3:
             raise UnsupportedError(
-                f"{call.path} received a sequence without a batch axis: pass [N, T, I], with N = 1 "
+                f"{view.path} received a sequence without a batch axis: pass [N, T, I], with N = 1 "
                 "for one sample."
             )
-        if call.training and module.dropout > 0 and module.num_layers > 1:
+        if view.training and module.dropout > 0 and module.num_layers > 1:
             raise UnsupportedError(
-                f"{call.path} drops activations between its layers at random "
+                f"{view.path} drops activations between its layers at random "
                 f"(dropout={module.dropout}), and what it dropped is not known afterwards: call "
                 "eval() on it, or build one recurrent layer each with nn.Dropout between."
             )
         if module.proj_size > 0:
             raise UnsupportedError(
-                f"{call.path} projects its hidden states (proj_size={module.proj_size}), which "
+                f"{view.path} projects its hidden states (proj_size={module.proj_size}), which "
                 "this rule does not know: use proj_size=0, or put an nn.Linear behind."
             )
 
-    def batch_axis(self, call: ModuleCall, output_nr: int) -> int:
+    def batch_axis(self, view: View, output_nr: int) -> int:
         """Axis 0 of the sequence, axis 1 of the final states."""
         return 0 if output_nr == 0 else 1
 
     @abstractmethod
-    def cell(self, call: ModuleCall) -> Cell:
+    def cell(self, view: View) -> Cell:
         """The cell of the layer."""
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> tuple[Tensor | None, ...]:
-        carried = self._carried(call, mat)
-        return by_slot(call, {"input": (carried.x,), "hx": carried.states})
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        carried = self._carried(view, mat)
+        return by_slot(view, {"input": (carried.x,), "hx": carried.states})
 
-    def affine_pair(self, call: ModuleCall, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gates of all steps, and inputs or hidden states."""
         kind, source, suffix = name.split("_", 2)
-        gates = self._carried(call, mat).gates[suffix]
-        chain = next(c for layer in self._chains(call) for c in layer if c.suffix == suffix)
+        gates = self._carried(view, mat).gates[suffix]
+        chain = next(c for layer in self._chains(view) for c in layer if c.suffix == suffix)
         if source == "hh":
-            gates = self.cell(call).hidden_gates(chain.tables, gates)
+            gates = self.cell(view).hidden_gates(chain.tables, gates)
         inputs = chain.x if source == "ih" else chain.before
         return gates.unsqueeze(3), inputs.unsqueeze(2) if kind == "weight" else None
 
-    def _chains(self, call: ModuleCall) -> list[list[Chain]]:
+    def _chains(self, view: View) -> list[list[Chain]]:
         """The chains of every layer, with the samples of this view."""
-        whole, chosen = root(call)
-        layers = once(whole, "chains", lambda: self._run(whole))
+        whole, chosen = root(view)
+        layers = whole.once("chains", lambda: self._run(whole))
         if chosen is None:
             return layers
-        return once(call, "chains", lambda: [[_select(c, chosen) for c in cs] for cs in layers])
+        return view.once("chains", lambda: [[_select(c, chosen) for c in cs] for cs in layers])
 
-    def _run(self, call: ModuleCall) -> list[list[Chain]]:
+    def _run(self, view: View) -> list[list[Chain]]:
         """Run the layer again, keeping what the way back needs."""
-        module, cell = _module(call), self.cell(call)
-        x, states = tensor(call, "input"), self._initial(call, cell.states)
+        module, cell = _module(view), self.cell(view)
+        x, states = tensor(view, "input"), self._initial(view, cell.states)
         layers = []
         for layer in range(module.num_layers):
             chains, outputs = [], []
             for direction in range(_directions(module)):
                 suffix = f"l{layer}" + "_reverse" * direction
-                weights = _weights(call, suffix)
+                weights = _weights(view, suffix)
                 position = layer * _directions(module) + direction
                 start = tuple(state[position] for state in states)
                 steps = _in_order(x, bool(direction), 1)
@@ -156,21 +154,21 @@ class RecurrentRule(AffinePairsRule):
             x = torch.cat(outputs, -1)
         return layers
 
-    def _initial(self, call: ModuleCall, count: int) -> list[Tensor]:
+    def _initial(self, view: View, count: int) -> list[Tensor]:
         """The initial states, each of shape ``[layers·directions, N, H]``."""
-        given = slots(call).get("hx")
+        given = slots(view).get("hx")
         if given:
-            return [call.tensor_input(slot) for slot in given]
-        module, x = _module(call), tensor(call, "input")
+            return [view.tensor_input(slot) for slot in given]
+        module, x = _module(view), tensor(view, "input")
         shape = (module.num_layers * _directions(module), len(x), module.hidden_size)
         return [x.new_zeros(shape)] * count
 
-    def _carried(self, call: ModuleCall, mat: Tensor) -> Carried:
-        return once_per_columns(call, "carried", mat, lambda: self._carry_back(call, mat))
+    def _carried(self, view: View, mat: Tensor) -> Carried:
+        return view.once_per_columns("carried", mat, lambda: self._carry_back(view, mat))
 
-    def _carry_back(self, call: ModuleCall, mat: Tensor) -> Carried:
-        module, cell, layers = _module(call), self.cell(call), self._chains(call)
-        at_output = mat if call.output_nr == 0 else None
+    def _carry_back(self, view: View, mat: Tensor) -> Carried:
+        module, cell, layers = _module(view), self.cell(view), self._chains(view)
+        at_output = mat if view.index == 0 else None
         gates: dict[str, Tensor] = {}
         states: list[tuple[Tensor, ...]] = []
         for layer in reversed(range(module.num_layers)):
@@ -179,15 +177,15 @@ class RecurrentRule(AffinePairsRule):
                 position = layer * _directions(module) + direction
                 # The states of a layer come behind its outputs: (output, h_n, c_n).
                 ends: list[Tensor | None] = [None, None]
-                if call.output_nr > 0:
-                    ends[call.output_nr - 1] = mat[:, :, position]
+                if view.index > 0:
+                    ends[view.index - 1] = mat[:, :, position]
                 steps = None
                 if at_output is not None:
                     part = at_output.chunk(_directions(module), -1)[direction]
                     steps = _in_order(part, chain.backward, 2)
-                hh = call.parameter(f"weight_hh_{chain.suffix}")
+                hh = view.parameter(f"weight_hh_{chain.suffix}")
                 gates[chain.suffix], start = _recurse(cell, chain, hh, steps, ends)
-                ih = call.parameter(f"weight_ih_{chain.suffix}")
+                ih = view.parameter(f"weight_ih_{chain.suffix}")
                 at_inputs.append(_in_order(gates[chain.suffix] @ ih, chain.backward, 2))
                 at_states.append(start)
             states = at_states + states
@@ -230,8 +228,8 @@ def _recurse(
     return torch.stack(found[::-1], 2), tuple(s for s in states if s is not None)
 
 
-def _module(call: ModuleCall) -> RNNBase:
-    return cast(RNNBase, call.module)
+def _module(view: View) -> RNNBase:
+    return cast(RNNBase, view.module)
 
 
 def _directions(module: RNNBase) -> int:
@@ -243,11 +241,11 @@ def _in_order(x: Tensor, backward: bool, axis: int) -> Tensor:
     return x.flip(axis) if backward else x
 
 
-def _weights(call: ModuleCall, suffix: str) -> Weights:
+def _weights(view: View, suffix: str) -> Weights:
     biases: list[Tensor | None] = [None, None]
-    if _module(call).bias:
-        biases = [call.parameter(f"bias_{source}_{suffix}") for source in ("ih", "hh")]
-    matrices = [call.parameter(f"weight_{source}_{suffix}") for source in ("ih", "hh")]
+    if _module(view).bias:
+        biases = [view.parameter(f"bias_{source}_{suffix}") for source in ("ih", "hh")]
+    matrices = [view.parameter(f"weight_{source}_{suffix}") for source in ("ih", "hh")]
     return Weights(*matrices, *biases)
 
 
@@ -261,9 +259,9 @@ class RNNRule(RecurrentRule):
 
     module_types = (RNN,)
 
-    def cell(self, call: ModuleCall) -> Cell:
+    def cell(self, view: View) -> Cell:
         """With the nonlinearity of the module."""
-        return ElmanCell(cast(RNN, call.module).nonlinearity)
+        return ElmanCell(cast(RNN, view.module).nonlinearity)
 
 
 class LSTMRule(RecurrentRule):
@@ -271,7 +269,7 @@ class LSTMRule(RecurrentRule):
 
     module_types = (LSTM,)
 
-    def cell(self, call: ModuleCall) -> Cell:
+    def cell(self, view: View) -> Cell:
         """The same for all modules."""
         return LSTMCell()
 
@@ -281,6 +279,6 @@ class GRURule(RecurrentRule):
 
     module_types = (GRU,)
 
-    def cell(self, call: ModuleCall) -> Cell:
+    def cell(self, view: View) -> Cell:
         """The same for all modules."""
         return GRUCell()

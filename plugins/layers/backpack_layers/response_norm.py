@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LocalResponseNorm
 
-from backpack_core.calls import ModuleCall
-from backpack_core.rules import LayerRule
-from backpack_layers.arguments import once
+from backpack_core.record.view import View
+from backpack_core.contract.rules import LayerRule
 from backpack_layers.linear_map import over_columns
 
 
@@ -19,41 +18,41 @@ class LocalResponseNormRule(LayerRule):
 
     module_types = (LocalResponseNorm,)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        norm, x, d = _norm(call), call.input, _denominator(call)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        norm, x, d = _norm(view), view.input, _denominator(view)
         power = d**-norm.beta
-        spread = _spread(call, mat * (x * power / d))
+        spread = _spread(view, mat * (x * power / d))
         return mat * power - 2 * norm.alpha * norm.beta * x * spread
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        norm, x, d = _norm(call), call.input, _denominator(call)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        norm, x, d = _norm(view), view.input, _denominator(view)
         power = d**-norm.beta
-        change = over_columns(lambda m: _neighbours(call, m), mat * x)
+        change = over_columns(lambda m: _neighbours(view, m), mat * x)
         return mat * power - 2 * norm.alpha * norm.beta * (x * power / d) * change
 
     def _second_derivative_mat_prod(
-        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+        self, view: View, grad_output: Tensor, mat: Tensor
     ) -> Tensor:
-        norm, x, d = _norm(call), call.input, _denominator(call)
+        norm, x, d = _norm(view), view.input, _denominator(view)
         factor = grad_output * d ** (-norm.beta - 1)
-        change = 2 * norm.alpha * over_columns(lambda m: _neighbours(call, m), mat * x)
+        change = 2 * norm.alpha * over_columns(lambda m: _neighbours(view, m), mat * x)
         inner = factor * mat - (norm.beta + 1) * factor * x / d * change
-        spread = mat * _spread(call, (factor * x)[None]) + x * _spread(call, inner)
+        spread = mat * _spread(view, (factor * x)[None]) + x * _spread(view, inner)
         return -norm.beta * (factor * change + 2 * norm.alpha * spread)
 
 
-def _norm(call: ModuleCall) -> LocalResponseNorm:
-    return cast(LocalResponseNorm, call.module)
+def _norm(view: View) -> LocalResponseNorm:
+    return cast(LocalResponseNorm, view.module)
 
 
-def _denominator(call: ModuleCall) -> Tensor:
-    norm, x = _norm(call), call.input
-    return once(call, "denominator", lambda: norm.k + norm.alpha * _neighbours(call, x**2))
+def _denominator(view: View) -> Tensor:
+    norm, x = _norm(view), view.input
+    return view.once("denominator", lambda: norm.k + norm.alpha * _neighbours(view, x**2))
 
 
-def _neighbours(call: ModuleCall, x: Tensor, transpose: bool = False) -> Tensor:
+def _neighbours(view: View, x: Tensor, transpose: bool = False) -> Tensor:
     """Mean over neighbouring channels; a window of even size is not symmetric."""
-    size = _norm(call).size
+    size = _norm(view).size
     before, after = size // 2, (size - 1) // 2
     if transpose:
         before, after = after, before
@@ -61,5 +60,5 @@ def _neighbours(call: ModuleCall, x: Tensor, transpose: bool = False) -> Tensor:
     return F.avg_pool2d(padded, (size, 1), stride=1).reshape(x.shape)
 
 
-def _spread(call: ModuleCall, mat: Tensor) -> Tensor:
-    return over_columns(lambda m: _neighbours(call, m, transpose=True), mat)
+def _spread(view: View, mat: Tensor) -> Tensor:
+    return over_columns(lambda m: _neighbours(view, m, transpose=True), mat)

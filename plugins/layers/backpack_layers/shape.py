@@ -20,9 +20,9 @@ from torch.nn import (
     UpsamplingNearest2d,
 )
 
-from backpack_core.calls import ModuleCall
+from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule, over_columns
 
@@ -34,19 +34,19 @@ class ReshapeRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse a reshape of the batch axis."""
-        if call.input_shape[:1] != call.output_shape[:1]:
+        if view.input_shape[:1] != view.output_shape[:1]:
             raise UnsupportedError(
-                f"{call.path} reshapes {list(call.input_shape)} into {list(call.output_shape)}, "
+                f"{view.path} reshapes {list(view.input_shape)} into {list(view.output_shape)}, "
                 "which changes the batch axis 0: leave that axis alone, as Flatten() does."
             )
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat.reshape(len(mat), *call.input_shape)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat.reshape(len(mat), *view.input_shape)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat.reshape(len(mat), *call.output_shape)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat.reshape(len(mat), *view.output_shape)
 
 
 class PixelShuffleRule(LayerRule):
@@ -56,18 +56,18 @@ class PixelShuffleRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_axes(call, 4, "[N, C, H, W]")
+        require_axes(view, 4, "[N, C, H, W]")
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._shuffle(call, mat, forward=False)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._shuffle(view, mat, forward=False)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._shuffle(call, mat, forward=True)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._shuffle(view, mat, forward=True)
 
-    def _shuffle(self, call: ModuleCall, mat: Tensor, forward: bool) -> Tensor:
-        module = call.module
+    def _shuffle(self, view: View, mat: Tensor, forward: bool) -> Tensor:
+        module = view.module
         if isinstance(module, PixelUnshuffle):
             function = F.pixel_unshuffle if forward else F.pixel_shuffle
             return function(mat, module.downscale_factor)
@@ -82,15 +82,15 @@ class ChannelShuffleRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        require_axes(call, 3, "[N, C, *]")
+        require_axes(view, 3, "[N, C, *]")
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._shuffle(mat, mat.shape[2] // cast(ChannelShuffle, call.module).groups)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._shuffle(mat, mat.shape[2] // cast(ChannelShuffle, view.module).groups)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._shuffle(mat, cast(ChannelShuffle, call.module).groups)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._shuffle(mat, cast(ChannelShuffle, view.module).groups)
 
     def _shuffle(self, mat: Tensor, groups: int) -> Tensor:
         grouped = mat.reshape(*mat.shape[:2], groups, -1, *mat.shape[3:])
@@ -104,25 +104,25 @@ class UnfoldRule(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def check(self, call: ModuleCall) -> None:
+    def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
-        if isinstance(call.module, Unfold):
-            require_axes(call, 4, "[N, C, H, W]")
+        if isinstance(view.module, Unfold):
+            require_axes(view, 4, "[N, C, H, W]")
         else:
-            require_axes(call, 3, "[N, C·K, L]")
+            require_axes(view, 3, "[N, C·K, L]")
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._move(call, mat, take=isinstance(call.module, Fold))
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._move(view, mat, take=isinstance(view.module, Fold))
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._move(call, mat, take=isinstance(call.module, Unfold))
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._move(view, mat, take=isinstance(view.module, Unfold))
 
-    def _move(self, call: ModuleCall, mat: Tensor, take: bool) -> Tensor:
-        module = cast("Fold | Unfold", call.module)
+    def _move(self, view: View, mat: Tensor, take: bool) -> Tensor:
+        module = cast("Fold | Unfold", view.module)
         settings = (module.kernel_size, module.dilation, module.padding, module.stride)
         if take:
             return over_columns(lambda m: F.unfold(m, *settings), mat)
-        image = call.output_shape if isinstance(module, Fold) else call.input_shape
+        image = view.output_shape if isinstance(module, Fold) else view.input_shape
         size = (image[-2], image[-1])
         return over_columns(lambda m: F.fold(m, size, *settings), mat)
 
@@ -132,9 +132,9 @@ class UpsampleRule(LinearMapRule):
 
     module_types = (Upsample, UpsamplingNearest2d, UpsamplingBilinear2d)
 
-    def apply(self, call: ModuleCall, x: Tensor) -> Tensor:
+    def apply(self, view: View, x: Tensor) -> Tensor:
         """What the module does."""
-        module = cast(Upsample, call.module)
+        module = cast(Upsample, view.module)
         return F.interpolate(
             x,
             module.size,

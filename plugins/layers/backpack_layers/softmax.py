@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
-from backpack_core.calls import ModuleCall
-from backpack_core.rules import LayerRule
+from backpack_core.record.view import View
+from backpack_core.contract.rules import LayerRule
 
 
 class SoftmaxRule(LayerRule):
@@ -17,22 +17,22 @@ class SoftmaxRule(LayerRule):
 
     module_types = (Softmax, Softmin, Softmax2d)
 
-    def mixes_samples(self, call: ModuleCall) -> bool:
+    def mixes_samples(self, view: View) -> bool:
         """Whether the axis is that of the samples."""
-        return _along_samples(call)
+        return _along_samples(view)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        product = _softmax_product(call.output, mat, _axis(call))
-        return -product if isinstance(call.module, Softmin) else product
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        product = _softmax_product(view.output, mat, _axis(view))
+        return -product if isinstance(view.module, Softmin) else product
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return self._jac_t_mat_prod(call, mat)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return self._jac_t_mat_prod(view, mat)
 
     def _second_derivative_mat_prod(
-        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+        self, view: View, grad_output: Tensor, mat: Tensor
     ) -> Tensor:
         # The sign of Softmin occurs twice.
-        y, axis = call.output, _axis(call)
+        y, axis = view.output, _axis(view)
         change = _softmax_product(y, mat, axis)
         mean = (y * grad_output).sum(axis, keepdim=True)
         return change * (grad_output - mean) - y * (change * grad_output).sum(axis, keepdim=True)
@@ -43,21 +43,21 @@ class LogSoftmaxRule(LayerRule):
 
     module_types = (LogSoftmax,)
 
-    def mixes_samples(self, call: ModuleCall) -> bool:
+    def mixes_samples(self, view: View) -> bool:
         """Whether the axis is that of the samples."""
-        return _along_samples(call)
+        return _along_samples(view)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat - call.output.exp() * mat.sum(_axis(call), keepdim=True)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat - view.output.exp() * mat.sum(_axis(view), keepdim=True)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat - (call.output.exp() * mat).sum(_axis(call), keepdim=True)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat - (view.output.exp() * mat).sum(_axis(view), keepdim=True)
 
     def _second_derivative_mat_prod(
-        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+        self, view: View, grad_output: Tensor, mat: Tensor
     ) -> Tensor:
-        axis = _axis(call)
-        change = _softmax_product(call.output.exp(), mat, axis)
+        axis = _axis(view)
+        change = _softmax_product(view.output.exp(), mat, axis)
         return -change * grad_output.sum(axis, keepdim=True)
 
 
@@ -66,47 +66,47 @@ class GLURule(LayerRule):
 
     module_types = (GLU,)
 
-    def mixes_samples(self, call: ModuleCall) -> bool:
+    def mixes_samples(self, view: View) -> bool:
         """Whether the axis is that of the samples."""
-        return _along_samples(call)
+        return _along_samples(view)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        axis, (a, b) = _axis(call), self._halves(call, call.input)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        axis, (a, b) = _axis(view), self._halves(view, view.input)
         s = b.sigmoid()
         return torch.cat([mat * s, mat * (a * s * (1 - s))], axis)
 
-    def _jac_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        (a, b), (da, db) = self._halves(call, call.input), self._halves(call, mat)
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        (a, b), (da, db) = self._halves(view, view.input), self._halves(view, mat)
         s = b.sigmoid()
         return da * s + db * (a * s * (1 - s))
 
     def _second_derivative_mat_prod(
-        self, call: ModuleCall, grad_output: Tensor, mat: Tensor
+        self, view: View, grad_output: Tensor, mat: Tensor
     ) -> Tensor:
-        (a, b), (da, db) = self._halves(call, call.input), self._halves(call, mat)
+        (a, b), (da, db) = self._halves(view, view.input), self._halves(view, mat)
         s = b.sigmoid()
         slope = s * (1 - s)
         mixed, pure = grad_output * slope, grad_output * a * slope * (1 - 2 * s)
-        return torch.cat([mixed * db, mixed * da + pure * db], _axis(call))
+        return torch.cat([mixed * db, mixed * da + pure * db], _axis(view))
 
-    def _halves(self, call: ModuleCall, x: Tensor) -> tuple[Tensor, ...]:
-        return torch.chunk(x, 2, _axis(call))
+    def _halves(self, view: View, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.chunk(x, 2, _axis(view))
 
 
-def _axis(call: ModuleCall) -> int:
+def _axis(view: View) -> int:
     """The axis, counted from the end, so that it holds with columns in front."""
-    dims = len(call.input_shape)
-    if isinstance(call.module, Softmax2d):
+    dims = len(view.input_shape)
+    if isinstance(view.module, Softmax2d):
         return -3
-    dim = cast(Softmax, call.module).dim
+    dim = cast(Softmax, view.module).dim
     if dim is None:
         # torch chooses for modules that leave the axis open, and warns in their forward.
         dim = 0 if dims in {0, 1, 3} else 1
     return dim if dim < 0 else dim - dims
 
 
-def _along_samples(call: ModuleCall) -> bool:
-    return _axis(call) == -len(call.input_shape)
+def _along_samples(view: View) -> bool:
+    return _axis(view) == -len(view.input_shape)
 
 
 def _softmax_product(y: Tensor, mat: Tensor, axis: int) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core import LayerRule, ModuleCall, ops
+from backpack_core import SampleProduct
+from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 
@@ -18,10 +19,11 @@ class DiagGGNExact(ExactExtension):
 
     savefield = "diag_ggn_exact"
     columns_add = True
+    needs = (square_sum,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v Σ_n M[v, n]²``."""
-        return ops.square_sum(rule, call, name, mat)
+        return square_sum(product)
 
 
 class DiagGGNMC(SampledExtension):
@@ -34,10 +36,11 @@ class DiagGGNMC(SampledExtension):
 
     savefield = "diag_ggn_mc"
     columns_add = True
+    needs = (square_sum,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v Σ_n M[v, n]²``."""
-        return ops.square_sum(rule, call, name, mat)
+        return square_sum(product)
 
 
 class BatchDiagGGNExact(ExactExtension):
@@ -50,11 +53,11 @@ class BatchDiagGGNExact(ExactExtension):
     savefield = "diag_ggn_exact_batch"
     columns_add = True
     per_sample = True
-    precedence = 1
+    needs = (per_sample_square_sum,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return ops.shared(ops.per_sample_square_sum, rule, call, name, mat)
+        return per_sample_square_sum(product)
 
 
 class BatchDiagGGNMC(SampledExtension):
@@ -67,8 +70,8 @@ class BatchDiagGGNMC(SampledExtension):
     savefield = "diag_ggn_mc_batch"
     columns_add = True
     per_sample = True
-    precedence = 1
+    needs = (per_sample_square_sum,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return ops.shared(ops.per_sample_square_sum, rule, call, name, mat)
+        return per_sample_square_sum(product)

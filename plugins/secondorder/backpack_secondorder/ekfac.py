@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from backpack_core import LayerRule, ModuleCall, SecondOrderExtension, ops
-from backpack_core.extension import FailMode, as_subsampling
-from backpack_core.kronecker import KroneckerEigenbasis
-from backpack_core.ops.kronecker import WeightSharing
+from backpack_core import SampleProduct, SecondOrderExtension
+from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis
 from backpack_secondorder.kfac import as_weight_sharing
+from backpack_secondorder.kronecker import KroneckerEigenbasis
 from backpack_secondorder.propagators import LossSqrt
 
 
@@ -26,8 +24,6 @@ class EKFAC(SecondOrderExtension):
     """
 
     savefield = "ekfac"
-    shared_parameters = False
-
     def __init__(
         self,
         mc_samples: int | None = 1,
@@ -52,8 +48,6 @@ class EKFAC(SecondOrderExtension):
         super().__init__(propagator, savefield, fail_mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
 
-    def read(
-        self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
-    ) -> KroneckerEigenbasis:
+    def read(self, product: SampleProduct) -> KroneckerEigenbasis:
         """The basis and its eigenvalues."""
-        return ops.corrected_eigenbasis(rule, call, name, mat, self.weight_sharing)
+        return corrected_eigenbasis(product, self.weight_sharing)

@@ -8,13 +8,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from backpack_core import Columns, LayerRule, ModuleCall, SecondOrderExtension, ops
-from backpack_core.columns import Root
+from backpack_core import SampleProduct, SecondOrderExtension
+from backpack_core.contract.columns import Root
+from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.operations import gram, weighted_sum
 from backpack_core.errors import UsageError
-from backpack_core.extension import FailMode, as_subsampling
-from backpack_core.ops import MaterializedRule
 from backpack_secondorder.propagators import LossSqrt
 
 
@@ -69,10 +68,7 @@ class GramBlock:
     """
 
     gram: Tensor
-    _rule: LayerRule
-    _call: ModuleCall
-    _name: str
-    _columns: Columns
+    _product: SampleProduct
     _places: Tensor = field(init=False)
     spectrum: Spectrum = field(init=False)
 
@@ -90,12 +86,8 @@ class GramBlock:
             UsageError: There are not as many eigenvalues that differ from zero.
         """
         weights = self.spectrum.weights(count)[:, self._places]
-        if isinstance(self._rule, MaterializedRule):
-            return torch.einsum("kvn,vn...->k...", weights, self._rule.product)
-        mat = torch.einsum("kvn,vn...->kn...", weights, self._columns.mat)
-        product = ops.per_sample_sum(self._rule, self._call, self._name, mat)
-        self._call.memo.clear()
-        return product
+        with torch.set_grad_enabled(self.gram.requires_grad):
+            return weighted_sum(self._product, weights)
 
 
 class GGNGram(SecondOrderExtension):
@@ -114,8 +106,8 @@ class GGNGram(SecondOrderExtension):
     """
 
     savefield = "ggn_gram"
-    reads_quantity = True
     is_deferred = True
+    needs = (gram,)
 
     def __init__(
         self,
@@ -136,12 +128,11 @@ class GGNGram(SecondOrderExtension):
         propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
         super().__init__(propagator, savefield, fail_mode)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Columns) -> GramBlock:
+    def read(self, product: SampleProduct) -> GramBlock:
         """The parameter's own Gram matrix, and what its eigenvectors will need."""
-        gram = ops.gram(rule, call, name, mat.mat)
-        return GramBlock(gram, rule, call.retained(), name, mat)
+        return GramBlock(gram(product).clone(), product)
 
-    def finish(self, values: Mapping[Parameter, GramBlock]) -> Mapping[Parameter, GramBlock]:
+    def finish(self, values: Mapping[Tensor, GramBlock]) -> Mapping[Tensor, GramBlock]:
         """Add up the Gram matrices.
 
         Parameters may see columns of different losses, so every root has its place.
@@ -156,21 +147,21 @@ class GGNGram(SecondOrderExtension):
         starts: dict[Root, int] = {}
         total = 0
         for block in blocks:
-            for root, mat in block._columns.blocks.items():
+            for root, count in block._product.roots.items():
                 if root not in starts:
                     starts[root] = total
-                    total += len(mat)
+                    total += count
         samples = blocks[0].gram.shape[1]
-        gram = blocks[0].gram.new_zeros(total, samples, total, samples)
+        whole = blocks[0].gram.new_zeros(total, samples, total, samples)
         for block in blocks:
             ranges = [
-                torch.arange(starts[root], starts[root] + len(mat), device=gram.device)
-                for root, mat in block._columns.blocks.items()
+                torch.arange(starts[root], starts[root] + count, device=whole.device)
+                for root, count in block._product.roots.items()
             ]
             block._places = torch.cat(ranges)
             grid = block._places[:, None], block._places[None, :]
-            gram.transpose(1, 2)[grid] += block.gram.transpose(1, 2)
-        spectrum = Spectrum(gram)
+            whole.transpose(1, 2)[grid] += block.gram.transpose(1, 2)
+        spectrum = Spectrum(whole)
         for block in blocks:
             block.spectrum = spectrum
         return values

@@ -1,4 +1,4 @@
-"""The Hessian of the loss at one tensor, in the cheapest exact form. Knows no layer and no rule."""
+"""The Hessian at a tensor, in the cheapest exact form: what ``SignedSqrt`` sends backwards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from backpack_core import Columns
-from backpack_core.columns import Root
-from backpack_core.ops.signed import unit_columns
+from backpack_core.contract.columns import Root
+from backpack_core.contract.contractions import slices
+from backpack_secondorder.signed import unit_columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,23 +29,16 @@ class Spread:
     weights: Tensor
     scale: Tensor
 
-    @cached_property
-    def columns(self) -> Columns:
+    def columns(self, some: slice = slice(None)) -> Columns:
         """Formed: ``[V, N, *]``."""
-        roots = self.weights.abs().sqrt()
-        lead = roots.reshape(*roots.shape, *[1] * (self.rows.dim() - 2))
-        return Columns.start("residual", self.rows * lead * self.scale, self.weights.sign())
+        rows, weights = self.rows[some], self.weights[some]
+        lead = weights.abs().sqrt().reshape(*weights.shape, *[1] * (rows.dim() - 2))
+        return Columns.start("residual", rows * lead * self.scale, weights.sign())
 
     def diagonal(self) -> Tensor:
         """Shape ``[N, *]``."""
         product = self.weights.T @ self.rows.flatten(1).square()
         return product.reshape(self.scale.shape) * self.scale.square()
-
-    def matmul(self, mat: Tensor) -> Tensor:
-        """The product with ``[V, N, *]``."""
-        rows = self.rows.flatten(1)
-        inner = (mat * self.scale).flatten(2) @ rows.T * self.weights.T  # [V, N, rows]
-        return (inner @ rows).reshape(mat.shape) * self.scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +53,8 @@ class Hessian:
         diagonal: ``d``, shape ``[N, *]``; ``None`` for zero.
         spread: More columns, in factored form; ``None`` for none.
         block: ``H``, as its rows ``[D, N, *]``; ``None`` for zero.
+        rows: The rows of a residual that is too large to be formed, ``D`` and a function of a
+            slice of them; it is shed where it came into being.
         branched: Roots of columns that went separate ways somewhere.
     """
 
@@ -66,20 +62,25 @@ class Hessian:
     diagonal: Tensor | None = None
     spread: Spread | None = None
     block: Tensor | None = None
+    rows: tuple[int, Callable[[slice], Tensor]] | None = None
     branched: frozenset[Root] = frozenset()
 
     @property
-    def width(self) -> int:
-        """How many columns there are, or would be."""
-        width = 0 if self.columns is None else sum(map(len, self.columns.blocks.values()))
-        width += 0 if self.diagonal is None else self.diagonal.shape[1:].numel()
-        width += 0 if self.spread is None else len(self.spread.rows)
-        return width + (0 if self.block is None else len(self.block))
+    def formed(self) -> int:
+        """How many columns there are."""
+        return 0 if self.columns is None else sum(self.columns.sizes.values())
 
-    def signed_columns(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """``S`` and ``σ`` of every root: ``[V, N, *]`` and ``[V, N]`` (``None``: all positive)."""
-        for root, mat in {} if self.columns is None else self.columns.blocks.items():
-            yield mat, root.signs
+    @property
+    def unformed(self) -> int:
+        """How many there would be of the rest."""
+        width = 0 if self.diagonal is None else self.diagonal.shape[1:].numel()
+        width += 0 if self.spread is None else len(self.spread.rows)
+        width += 0 if self.rows is None else 2 * self.rows[0]
+        return width + (0 if self.block is None else 2 * len(self.block))
+
+    def signed_columns(self) -> Iterator[tuple[Root, Tensor]]:
+        """``S`` of every root, ``[V, N, *]``; the root has the signs."""
+        yield from () if self.columns is None else self.columns.blocks.items()
 
     def map_columns(self, function: Callable[[Tensor], Tensor]) -> Hessian:
         """Apply a linear function of ``[V, N, *]`` to the columns, root by root."""
@@ -102,46 +103,36 @@ class Hessian:
         result = self.map_columns(lambda mat: mat * scale)
         return replace(result, diagonal=diagonal, spread=spread, block=block)
 
-    def matmul(self, mat: Tensor) -> Tensor:
-        """The product with ``[V, N, *]``."""
-        result = torch.zeros_like(mat)
-        flat = mat.flatten(2).transpose(0, 1)  # [N, V, D]
-        for columns, signs in self.signed_columns():
-            wide = columns.flatten(2).transpose(0, 1)  # [N, C, D]
-            inner = flat @ wide.mT
-            inner = inner if signs is None else inner * signs.T.unsqueeze(1)
-            result = result + (inner @ wide).transpose(0, 1).reshape(mat.shape)
-        if self.spread is not None:
-            result = result + self.spread.matmul(mat)
+    def chunks(self, size: int) -> Iterator[Hessian]:
+        """All that is not formed, as columns, in parts of at most ``size``."""
         if self.diagonal is not None:
-            result = result + mat * self.diagonal
+            for some in slices(self.diagonal.shape[1:].numel(), size):
+                mat, signs = unit_columns(self.diagonal, some)
+                yield Hessian(Columns.start("residual", mat, signs))
+        if self.spread is not None:
+            for some in slices(len(self.spread.rows), size):
+                yield Hessian(self.spread.columns(some))
         if self.block is not None:
-            product = flat @ self.block.flatten(2).transpose(0, 1)
-            result = result + product.transpose(0, 1).reshape(mat.shape)
-        return result
-
-    def formed(self) -> Hessian:
-        """The same with the spread as columns."""
-        if self.spread is None:
-            return self
-        return replace(self, spread=None).merge(Hessian(self.spread.columns))
+            for some in slices(len(self.block), max(1, size // 2)):
+                yield Hessian(block_columns(self.block[some], some))
+        if self.rows is not None:
+            for some in slices(self.rows[0], max(1, size // 2)):
+                yield Hessian(block_columns(self.rows[1](some), some))
 
     def as_columns(self) -> Hessian:
         """The same with columns only."""
-        result = replace(self.formed(), diagonal=None, block=None)
-        if self.diagonal is not None:
-            ((mat, signs),) = unit_columns(self.diagonal)
-            result = result.merge(Hessian(Columns.start("residual", mat, signs)))
-        if self.block is not None:
-            result = result.merge(Hessian(block_columns(self.block)))
+        result = replace(self, diagonal=None, block=None, spread=None, rows=None)
+        for part in self.chunks(max(1, self.unformed)):
+            result = result.merge(part)
         return result
 
     def as_block(self) -> Hessian:
         """The same with all that did not branch in the dense block."""
-        formed = self.formed()
+        spread = self.spread
+        formed = self if spread is None else replace(self, spread=None).merge(Hessian(spread.columns()))
         kept: dict[Root, Tensor] = {}
         block = self.block
-        for root, mat in {} if formed.columns is None else formed.columns.blocks.items():
+        for root, mat in formed.signed_columns():
             if root in self.branched:
                 kept[root] = mat
                 continue
@@ -154,26 +145,22 @@ class Hessian:
             block = add(block, dense.reshape(dense.shape[0], *self.diagonal.shape))
         return Hessian(Columns(kept) if kept else None, block=block, branched=self.branched)
 
-    def own_diagonal(self) -> Tensor:
-        """The diagonal of all but the columns. Shape ``[N, *]``.
-
-        Raises:
-            ValueError: There is nothing but columns.
-        """
+    @cached_property
+    def own_diagonal(self) -> Tensor | None:
+        """The diagonal of all but the columns. Shape ``[N, *]``; ``None`` if there is no more."""
         result = self.diagonal
         if self.spread is not None:
             result = add(result, self.spread.diagonal())
         if self.block is not None:
             flat = self.block.flatten(2).diagonal(dim1=0, dim2=2)
             result = add(result, flat.reshape(self.block.shape[1:]))
-        if result is None:
-            raise ValueError("There is nothing but columns.")
         return result
 
     def merge(self, other: Hessian) -> Hessian:
         """The sum of what arrived over two branches."""
         if self.spread is not None and other.spread is not None:
-            return self.formed().merge(other)
+            spread = Hessian(self.spread.columns())
+            return replace(self, spread=None).merge(spread).merge(other)
         columns = self.columns or other.columns
         if self.columns is not None and other.columns is not None:
             columns = self.columns.merge(other.columns)
@@ -182,38 +169,34 @@ class Hessian:
             add(self.diagonal, other.diagonal),
             self.spread or other.spread,
             add(self.block, other.block),
+            self.rows or other.rows,
             self.branched | other.branched,
         )
 
 
-def block_columns(block: Tensor) -> Columns:
+def block_columns(rows: Tensor, some: slice) -> Columns:
     """A dense block ``H`` as ``2 D`` columns with signs, without an eigendecomposition.
 
     With the rows ``h_d`` of ``H``, it is ``1/4 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ``. The
     scale ``a² = ‖h_d‖`` balances both parts.
 
     Args:
-        block: Rows ``[D, N, *]``.
+        rows: Some rows ``[d, N, *]``.
+        some: Which they are.
 
     Returns:
-        Columns ``[2 D, N, *]``.
+        Columns ``[2 d, N, *]``.
     """
-    size, samples = block.shape[:2]
-    rows = block.reshape(size, samples, size)
-    tiny = torch.finfo(block.dtype).tiny
-    scale = rows.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
-    unit = torch.eye(size, dtype=block.dtype, device=block.device).unsqueeze(1) * scale
-    mat = torch.cat([unit + rows / scale, unit - rows / scale]) / 2
-    signs = block.new_ones(2 * size, samples)
-    signs[size:] = -1
-    return Columns.start("block", mat.reshape(2 * size, *block.shape[1:]), signs)
-
-
-def unit_vectors(like: Tensor) -> Tensor:
-    """All unit vectors at a tensor ``[N, *]``, for each sample: ``[D, N, *]``."""
-    size = like.shape[1:].numel()
-    eye = torch.eye(size, dtype=like.dtype, device=like.device)
-    return eye.reshape(size, 1, *like.shape[1:]).expand(-1, *like.shape)
+    count, samples, *shape = rows.shape
+    flat = rows.reshape(count, samples, -1)
+    size = flat.shape[2]
+    tiny = torch.finfo(rows.dtype).tiny
+    scale = flat.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
+    unit = torch.eye(size, dtype=rows.dtype, device=rows.device)[some].unsqueeze(1) * scale
+    mat = torch.cat([unit + flat / scale, unit - flat / scale]) / 2
+    signs = rows.new_ones(2 * count, samples)
+    signs[count:] = -1
+    return Columns.start("block", mat.reshape(2 * count, samples, *shape), signs)
 
 
 def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -5,26 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from torch import Tensor
-
-from backpack_core import LayerRule, ModuleCall, SecondOrderExtension, ops
+from backpack_core import SampleProduct, SecondOrderExtension
+from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
-from backpack_core.extension import FailMode
-from backpack_core.kronecker import KroneckerFactors
-from backpack_core.ops.kronecker import WeightSharing
+from backpack_secondorder.factors import WeightSharing, kronecker_factors
+from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 
 class FactorsExtension(SecondOrderExtension):
     """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
 
-    shared_parameters = False
     columns_add = True
     weight_sharing: WeightSharing
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
+    def read(self, product: SampleProduct) -> KroneckerFactors:
         """The factors."""
-        return ops.kronecker_factors(rule, call, name, mat, self.weight_sharing)
+        factors = kronecker_factors(product, self.weight_sharing)
+        return factors.with_factors(factors)
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
         """Columns enter the first factor only."""
@@ -50,6 +48,9 @@ class KFAC(FactorsExtension, SampledExtension):
     - ``"expand"``: ``A = 1/(N S) Σ_n Σ_s x xᵀ`` and ``B = Σ_v Σ_n Σ_s g gᵀ``: positions are treated
       like samples (Eschenhagen et al., 2023, eq. 19).
     - ``"reduce"``: ``A`` from the mean of ``x`` over positions, ``B`` from ``Σ_s g`` (eq. 22).
+
+    A weight that several modules use, or one module in several calls, is shared by the positions of
+    all of them (Eschenhagen et al. treat every use as one more shared axis).
 
     A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``: blocks between groups
     are left out. Martens and Grosse (2015) for fully connected layers.

@@ -11,25 +11,25 @@ from torch import Tensor
 
 from backpack_core import (
     AffineRule,
-    Columns,
     ElementwiseRule,
     LayerRule,
     LossRule,
-    ModuleCall,
     ParametricRule,
     Propagator,
     SecondOrderExtension,
+    View,
     memory_budget,
-    ops,
 )
-from backpack_core.bridge import cross_columns, refuse
-from backpack_core.calls import Node
+from backpack_core._torch import ACCUMULATE, Node
+from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.product import AffineProduct, Reading
 from backpack_core.errors import UnsupportedError
-from backpack_core.extension import FailMode, as_subsampling
-from backpack_core.kronecker import KroneckerFactors, ParameterOrder
-from backpack_core.ops.kronecker import WeightSharing
+from backpack_core.graph.bridge import push
+from backpack_core.graph.nodes import refuse
+from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import as_weight_sharing
+from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class BatchAveraged(Propagator):
 
     subsampling: tuple[int, ...] | None = None
 
-    def start(self, rule: LossRule, call: ModuleCall) -> Tensor:
+    def start(self, rule: LossRule, view: View) -> Tensor:
         """The Hessian of the loss, summed over samples."""
-        return rule.sum_hessian(call)
+        return rule.sum_hessian(view)
 
-    def propagate(self, rule: LayerRule, call: ModuleCall, quantity: Tensor) -> dict[int, Tensor]:
+    def propagate(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
         """Average ``J_nᵀ Ḡ J_n`` over samples; one is enough where the Jacobian is constant."""
         if isinstance(rule, ElementwiseRule):
-            slope = rule.derivative(call).flatten(1)
+            slope = rule.derivative(view).flatten(1)
             return {0: quantity * (slope.T @ (slope / len(slope)))}
-        live = [position for position, edge in enumerate(call.edges) if edge is not None]
-        samples = call.subsample([0]) if rule.jacobian_is_constant else call
+        live = [position for position, edge in enumerate(view.call.edges) if edge is not None]
+        samples = view.subsample([0]) if rule.jacobian_is_constant else view
         result = {}
         for position in live:
-            width = call.inputs[position].shape[1:].numel()
-            push = partial(_product, rule, position)
-            result[position] = _over_samples(samples, quantity, width, push)
+            width = view.stored.inputs[position].shape[1:].numel()
+            through = partial(_product, rule, position)
+            result[position] = _over_samples(samples, quantity, width, through)
         return result
 
     def cross(
@@ -77,22 +77,61 @@ class BatchAveraged(Propagator):
             raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
         chosen = range(batch_size) if self.subsampling is None else self.subsampling
 
-        def push(mat: Tensor, position: int | None) -> dict[int, Tensor]:
-            columns = Columns.start("rows", mat.reshape(len(mat), *shape))
-            found = cross_columns(node, {number: columns})
-            return {i: c.mat for i, c in found if position in (None, i)}
-
         rows = quantity.unsqueeze(1).expand(-1, batch_size, -1)
         result = []
-        for position, half in push(rows, None).items():
+        for position, half in push(node, {number: rows.reshape(-1, *shape)}).items():
             parent = node.next_functions[position][0]
-            if parent is None or parent.name() == "torch::autograd::AccumulateGrad":
+            if parent is None or parent.name() == ACCUMULATE:
                 continue
             if half.shape[1] != batch_size:
                 raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
-            full = push(half.flatten(2).transpose(0, 2), position)[position].flatten(2)
+            turned = half.flatten(2).transpose(0, 2)
+            full = push(node, {number: turned.reshape(-1, *shape)})[position].flatten(2)
             result.append((position, full[:, list(chosen)].mean(1)))
         return result
+
+    def product(
+        self, rule: ParametricRule, view: View, name: str, quantity: Tensor
+    ) -> AverageReading:
+        """``Ḡ`` at the output, to be read at the parameter."""
+        return AverageReading(rule, view, name, quantity)
+
+
+class AverageReading(Reading):
+    """``Ḡ`` at the output of the layer that uses the parameter."""
+
+    def __init__(self, rule: ParametricRule, view: View, name: str, average: Tensor) -> None:
+        """Store all."""
+        super().__init__(view.parameter_itself(name).shape)
+        self.name, self.path, self.rule = name, view.path, type(rule)
+        self._layer, self._view, self._average = rule, view, average
+
+    def factors(self, sharing: WeightSharing) -> KroneckerFactors:
+        """``[B, A]`` for a weight, ``[B]`` for a bias, the block for another vector.
+
+        Raises:
+            UnsupportedError: The layer declares no structure.
+        """
+        rule, view, name, shape = self._layer, self._view, self.name, self.shape
+        if not isinstance(rule, AffineRule):
+            return KroneckerFactors([_block(rule, view, name, self._average)], ParameterOrder(shape))
+        average = _affine_form(rule, view, self._average)  # [S, G, O, S, G, O]
+        if len(average) == 1:
+            # [G, O, G, O], and no view of what travels on.
+            outer = average[0, :, :, 0].clone(memory_format=torch.contiguous_format)
+        elif sharing == "expand" and name != "bias":
+            outer = average.diagonal(dim1=0, dim2=3).sum(-1)
+        else:
+            outer = average.sum((0, 3))
+        if name == "bias":
+            return KroneckerFactors([outer.flatten(2).flatten(0, 1)], ParameterOrder(shape))
+        by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
+        columns = view.stored.outputs[view.index].new_zeros(1, *view.output_shape)
+        product = rule.param_product(view, name, columns.to(view.dtype))
+        assert isinstance(product, AffineProduct)
+        product.kept = self.kept
+        inner = kept_input_covariance(product, sharing)
+        return KroneckerFactors([by_group.squeeze(0), inner], parameter_order(product))
 
 
 class KFRA(SecondOrderExtension):
@@ -104,7 +143,6 @@ class KFRA(SecondOrderExtension):
     """
 
     savefield = "kfra"
-    shared_parameters = False
 
     def __init__(
         self,
@@ -125,93 +163,70 @@ class KFRA(SecondOrderExtension):
         super().__init__(BatchAveraged(as_subsampling(subsampling)), savefield, fail_mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> KroneckerFactors:
-        """The factors, from ``Ḡ`` at the call's output.
-
-        Raises:
-            UnsupportedError: The layer declares no structure.
-        """
-        shape = call.parameter(name).shape
-        if not isinstance(rule, AffineRule):
-            return KroneckerFactors([_block(rule, call, name, mat)], ParameterOrder(shape))
-        average = _affine_form(rule, call, mat)  # [S, G, O, S, G, O]
-        is_expanded = self.weight_sharing == "expand" and name != "bias"
-        if len(average) == 1:
-            # [G, O, G, O], and no view of what travels on.
-            outer = average[0, :, :, 0].clone(memory_format=torch.contiguous_format)
-        elif is_expanded:
-            outer = average.diagonal(dim1=0, dim2=3).sum(-1)
-        else:
-            outer = average.sum((0, 3))
-        if name == "bias":
-            return KroneckerFactors([outer.flatten(2).flatten(0, 1)], ParameterOrder(shape))
-        by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
-        inp = rule.affine_rows(call)
-        inner = ops.kronecker.input_covariance(call, name, inp, self.weight_sharing)
-        sizes = (*by_group.shape[:2], inp.shape[3])
-        order = ops.kronecker.weight_order(rule, call, name, sizes)
-        return KroneckerFactors([by_group.squeeze(0), inner], order)
+    def read(self, product: AverageReading) -> KroneckerFactors:
+        """The factors, from ``Ḡ`` at the call's output."""
+        return product.factors(self.weight_sharing)
 
 
 def _over_samples(
-    call: ModuleCall,
+    view: View,
     quantity: Tensor,
     width: int,
-    push: Callable[[ModuleCall, Tensor], Tensor],
+    through: Callable[[View, Tensor], Tensor],
 ) -> Tensor:
     """``1/N Σ_n J_nᵀ Ḡ J_n`` for as many samples at a time as the memory budget allows.
 
     Args:
-        call: The samples to average over.
+        view: The samples to average over.
         quantity: ``Ḡ``, shape ``[D, D]``.
         width: Number of columns of ``J``.
-        push: ``(part of the call, [V, n, D]) ↦ [V, n, width]``, the product with ``J_nᵀ``.
+        through: ``(part of the call, [V, n, D]) ↦ [V, n, width]``, the product with ``J_nᵀ``.
     """
-    samples = call.batch_size
+    samples = view.batch_size
     size = max(width, len(quantity)) * width * quantity.element_size()
     step = max(1, memory_budget() // size)
     total: Tensor | None = None
     for start in range(0, samples, step):
-        part = call if step >= samples else call.subsample(range(samples)[start : start + step])
+        part = view if step >= samples else view.subsample(range(samples)[start : start + step])
         rows = quantity.unsqueeze(1).expand(-1, part.batch_size, -1)
-        half = push(part, rows)
-        product = push(part, half.transpose(0, 2))
+        half = through(part, rows)
+        product = through(part, half.transpose(0, 2))
         total = add(total, product.squeeze(1) if product.shape[1] == 1 else product.sum(1))
     assert total is not None
     return total if samples == 1 else total / samples
 
 
-def _product(rule: LayerRule, position: int, call: ModuleCall, mat: Tensor) -> Tensor:
-    product = rule.jac_t_mat_prod(call, mat.reshape(*mat.shape[:2], *call.output_shape[1:]))
+def _product(rule: LayerRule, position: int, view: View, mat: Tensor) -> Tensor:
+    product = rule.jac_t_mat_prod(view, mat.reshape(*mat.shape[:2], *view.output_shape[1:]))
     found = product[position]
     assert found is not None
     return found.flatten(2)
 
 
-def _block(rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+def _block(rule: LayerRule, view: View, name: str, mat: Tensor) -> Tensor:
     """``1/N Σ_n J_θᵀ Ḡ J_θ`` of a vector in which the layer is linear."""
     is_linear = isinstance(rule, ParametricRule) and name in rule.linear_in_params
-    if not is_linear or call.parameter(name).dim() != 1:
+    if not is_linear or view.parameter(name).dim() != 1:
         raise UnsupportedError(
-            f"KFRA needs Kronecker structure, and {type(rule).__name__} of {call.path} declares "
+            f"KFRA needs Kronecker structure, and {type(rule).__name__} of {view.path} declares "
             f"none for {name!r}: derive the rule from AffineRule, freeze the parameter, or leave "
             "KFRA out."
         )
 
-    def push(part: ModuleCall, rows: Tensor) -> Tensor:
+    def through(part: View, rows: Tensor) -> Tensor:
         assert isinstance(rule, ParametricRule)
-        columns = rows.reshape(*rows.shape[:2], *call.output_shape[1:])
+        columns = rows.reshape(*rows.shape[:2], *view.output_shape[1:])
         return rule.param_jac_t_mat_prod(part, name, columns).flatten(2)
 
-    return _over_samples(call, mat, call.parameter(name).numel(), push)
+    return _over_samples(view, mat, view.parameter(name).numel(), through)
 
 
-def _affine_form(rule: AffineRule, call: ModuleCall, mat: Tensor) -> Tensor:
+def _affine_form(rule: AffineRule, view: View, mat: Tensor) -> Tensor:
     """``Ḡ`` with rows and columns as ``[S, G, O]``."""
-    one = call.subsample([0])
+    one = view.subsample([0])
 
     def rearrange(rows: Tensor) -> Tensor:
-        columns = rows.reshape(len(rows), 1, *call.output_shape[1:])
+        columns = rows.reshape(len(rows), 1, *view.output_shape[1:])
         return rule.affine_output(one, columns).squeeze(1)
 
     half = rearrange(mat)  # [D, S, G, O]

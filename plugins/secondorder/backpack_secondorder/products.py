@@ -1,109 +1,78 @@
-"""Products of a vector with the block of a parameter, without the block."""
+"""Products of a vector with the block of a parameter, without the block.
+
+They are derivatives of the loss as a whole, taken from its graph when they are asked for: exact for
+every architecture that autograd can differentiate twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
-from backpack_core import (
-    AffineRule,
-    Columns,
-    LayerRule,
-    ModuleCall,
-    ParametricRule,
-    SecondOrderExtension,
-    ops,
+from backpack_core import GraphExtension, GraphReading, LossGraph, View
+from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.errors import ShapeError, UsageError
+from backpack_secondorder.operators import (
+    CurvatureOperator,
+    HessianOperator,
+    Operator,
+    Term,
+    loss_term,
+    positive_term,
+    require_losses,
 )
-from backpack_core.errors import OverwrittenInputError, ShapeError, UsageError
-from backpack_core.extension import FailMode, as_subsampling
-from backpack_core.ops import MaterializedRule
-from backpack_secondorder.diag_hessian import require_linear
-from backpack_secondorder.hessian import Hessian
-from backpack_secondorder.propagators import LossSqrt
-from backpack_secondorder.signed_sqrt import SignedSqrt
 
 
 class BlockProduct:
-    """``v ↦ Σ_n J_nᵀ H_n J_n v`` for one parameter; a function of tensors ``[V, *θ]``.
+    """``v ↦ ∂²ℓ/∂θ² v``, or a relative, for one parameter.
 
-    It keeps what it needs of the backward pass that made it (the layer's input, and the Hessian or
-    its root at the layer's output) until it is dropped or overwritten by the next one.
+    It keeps the graph of the pass that made it until it is dropped or overwritten by the next one.
     """
 
-    def __init__(self, rule: LayerRule, call: ModuleCall, name: str, hessian: Hessian) -> None:
-        """Keep the parts.
+    def __init__(self, operator: Operator, parameter: Tensor) -> None:
+        """Store both.
 
         Args:
-            rule: How the module differentiates.
-            call: The forward execution.
-            name: Name of the parameter ``θ``.
-            hessian: ``H`` at the call's output.
+            operator: The matrix over all parameters.
+            parameter: ``θ``.
         """
-        self._rule = rule
-        self._call = call.retained()
-        self._name = name
-        self._hessian = hessian
-        self._shape = call.parameter(name).shape
-        self._is_differentiable = torch.is_grad_enabled()  # with create_graph=True
-        self._versions = [p._version for p in call.module.parameters()]
+        self._operator = operator
+        self._parameter = parameter
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Multiply.
 
         Args:
-            vectors: Shape ``[V, *θ]``.
+            vectors: One of the parameter's shape ``[*θ]``, or several, ``[V, *θ]``.
 
         Returns:
-            Shape ``[V, *θ]``.
+            The same shape.
 
         Raises:
             ShapeError: The vectors do not have the parameter's shape.
-            OverwrittenInputError: The layer's parameters changed, and its Jacobian with them.
+            OverwrittenInputError: Parameters changed since the backward pass.
+            UnsupportedError: An operation of the net has no second derivative.
         """
-        if vectors.dim() != 1 + len(self._shape) or vectors.shape[1:] != self._shape:
+        shape = self._parameter.shape
+        if vectors.shape == shape:
+            return self._operator.multiply(self._parameter, vectors.unsqueeze(0)).squeeze(0)
+        if vectors.shape[1:] != shape or vectors.dim() != 1 + len(shape):
+            sizes = ", ".join(map(str, shape))
             raise ShapeError(
-                f"Expected vectors of shape [V, {', '.join(map(str, self._shape))}]. "
+                f"Expected a vector of shape [{sizes}], or several as [V, {sizes}]. "
                 f"Got {list(vectors.shape)}."
             )
-        if isinstance(self._rule, MaterializedRule):
-            return self._of_shared(self._rule.product, vectors)
-        rule = self._rule
-        assert isinstance(rule, ParametricRule)
-        # The Jacobian of an affine layer is made of its inputs alone.
-        changed = self._versions != [p._version for p in self._call.module.parameters()]
-        if changed and not isinstance(rule, AffineRule):
-            raise OverwrittenInputError(
-                f"The parameters of {self._call.path} changed since the backward pass that made "
-                "this product: run another one."
-            )
-        # Under autocast, the layer computes in another dtype than its parameters have.
-        vectors_there = vectors.to(self._call.dtype)
-        with nullcontext() if self._is_differentiable else self._call.constant():
-            outputs = rule.param_jac_mat_prod(self._call, self._name, vectors_there)
-            columns = self._hessian.matmul(outputs)
-            product = ops.per_sample_sum(rule, self._call, self._name, columns)
-        self._call.memo.clear()
-        return product.to(vectors.dtype)
+        return self._operator.multiply(self._parameter, vectors)
 
-    @staticmethod
-    def _of_shared(product: Tensor, vectors: Tensor) -> Tensor:
-        """The same from ``M``, the sum over the calls that share the parameter."""
-        rows = product.flatten(2).flatten(0, 1)
-        return (vectors.flatten(1) @ rows.T @ rows).reshape(vectors.shape)
+    def __repr__(self) -> str:
+        """What it multiplies with."""
+        return f"<block of {self._operator!r} for a parameter of shape {list(self._parameter.shape)}>"
 
 
-class ProductExtension(SecondOrderExtension):
-    """What stores a :class:`BlockProduct`.
-
-    Class attributes:
-        propagator_type: What travels backwards.
-    """
-
-    propagator_type: ClassVar[type[LossSqrt] | type[SignedSqrt]]
+class ProductExtension(GraphExtension):
+    """What stores a :class:`BlockProduct`."""
 
     def __init__(
         self,
@@ -118,52 +87,49 @@ class ProductExtension(SecondOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
         """
-        propagator = self.propagator_type(subsampling=as_subsampling(subsampling))
-        super().__init__(propagator, savefield, fail_mode)
+        super().__init__(as_subsampling(subsampling), savefield, fail_mode)
 
 
 class GGNMP(ProductExtension):
     """Products with the blocks of the generalised Gauss-Newton matrix.
 
-    Stored in ``ggnmp``, a function ``[V, *θ] → [V, *θ]`` that multiplies each of ``V`` vectors with
-    ``Σ_n J_nᵀ ∇²ℓ_n J_n``, where ``J_n`` is the Jacobian of the model's output in this parameter.
-    Scaled as the loss. Schraudolph (2002).
+    Stored in ``ggnmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]`` that multiplies
+    with ``Jᵀ ∇²ℓ J``, where ``J`` is the Jacobian of the model's output in this parameter. Scaled
+    as the loss, which has to be extended. Exists wherever autograd can differentiate twice, also
+    where samples influence each other. Schraudolph (2002).
     """
 
     savefield = "ggnmp"
-    propagator_type = LossSqrt
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> BlockProduct:
-        """The function."""
-        return BlockProduct(rule, call, name, Hessian(Columns.start("loss", mat)))
+    def begin(self) -> GraphReading:
+        """Collect the losses."""
+        return _OfOutputs(self.subsampling)
 
 
 class HMP(ProductExtension):
     """Products with the blocks of the Hessian.
 
-    Stored in ``hmp``, a function ``[V, *θ] → [V, *θ]`` that multiplies each of ``V`` vectors with
-    ``∂²ℓ/∂θ²``. Scaled as the loss. What :class:`~backpack_secondorder.diag_hessian.DiagHessian`
-    requires of a net, this does, too.
+    Stored in ``hmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]`` that multiplies with
+    ``∂²ℓ/∂θ²``, by differentiating the gradient (Pearlmutter, 1994). Scaled as the loss. Exists
+    wherever autograd can differentiate twice, also where samples influence each other.
     """
 
     savefield = "hmp"
-    shared_parameters = False
-    propagator_type = SignedSqrt
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Hessian) -> BlockProduct:
-        """The function."""
-        require_linear(rule, call, name)
-        return BlockProduct(rule, call, name, mat)
+    def begin(self) -> GraphReading:
+        """Collect the losses, whose samples subsampling chooses from."""
+        return _OfLoss(self.subsampling)
 
 
-class PCHMP(HMP):
+class PCHMP(ProductExtension):
     """Products with the blocks of the positive-curvature Hessian.
 
-    Stored in ``pchmp``, a function ``[V, *θ] → [V, *θ]``. The recursion is that of the Hessian,
-    with the residual of every nonlinear layer (and the Hessian of the loss, where it is indefinite)
+    Stored in ``pchmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]``. The matrix is
+    that of the recursion of the Hessian, ``Σ_c J_cᵀ R_c J_c`` over all nonlinear modules ``c`` and
+    the loss, with the residual ``R_c`` of each (``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, at the module's input)
     made positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
-    (``"abs"``). The result is positive semi-definite, but no projection of the Hessian. Chen et al.
-    (2018), arXiv:1802.06502.
+    (``"abs"``). The result is positive semi-definite, but no projection of the Hessian. Operations
+    between modules have to be linear. Chen et al. (2018), arXiv:1802.06502.
     """
 
     savefield = "pchmp"
@@ -179,8 +145,8 @@ class PCHMP(HMP):
         """Store the settings.
 
         Args:
-            savefield: Name of the attribute on parameters; default: ``"pchmp"``.
-            modify: What is done to negative eigenvalues.
+            savefield: Name of the attribute on parameters; default: the class's.
+            modify: What is done to negative eigenvalues of residuals.
             subsampling: Indices of the samples to take; default: all.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
 
@@ -190,9 +156,72 @@ class PCHMP(HMP):
         if modify not in self.modifications:
             raise UsageError(f"modify must be one of {self.modifications}. Got {modify!r}.")
         super().__init__(savefield, subsampling, fail_mode)
-        self.propagator = SignedSqrt(modify, self.subsampling)
+        self.modify: Literal["clip", "abs"] = modify
 
-    def get_modification_mode(self) -> str:
-        """What is done to negative eigenvalues."""
-        assert isinstance(self.propagator, SignedSqrt)
-        return self.propagator.residual
+    def begin(self) -> GraphReading:
+        """Collect residuals."""
+        return _OfResiduals(self.subsampling, self.modify)
+
+
+class _Collecting(GraphReading):
+    """Collects terms of a curvature matrix."""
+
+    def __init__(self, subsampling: tuple[int, ...] | None) -> None:
+        self._subsampling = subsampling
+        self._losses: list[View] = []
+        self._terms: list[Term] = []
+
+    def observe(self, view: View) -> None:
+        """Keep losses."""
+        if view.call.rule.is_loss:
+            view.call.rule.check(view)
+            self._losses.append(view.subsample(self._subsampling))
+
+    def _stored(self, operator: Operator, graph: LossGraph) -> dict[Tensor, BlockProduct]:
+        return {parameter: BlockProduct(operator, parameter) for parameter in graph.parameters}
+
+
+class _OfOutputs(_Collecting):
+    """For ``GGNMP``."""
+
+    def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
+        """One matrix, a block for each parameter."""
+        require_losses(self._losses, "GGNMP")
+        return self._stored(CurvatureOperator(graph, list(map(loss_term, self._losses))), graph)
+
+
+class _OfLoss(_Collecting):
+    """For ``HMP``."""
+
+    def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
+        """One matrix, a block for each parameter."""
+        chosen = None
+        if self._subsampling is not None:
+            require_losses(self._losses, "HMP with subsampling")
+            chosen = self._losses
+        return self._stored(HessianOperator(graph, chosen), graph)
+
+
+class _OfResiduals(_Collecting):
+    """For ``PCHMP``."""
+
+    def __init__(
+        self, subsampling: tuple[int, ...] | None, modify: Literal["clip", "abs"]
+    ) -> None:
+        super().__init__(subsampling)
+        self._modify = modify
+
+    def observe(self, view: View) -> None:
+        """Keep losses, and the residuals of nonlinear calls."""
+        super().observe(view)
+        rule = view.call.rule
+        is_curved = not (rule.transparent or rule.hessian_is_zero)
+        if rule.is_loss or is_curved:
+            view = view.subsample(self._subsampling)
+            self._terms += positive_term(rule, view, self._modify)
+
+    def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
+        """One matrix, a block for each parameter."""
+        require_losses(self._losses, "PCHMP")
+        graph.require_linear("the positive-curvature Hessian")
+        return self._stored(CurvatureOperator(graph, self._terms), graph)

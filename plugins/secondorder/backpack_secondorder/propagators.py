@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backpack_core import ColumnPropagator, Columns, LossRule, ModuleCall
+from backpack_core import ColumnPropagator, Columns, LossRule, View
 from backpack_core.errors import UsageError
 
 
@@ -34,8 +34,8 @@ class LossSqrt(ColumnPropagator):
         ):
             raise UsageError(f"mc_samples must be a positive integer. Got {self.samples!r}.")
 
-    def start(self, rule: LossRule, call: ModuleCall) -> Columns:
+    def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
         if self.samples is None:
-            return Columns.start("loss", rule.sqrt_hessian(call))
-        return Columns.start("loss", rule.sqrt_hessian_sampled(call, self.samples))
+            return Columns.start("loss", rule.sqrt_hessian(view))
+        return Columns.start("loss", rule.sqrt_hessian_sampled(view, self.samples))

@@ -1,4 +1,4 @@
-"""Sends the Hessian of the loss backwards, from tensor to tensor.
+"""The recursion of the Hessian as columns with signs, from tensor to tensor.
 
 At a call ``y = f(x)`` the Hessian of the loss in ``x`` is ``J_xᵀ H_y J_x + Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``
 (Dangel et al., 2020, BackPACK, eq. 20 and appendix A.3). The second term, the *residual*, is new at
@@ -8,20 +8,36 @@ something else than an elementwise function comes along.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
-from backpack_core import Columns, ElementwiseRule, LayerRule, LossRule, ModuleCall, Propagator
-from backpack_core.bridge import cross_columns, is_linear, refuse
-from backpack_core.calls import Node
-from backpack_core.columns import Root
+from backpack_core import (
+    Columns,
+    ElementwiseRule,
+    LayerRule,
+    LossRule,
+    ParametricRule,
+    Propagator,
+    View,
+)
+from backpack_core._torch import Node
+from backpack_core.contract.columns import Root
+from backpack_core.contract.propagator import cross_columns, pick_samples, spread_samples
 from backpack_core.errors import UnsupportedError
-from backpack_secondorder.hessian import Hessian, Spread, add, unit_vectors
-
-Residual: TypeAlias = Literal["exact", "clip", "abs"]
+from backpack_core.graph.nodes import is_linear, refuse
+from backpack_core.tuning import even_size, memory_budget
+from backpack_secondorder.hessian import Hessian, Spread
+from backpack_secondorder.hessian_reading import HessianReading, Use
+from backpack_secondorder.residual import (
+    dense_residual,
+    diagonal_residual,
+    eigen_columns,
+    live_inputs,
+    require_one_input,
+    unit_vectors,
+)
 
 
 @dataclass(frozen=True)
@@ -29,45 +45,113 @@ class SignedSqrt(Propagator):
     """The Hessian at every tensor, in the cheapest exact form.
 
     Attributes:
-        residual: What is done to residuals (and to the Hessian of the loss): nothing (``"exact"``),
-            negative eigenvalues set to zero (``"clip"``) or made positive (``"abs"``), which gives
-            the positive-curvature Hessians of Chen et al. (2018, arXiv:1802.06502).
         subsampling: The samples that take part; ``None`` for all.
     """
 
-    residual: Residual = "exact"
     subsampling: tuple[int, ...] | None = None
 
-    def start(self, rule: LossRule, call: ModuleCall) -> Hessian:
+    def start(self, rule: LossRule, view: View) -> Hessian:
         """A square root of the loss Hessian, or an eigendecomposition where there is none."""
         if rule.hessian_is_psd:
             try:
-                return Hessian(Columns.start("loss", rule.sqrt_hessian(call)))
+                return Hessian(Columns.start("loss", rule.sqrt_hessian(view)))
             except UnsupportedError:  # negative weights, or a negative factor behind the loss
                 pass
-        eye = unit_vectors(call.input)
-        return Hessian(self._eigen_columns("loss", rule.hessian_mat_prod(call, eye)))
+        eye = unit_vectors(view.input)
+        return Hessian(eigen_columns("loss", rule.hessian_mat_prod(view, eye)))
 
-    def propagate(self, rule: LayerRule, call: ModuleCall, quantity: Hessian) -> dict[int, Hessian]:
-        """``J_xᵀ H J_x``, and the residual."""
+    def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
+        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        found: Hessian | None = super().arrive(rule, view, waiting)
+        if found is None or found.columns is None:
+            return found
+        return replace(found, columns=found.columns.to(view.dtype))
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
+        """``J_xᵀ H J_x``; what goes to several inputs has to be columns."""
         if isinstance(rule, ElementwiseRule):
-            return {0: self._through_elementwise(rule, call, quantity)}
-        live = [position for position, edge in enumerate(call.edges) if edge is not None]
-        if not rule.hessian_is_zero and len(live) > 1:
-            raise UnsupportedError(
-                f"{call.path} is nonlinear in {len(live)} inputs at once, and "
-                f"{type(rule).__name__} knows no mixed second derivatives: an exact Hessian is "
-                "not to be had. Use the generalised Gauss-Newton matrix (DiagGGNExact, GGNMP)."
-            )
-        inputs = self._pull_back(rule, call, quantity, live)
-        if not rule.hessian_is_zero and live:
-            (position,) = live
-            inputs[position] = inputs[position].merge(self._residual(rule, call))
-        return inputs
+            return {0: quantity.scaled(rule.derivative(view))}
+        live = live_inputs(view)
+        if len(live) == 1:
+            return {live[0]: self._pull_back(rule, view, quantity, live[0])}
+        require_one_input(rule, view)
+        quantity = self.rooted(quantity)
+        if quantity.columns is None:
+            return {}
+        products = rule.jac_t_mat_prod(view, quantity.columns.mat)
+        return {
+            i: Hessian(quantity.columns.split(p), branched=quantity.branched)
+            for i, p in enumerate(products)
+            if p is not None
+        }
+
+    def residual(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
+        """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` of a nonlinear call."""
+        live = live_inputs(view)
+        if rule.hessian_is_zero or not live:
+            return {}
+        diagonal = diagonal_residual(rule, view)
+        if diagonal is not None:
+            return {live[0]: Hessian(diagonal=diagonal)}
+        rows, size = dense_residual(rule, view), view.input_shape[1:].numel()
+        if size * view.input.nbytes > memory_budget():
+            return {live[0]: Hessian(rows=(size, rows))}
+        return {live[0]: Hessian(block=rows(slice(0, size)))}
+
+    def product(
+        self, rule: ParametricRule, view: View, name: str, quantity: Hessian
+    ) -> HessianReading:
+        """The Hessian, to be read at the parameter."""
+        reading = HessianReading([Use(rule, view, name, quantity)])
+        reading.name, reading.path, reading.rule = name, view.path, type(rule)
+        return reading
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
         """Columns root by root; diagonals and blocks come from different roots."""
         return first.merge(second)
+
+    def rooted(self, quantity: Hessian) -> Hessian:
+        """Columns only, that are never put together again."""
+        formed = quantity.as_columns()
+        roots = () if formed.columns is None else formed.columns.blocks
+        return replace(formed, branched=quantity.branched.union(roots))
+
+    def shed(
+        self,
+        rule: LayerRule | None,
+        view: View,
+        quantity: Hessian,
+        size: int,
+        is_rooted: bool = False,
+    ) -> tuple[Hessian, Iterable[Hessian]]:
+        """At a loss, its columns in chunks; else what would become columns, if that is too much."""
+        if rule is not None and rule.is_loss:
+            if quantity.columns is None or quantity.formed <= size:
+                return quantity, ()
+            *first, last = quantity.columns.chunks(even_size(quantity.formed, size))
+            return Hessian(last), map(Hessian, first)
+        if rule is None:
+            stays = quantity.rows is None and not (is_rooted and quantity.unformed > size)
+        else:
+            is_small = quantity.formed + quantity.unformed <= size
+            stays = is_small or self._forms_nothing(rule, view, quantity)
+        if stays:
+            return quantity, ()
+        kept = replace(quantity, diagonal=None, spread=None, block=None, rows=None)
+        return kept, quantity.chunks(size)
+
+    @staticmethod
+    def _forms_nothing(rule: LayerRule, view: View, quantity: Hessian) -> bool:
+        """Whether the quantity goes through a call without becoming columns."""
+        if isinstance(rule, ElementwiseRule):
+            return True
+        live = live_inputs(view)
+        if len(live) != 1:
+            return not live
+        if _prefers_block(quantity, view, live[0]):
+            return True
+        only_diagonal = quantity.spread is None and quantity.block is None
+        return only_diagonal and _may_spread(quantity.diagonal, rule, view, live[0])
 
     def cross(
         self, node: Node, quantities: dict[int, Hessian], batch_size: int
@@ -93,27 +177,23 @@ class SignedSqrt(Propagator):
 
     def widen(self, quantity: Hessian, batch_size: int) -> Hessian:
         """Zeros for the samples that were left out."""
-        if self.subsampling is None:
+        if self.subsampling is None or quantity.as_columns().columns is None:
             return quantity
-        chosen = list(self.subsampling)
+        formed = quantity.as_columns()
+        assert formed.columns is not None
+        return replace(
+            formed, columns=spread_samples(formed.columns, self.subsampling, batch_size)
+        )
 
-        def embed(mat: Tensor) -> Tensor:
-            whole = mat.new_zeros(len(mat), batch_size, *mat.shape[2:])
-            whole[:, chosen] = mat
-            return whole
-
-        return quantity.as_columns().map_columns(embed)
-
-    def narrow(self, quantity: Hessian) -> Hessian:
+    def narrow(self, quantity: Hessian, axis: int = 0) -> Hessian:
         """The chosen samples."""
-        if self.subsampling is None:
+        if self.subsampling is None or quantity.columns is None:
             return quantity
-        chosen = list(self.subsampling)
-        return quantity.map_columns(lambda mat: mat[:, chosen])
+        return replace(quantity, columns=pick_samples(quantity.columns, self.subsampling, axis))
 
-    def move_batch_axis(self, quantity: Hessian, axis: int) -> Hessian:
-        """``[V, *, N, *] → [V, N, *, *]``."""
-        return quantity.as_columns().map_columns(lambda mat: mat.movedim(axis + 1, 1))
+    def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
+        """As columns."""
+        return quantity.as_columns().map_columns(function)
 
     def adopt(self, value: Hessian, like: Hessian) -> Hessian:
         """Module extensions may send on a :class:`Hessian`.
@@ -128,92 +208,57 @@ class SignedSqrt(Propagator):
             )
         return value
 
-    def _through_elementwise(
-        self, rule: ElementwiseRule, call: ModuleCall, quantity: Hessian
-    ) -> Hessian:
-        """A diagonal stays one, and a block is scaled from both sides."""
-        slope = rule.derivative(call)
-        result = quantity.scaled(slope)
-        if rule.hessian_is_zero:
-            return result
-        assert call.grad_output is not None
-        curvature = self._modify(rule.second_derivative(call) * call.grad_output)
-        return replace(result, diagonal=add(result.diagonal, curvature))
-
     def _pull_back(
-        self, rule: LayerRule, call: ModuleCall, quantity: Hessian, live: list[int]
-    ) -> dict[int, Hessian]:
-        """``J_xᵀ H J_x`` for all inputs; what goes to several of them has to be columns."""
-        if len(live) != 1:
-            quantity = quantity.as_columns()
-            assert quantity.columns is not None
-            roots = frozenset(quantity.columns.blocks)
-            branched = quantity.branched | roots if len(live) > 1 else quantity.branched
-            products = rule.jac_t_mat_prod(call, quantity.columns.mat)
-            return {
-                i: Hessian(quantity.columns.split(p), branched=branched)
-                for i, p in enumerate(products)
-                if p is not None
-            }
-        (position,) = live
+        self, rule: LayerRule, view: View, quantity: Hessian, position: int
+    ) -> Hessian:
+        """Through a call with a single live input."""
 
         def push(mat: Tensor) -> Tensor:
-            product = rule.jac_t_mat_prod(call, mat)[position]
+            product = rule.jac_t_mat_prod(view, mat)[position]
             assert product is not None
             return product
 
-        quantity = _cheapest(quantity, call, position)
+        if _prefers_block(quantity, view, position):
+            quantity = quantity.as_block()
         if quantity.block is not None:
             half = push(quantity.block)  # [D_out, N, *in]
             turned = half.flatten(2).transpose(0, 2)  # [D_in, N, D_out]
-            block = push(turned.reshape(*turned.shape[:2], *call.output_shape[1:]))
-            return {position: replace(quantity, block=block).map_columns(push)}
+            block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
+            return replace(quantity, block=block).map_columns(push)
         spread = None
-        if quantity.diagonal is not None and rule.jacobian_is_constant:
-            spread = _spread(rule, call, quantity.diagonal, position)
+        if quantity.diagonal is not None and _may_spread(quantity.diagonal, rule, view, position):
+            spread = _spread(rule, view, quantity.diagonal, position)
             quantity = replace(quantity, diagonal=None)
-        return {position: replace(quantity.as_columns().map_columns(push), spread=spread)}
-
-    def _residual(self, rule: LayerRule, call: ModuleCall) -> Hessian:
-        """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``."""
-        grad = call.grad_output
-        assert grad is not None
-        if rule.hessian_is_diagonal:
-            ones = torch.ones_like(call.input).unsqueeze(0)
-            curvature = rule.second_derivative_mat_prod(call, grad, ones).squeeze(0)
-            return Hessian(diagonal=self._modify(curvature))
-        mat = rule.second_derivative_mat_prod(call, grad, unit_vectors(call.input))
-        if self.residual == "exact":
-            return Hessian(block=mat)
-        return Hessian(self._eigen_columns("residual", mat))
-
-    def _eigen_columns(self, name: str, block: Tensor) -> Columns:
-        """``[D, N, *]`` of symmetric matrices as eigenvectors times roots of eigenvalues."""
-        size, samples = block.shape[:2]
-        matrices = block.reshape(size, samples, size).transpose(0, 1)
-        values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
-        values = self._modify(values)
-        mat = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
-        return Columns.start(name, mat.reshape(block.shape), values.sign().T)
-
-    def _modify(self, values: Tensor) -> Tensor:
-        if self.residual == "exact":
-            return values
-        return values.clamp(min=0) if self.residual == "clip" else values.abs()
+        return replace(quantity.as_columns().map_columns(push), spread=spread)
 
 
-def _cheapest(quantity: Hessian, call: ModuleCall, position: int) -> Hessian:
-    """Collect in a block, if pushing one from both sides takes fewer columns than there are."""
-    size_out = call.output_shape[1:].numel()
-    size_in = call.inputs[position].shape[1:].numel()
-    if quantity.block is not None or quantity.width > size_out + size_in:
-        return quantity.as_block()
-    return quantity
+def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
+    """Whether pushing a block from both sides takes fewer columns than there are, and fits."""
+    size_out = view.output_shape[1:].numel()
+    size_in = view.stored.inputs[position].shape[1:].numel()
+    entries = max(size_out, size_in) * size_in * view.batch_size
+    itemsize = view.stored.outputs[view.index].element_size()
+    if quantity.rows is not None or entries * itemsize > memory_budget():
+        return False
+    width = quantity.formed + quantity.unformed
+    width -= 0 if quantity.block is None else len(quantity.block)
+    return quantity.block is not None or width > size_out + size_in
 
 
-def _spread(rule: LayerRule, call: ModuleCall, diagonal: Tensor, position: int) -> Spread:
+def _may_spread(
+    diagonal: Tensor | None, rule: LayerRule, view: View, position: int
+) -> bool:
+    """Whether one Jacobian serves all samples, and fits."""
+    if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
+        return False
+    tensor = view.stored.inputs[position]
+    entries = diagonal.shape[1:].numel() * tensor.shape[1:].numel()
+    return entries * tensor.element_size() <= memory_budget()
+
+
+def _spread(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Spread:
     """``Jᵀ diag(d) J``, where one Jacobian serves all samples."""
-    product = rule.jac_t_mat_prod(call.subsample([0]), unit_vectors(diagonal[:1]))[position]
+    product = rule.jac_t_mat_prod(view.subsample([0]), unit_vectors(diagonal[:1]))[position]
     assert product is not None
     scale = product.new_ones(len(diagonal), *product.shape[2:])
     return Spread(product, diagonal.flatten(1).T, scale)

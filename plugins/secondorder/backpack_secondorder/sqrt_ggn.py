@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import LayerRule, ModuleCall, ops
+from backpack_core import SampleProduct
+from backpack_core.contract.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 
@@ -21,11 +22,11 @@ class SqrtGGNExact(ExactExtension):
     savefield = "sqrt_ggn_exact"
     columns_add = True
     per_sample = True
-    precedence = 2
+    needs = (dense,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """``M`` itself."""
-        return ops.per_sample(rule, call, name, mat)
+        return dense(product)
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """Columns side by side."""
@@ -42,11 +43,11 @@ class SqrtGGNMC(SampledExtension):
     savefield = "sqrt_ggn_mc"
     columns_add = True
     per_sample = True
-    precedence = 2
+    needs = (dense,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """``M`` itself."""
-        return ops.per_sample(rule, call, name, mat)
+        return dense(product)
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """Columns side by side."""

@@ -1,0 +1,196 @@
+"""Every use of torch's private interface, in one place. Imports torch only.
+
+Each function says what it stands for and what happens where torch no longer offers it: a fallback
+that is slower or more careful, never another meaning.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+
+from backpack_core.errors import add_library_folder
+
+add_library_folder(torch.__file__)
+
+Node = torch.autograd.graph.Node
+
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+COPY_SLICES = "CopySlices"
+
+# Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
+# given out again to a module that was pickled.
+KEY = -1
+
+
+def graph_task_id() -> int:
+    """The backward pass that autograd is running on this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def current_node() -> Any:
+    """The autograd node whose hooks, or whose formula, are running."""
+    return torch._C._current_autograd_node()
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the pass under way gets to a node: with ``inputs=...``, some are left out."""
+    asked: Any = getattr(torch._C, "_will_engine_execute_node", None)
+    return True if asked is None else bool(asked(node))
+
+
+def at_end_of_pass(function: Callable[[], None]) -> None:
+    """Have autograd call a function when the pass under way is through."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def keeps_graph() -> bool:
+    """Whether the graph outlives the backward pass under way."""
+    # With create_graph=True, grad mode is on inside hooks.
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled)
+    return torch.is_grad_enabled() or bool(asked())
+
+
+def is_inside_function() -> bool:
+    """Whether the backward formula of a Python ``autograd.Function`` is running: a checkpoint's."""
+    code = torch.autograd.function.BackwardCFunction.apply.__code__
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def has_saving_hooks() -> bool:
+    """Whether autograd saves tensors through hooks of somebody's; true if torch does not tell."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    except (AttributeError, TypeError):  # it is not public, and its arguments have changed before
+        return True
+
+
+def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
+    """Put a tensor hook on a tensor, before all others, and return the table of its hooks.
+
+    Args:
+        output: The tensor.
+        node: Its ``grad_fn``.
+        hook: Called with the gradient.
+    """
+    table: Any = output._backward_hooks
+    if table is None:
+        # What Tensor.register_hook does, without its checks: that takes a third of the time.
+        table = output._backward_hooks = OrderedDict()
+        node._register_hook_dict(output)
+    table[KEY] = hook
+    if len(table) > 1:
+        table.move_to_end(KEY, last=False)
+    found: OrderedDict[int, Any] = table
+    return found
+
+
+def metadata_of(node: Node, output_nr: int) -> Any:
+    """Shape, dtype and device of a gradient that a node takes; a leaf's node has its tensor."""
+    variable = getattr(node, "variable", None)
+    return node._input_metadata[output_nr] if variable is None else variable
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; zero where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of one tensor from that of another; views share it."""
+    return tensor.untyped_storage()._cdata
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that a view looks at."""
+    return tensor._base if tensor._is_view() else None  # type: ignore[no-untyped-call]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is tracing: its tensors stand for others."""
+    peek: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+    return peek() is not None
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit`` is looking at what runs."""
+    return torch._C._get_tracing_state() is not None
+
+
+def global_forward_hooks() -> OrderedDict[int, Any]:
+    """Forward hooks of all modules, which run before a module's own."""
+    hooks: Any = torch_module._global_forward_hooks
+    found: OrderedDict[int, Any] = hooks
+    return found
+
+
+class ModuleHooks:
+    """Our two hooks among those of a module: plain functions, first of their kind, always called.
+
+    What they do is what ``register_forward_pre_hook(..., with_kwargs=True)`` and
+    ``register_forward_hook(..., with_kwargs=True, always_call=True)`` do, under a key of ours.
+    """
+
+    @staticmethod
+    def install(module: Module, before: Any, after: Any) -> None:
+        """Put them in."""
+        module._forward_pre_hooks[KEY] = before
+        module._forward_pre_hooks_with_kwargs[KEY] = True
+        module._forward_hooks[KEY] = after
+        module._forward_hooks_with_kwargs[KEY] = True
+        module._forward_hooks_always_called[KEY] = True
+
+    @staticmethod
+    def remove(module: Module) -> None:
+        """Take them out."""
+        for table in (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ):
+            table.pop(KEY, None)
+
+    @staticmethod
+    def are_installed(module: Module) -> bool:
+        """Whether they are there."""
+        return KEY in module._forward_hooks
+
+    @staticmethod
+    def come_first(module: Module) -> bool:
+        """Move the forward hook before those of others; false if somebody took it away.
+
+        A hook of the user's that changes the output is an operation after the module.
+        """
+        hooks: Any = module._forward_hooks
+        if KEY not in hooks:
+            return False
+        if next(iter(hooks)) != KEY:
+            hooks.move_to_end(KEY, last=False)
+        return True
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """No warning where torch has no batching rule: that costs time, not exactness."""
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)

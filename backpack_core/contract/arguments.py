@@ -1,0 +1,75 @@
+"""What a call was given, by argument name: for rules of modules with several arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.record.structure import iter_tensors
+from backpack_core.record.view import View
+
+
+def arguments(view: View) -> dict[str, Any]:
+    """The arguments of the module's ``forward`` by name, defaults filled in."""
+    bound = _signature(type(view.module).forward).bind(view.module, *view.args, **view.kwargs)
+    bound.apply_defaults()
+    return dict(list(bound.arguments.items())[1:])  # without self
+
+
+@cache
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def slots(view: View) -> dict[str, range]:
+    """Which of ``view.inputs`` each argument that was given holds, by argument name."""
+    parameters = list(_signature(type(view.module).forward).parameters)[1:]  # without self
+    given = [*zip(parameters, view.stored.args, strict=False), *view.stored.kwargs.items()]
+    found: dict[str, range] = {}
+    start = 0
+    for name, value in given:
+        stop = start + sum(1 for _ in iter_tensors(value))
+        found[name] = range(start, stop)
+        start = stop
+    return found
+
+
+def optional_tensor(view: View, name: str) -> Tensor | None:
+    """A tensor argument by name, in the dtype of the gradient; ``None`` if none was given."""
+    found = slots(view).get(name)
+    return view.tensor_input(found[0]) if found else None
+
+
+def tensor(view: View, name: str) -> Tensor:
+    """A tensor argument by name, in the dtype of the gradient."""
+    return view.tensor_input(slots(view)[name][0])
+
+
+def by_slot(
+    view: View, products: dict[str, tuple[Tensor | None, ...]]
+) -> tuple[Tensor | None, ...]:
+    """Products by argument name, in the order of ``view.inputs``; ``None`` for the others."""
+    result: list[Tensor | None] = [None] * len(view.stored.inputs)
+    for name, places in slots(view).items():
+        for slot, product in zip(places, products.get(name, ()), strict=False):
+            result[slot] = product
+    return tuple(result)
+
+
+def root(view: View) -> tuple[View, Tensor | None]:
+    """The call with all samples, and which of them this view shows (``None`` for all).
+
+    A view cuts every tensor whose axis 0 is as long as the batch. A mask or an initial state, whose
+    axis 0 is another one, is what it was only in the call with all samples.
+    """
+    whole = view.full
+    if view.indices is None:
+        return whole, None
+    chosen = torch.as_tensor(view.indices, device=whole.stored.inputs[0].device)
+    return whole, chosen % whole.batch_size
+

@@ -1,0 +1,169 @@
+"""The generic rule: parameters of modules without a layer rule, by ``torch.func``.
+
+The module's forward pass is replayed for single samples, with our hooks off, and differentiated.
+Exact for every module that can be replayed: one that draws random numbers inside cannot, and says
+so.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+
+from backpack_core._torch import quiet_vmap
+from backpack_core.contract.rules import ParametricRule
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.switch import disable
+from backpack_core.record.view import View
+
+
+class AutodiffRule(ParametricRule):
+    """Stands in where no rule is installed: parameters by replay, propagation by the bridge."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        forward = _replay(view, name)
+        parameter = view.parameter(name)
+
+        def one_sample(columns: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+            output, pullback = vjp(lambda p: forward(p, inputs), parameter)[:2]
+            product: Tensor = vmap(lambda column: pullback(column)[0])(columns)
+            return product, output
+
+        with replaying(view):
+            batched, axes = _batched_inputs(view)
+            try:
+                result, output = vmap(
+                    one_sample, in_dims=(1, axes), out_dims=(1, 0), randomness="error"
+                )(mat, batched)
+            except RuntimeError as error:
+                if "random" in str(error):
+                    raise
+                result, output = _one_by_one(view, name, mat)
+        _check_replay(view, output)
+        product: Tensor = result
+        return product
+
+
+def _one_by_one(view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by a loop, for modules that vmap cannot trace: fused cells, branches on values."""
+    forward = _replay(view, name, keep_buffers=True)
+    create_graph = view.is_differentiable
+    inputs, axes = _batched_inputs(view)
+    products, outputs = [], []
+    with torch.enable_grad():
+        parameter = view.parameter(name)
+        if not (create_graph and parameter.requires_grad):
+            parameter = parameter.detach().requires_grad_()
+        for n, columns in enumerate(mat.unbind(1)):
+            sample = [t if axis is None else t[n] for t, axis in zip(inputs, axes, strict=True)]
+            output = forward(parameter, tuple(sample))
+            outputs.append(output)
+            products += [
+                torch.autograd.grad(
+                    output, parameter, column, True, create_graph, materialize_grads=True
+                )[0]
+                for column in columns
+            ]
+    stacked = torch.stack(products).unflatten(0, (mat.shape[1], mat.shape[0])).transpose(0, 1)
+    values = torch.stack(outputs)
+    return (stacked, values) if create_graph else (stacked.detach(), values.detach())
+
+
+def _batched_inputs(view: View) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Every input tensor, and the axis of the samples in it (``None`` where it has none)."""
+    given = view.call.stored.inputs
+    tensors = tuple(view.tensor_input(i) for i in range(len(given)))
+    return tensors, tuple(0 if view.has_batch(t) else None for t in given)
+
+
+def _replay(
+    view: View, name: str | None, keep_buffers: bool = False
+) -> Callable[[Tensor | None, tuple[Tensor, ...]], Tensor]:
+    """The module's forward for one sample, as a function of a parameter and the input tensors."""
+    batched = [view.has_batch(t) for t in view.call.stored.inputs]
+    args_, kwargs_ = view.args, view.kwargs
+    names = [n for n, _ in view.module.named_parameters(remove_duplicate=False) if n != name]
+    others = {n: view.parameter(n) for n in names}
+    buffers = dict(view.module.named_buffers()) if keep_buffers else {}
+
+    def forward(parameter: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor:
+        queue = iter(
+            x.unsqueeze(0) if has_batch else x for x, has_batch in zip(inputs, batched, strict=True)
+        )
+        args, kwargs = map_tensors((args_, kwargs_), lambda _: next(queue))
+        values = others if name is None or parameter is None else {**others, name: parameter}
+        values = {**values, **{n: buffer.clone() for n, buffer in buffers.items()}}
+        # A parameter under two names, or shared with a child, has a part for each.
+        output = functional_call(view.module, values, args, kwargs, tie_weights=False)
+        return list(iter_tensors(output))[view.index].squeeze(view.axis)
+
+    return forward
+
+
+@contextmanager
+def replaying(view: View) -> Iterator[None]:
+    """Hooks off, errors of the replay explained, and what the forward stores on modules undone.
+
+    A forward may store tensors (a hidden state, the weight that weight_norm computes); those of the
+    replay would be dead wrappers. Forward hooks act on the output behind the recorded one.
+    """
+    attributes = [(module, dict(module.__dict__)) for module in view.module.modules()]
+    view.module._forward_hooks = OrderedDict()
+    try:
+        with disable(), quiet_vmap():
+            yield
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError):
+            raise
+        raise UnsupportedError(
+            f"{view.path} has no layer rule, and its forward pass could not be replayed for single "
+            f"samples ({_first_line(error)}). A module that draws random numbers inside, or cannot "
+            "take a batch of one, cannot be replayed: write a layer rule for it."
+        ) from error
+    finally:
+        for module, before in attributes:
+            module.__dict__.clear()
+            module.__dict__.update(before)
+
+
+def _check_replay(view: View, output: Tensor) -> None:
+    """Raise unless the replay for single samples gave what the forward pass gave.
+
+    It does not where samples mix, where an input without samples happens to have as many rows as
+    there are samples, or where the module changed since.
+    """
+    recorded = _recorded(view)
+    tolerance = min(0.1, max(1e-9, 1e3 * torch.finfo(recorded.dtype).eps))
+    scale = recorded.abs().max().clamp_min(1.0)
+    if output.shape != recorded.shape or bool((output - recorded).abs().max() > tolerance * scale):
+        raise UnsupportedError(
+            f"{view.path} has no layer rule, and its forward pass for single samples gives other "
+            "values than for the whole batch: its samples influence each other, an input has no "
+            "batch axis, or parameters were changed since. Write a layer rule for it."
+        )
+
+
+def _recorded(view: View) -> Tensor:
+    """The output of the forward pass; where it was overwritten since, of another one."""
+    try:
+        return view.output
+    except OverwrittenInputError:
+        with replaying(view), torch.no_grad():
+            output = list(iter_tensors(view.module(*view.args, **view.kwargs)))[view.index]
+        return output.movedim(view.axis, 0)
+
+
+def _first_line(error: Any) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,99 @@
+"""Columns at a tensor: the quantity that most propagators send backwards. Imports torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Root:
+    """Where a block of columns was started; compared by identity.
+
+    Attributes:
+        name: For messages and debugging.
+        signs: Sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
+    """
+
+    name: str
+    signs: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Columns:
+    """Columns ``[V, N, *]`` at a tensor, kept apart by the root that started them.
+
+    What arrives over several branches from one root is one set of columns and is added. What comes
+    from different roots (two losses on one output, say) is two sets and stays side by side.
+
+    Attributes:
+        blocks: One tensor ``[V, N, *]`` for every root.
+    """
+
+    blocks: Mapping[Root, Tensor]
+
+    @classmethod
+    def start(cls, name: str, mat: Tensor, signs: Tensor | None = None) -> Columns:
+        """A single block with a root of its own."""
+        return cls({Root(name, signs): mat})
+
+    @cached_property
+    def mat(self) -> Tensor:
+        """All columns side by side. Shape ``[V, N, *]``."""
+        blocks = list(self.blocks.values())
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    @cached_property
+    def sizes(self) -> dict[Root, int]:
+        """How many columns each root has."""
+        return {root: len(block) for root, block in self.blocks.items()}
+
+    @property
+    def signs(self) -> Tensor | None:
+        """Signs of all columns, ``[V, N]``, or ``None`` where all are positive."""
+        if all(root.signs is None for root in self.blocks):
+            return None
+        return torch.cat(
+            [
+                block.new_ones(block.shape[:2]) if root.signs is None else root.signs
+                for root, block in self.blocks.items()
+            ]
+        )
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
+        """Apply a function that is linear in, and keeps, axis 0."""
+        return self.split(function(self.mat))
+
+    def split(self, mat: Tensor) -> Columns:
+        """Columns with the roots of these and the values of ``mat``, ``[V, N, *]``."""
+        if len(self.blocks) == 1:
+            return Columns(dict.fromkeys(self.blocks, mat))
+        parts = mat.split(list(self.sizes.values()))
+        return Columns(dict(zip(self.blocks, parts, strict=True)))
+
+    def to(self, dtype: torch.dtype) -> Columns:
+        """The same columns in another precision."""
+        if self.mat.dtype == dtype:
+            return self
+        return Columns({root: block.to(dtype) for root, block in self.blocks.items()})
+
+    def merge(self, other: Columns) -> Columns:
+        """The sum of what arrived over two branches, root by root."""
+        blocks = dict(self.blocks)
+        for root, block in other.blocks.items():
+            blocks[root] = blocks[root] + block if root in blocks else block
+        return Columns(blocks)
+
+    def chunks(self, size: int) -> list[Columns]:
+        """The same columns in sets of at most ``size``, each with roots of its own."""
+        result = []
+        for root, block in self.blocks.items():
+            for start in range(0, len(block), size):
+                window = slice(start, start + size)
+                signs = None if root.signs is None else root.signs[window]
+                result.append(Columns({Root(root.name, signs): block[window]}))
+        return result

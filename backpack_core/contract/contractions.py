@@ -1,0 +1,303 @@
+"""Contractions of layers in weight-sharing form ``y[n, s, g] = W[g] x[n, s, g]``. Imports budget.
+
+Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp`` (what the weight
+multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
+``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
+
+Fresh memory costs more than arithmetic here: for each number on a page, the first write takes as
+long as many multiply-adds. So pieces are small enough for the cache and share one buffer, and
+inputs that have to be copied together (patches of a convolution) are made for some samples at a
+time. The measurements are in ``docs/design/contractions.md``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import product
+from typing import Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
+
+class Rows(Protocol):
+    """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[N, S, G, I]``."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S, G, I]``."""
+
+
+class JoinedRows:
+    """Inputs of two calls of one map, as positions side by side."""
+
+    def __init__(self, first: Rows, second: Rows) -> None:
+        """Store both, ``[N, S, G, I]`` and ``[N, S', G, I]``."""
+        self._parts = first, second
+        samples, positions, *rest = first.shape
+        self.shape = torch.Size((samples, positions + second.shape[1], *rest))
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S + S', G, I]``."""
+        return torch.cat([part[rows] for part in self._parts], 1)
+
+
+class DirectRows(ABC):
+    """Inputs with a kernel that forms ``M`` without showing what each position sees."""
+
+    shape: torch.Size
+
+    @abstractmethod
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S, G, I]``."""
+
+    @abstractmethod
+    def suits(self, columns: int, out: Tensor) -> bool:
+        """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
+
+    @abstractmethod
+    def product(self, out: Tensor, rows: slice) -> Tensor:
+        """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
+
+
+def products(out: Tensor, inp: Rows) -> Tensor:
+    """``M`` itself. Shape ``[V, N, G, O, I]``."""
+    columns, samples, positions, groups, features = out.shape
+    size = inp.shape[3]
+    if positions == 1:
+        return out.squeeze(2).unsqueeze(-1) * inp[:].squeeze(1).unsqueeze(-2)
+    if torch.is_grad_enabled():
+        whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
+        return whole.reshape(columns, samples, groups, features, size)
+    result = out.new_empty(columns, samples, groups, features, size)
+    if columns == 1 and _is_direct(inp, 1, out):
+        for _, rows, piece in pieces(out, inp):
+            result[0, rows] = piece.squeeze(2)
+        return result
+    for rows in row_steps(inp, out.element_size()):
+        right = _right(inp[rows])
+        for piece, target in zip(out[:, rows], result[:, rows], strict=True):
+            torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
+    return result
+
+
+def square_sum(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
+    if out.shape[2] == 1:
+        left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
+        right = inp[:].square().squeeze(1)  # [N, G, I]
+        return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+    result = out.new_zeros(*out.shape[3:], inp.shape[3])
+    for _, _, piece in pieces(out, inp):
+        result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
+    return result
+
+
+def moments(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
+    """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces. Shapes ``[V, G, O, I]``, ``[G, O, I]``."""
+    if out.shape[2] == 1 or torch.is_grad_enabled():
+        return sums(out, inp), square_sum(out, inp)
+    total = out.new_zeros(out.shape[0], *out.shape[3:], inp.shape[3])
+    squares = torch.zeros_like(total[0])
+    for some, _, piece in pieces(out, inp):
+        for target, rows in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
+            add(target, rows)
+        add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
+    return total, squares
+
+
+def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_v M²``. Shape ``[N, G, O, I]``."""
+    columns, samples, positions, _, _ = out.shape
+    if positions == 1:
+        left = _sum_of_squares(out).squeeze(1)
+        return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
+    if columns == 1 or torch.is_grad_enabled():
+        return _squared(products(out, inp)).sum(0)
+    result = out.new_zeros(samples, *out.shape[3:], inp.shape[3])
+    for _, rows, piece in pieces(out, inp):
+        for target, sample in zip(result[rows], piece, strict=True):
+            add_squares(target, sample.transpose(0, 1))
+    return result
+
+
+def add(total: Tensor, rows: Tensor) -> Tensor:
+    """Add ``Σ_k rows[k]`` in place, for ``rows`` ``[K, *]``."""
+    if total.numel() < LARGE:
+        return total.add_(rows.sum(0))
+    for row in rows:
+        total.add_(row)
+    return total
+
+
+def add_squares(total: Tensor, rows: Tensor) -> Tensor:
+    """``total + Σ_k rows[k]²`` for ``rows`` ``[K, *]``; in place unless autograd records."""
+    if torch.is_grad_enabled():
+        return total + rows.square().sum(0)
+    if total.numel() < LARGE:
+        return total.add_(rows.square().sum(0))
+    for row in rows:
+        total.addcmul_(row, row)
+    return total
+
+
+def squared_norm(out: Tensor, inp: Rows) -> Tensor:
+    """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
+    columns, _, positions, _, features = out.shape
+    size = inp.shape[3]
+    if positions == 1:
+        left = out.square().sum(-1).squeeze(2)
+        return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
+    if positions * (columns * features + size) < columns * features * size:
+        return _squared_norm_by_gram(out, inp)
+    parts: dict[int, list[Tensor]] = {}
+    for _, rows, piece in pieces(out, inp):
+        parts.setdefault(rows.start, []).append(_squared(piece).sum((1, 3, 4)))
+    return torch.cat([torch.cat(found, 1) for found in parts.values()]).T
+
+
+def sums(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
+    columns, _, _, groups, features = out.shape
+    size = inp.shape[3]
+    total: Tensor | None = None
+    for rows in row_steps(inp, out.element_size()):
+        left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
+        right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
+        total = torch.bmm(left, right) if total is None else torch.baddbmm(total, left, right)
+    assert total is not None
+    return total.reshape(groups, columns, features, size).transpose(0, 1)
+
+
+def gram(out: Tensor, inp: Rows) -> Tensor:
+    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
+    columns, samples, positions, groups, features = out.shape
+    size, count = inp.shape[3], columns * samples
+    rows, pairs = samples * positions, (count * positions) ** 2
+    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
+    if is_cheaper and pairs * out.element_size() <= memory_budget():
+        return _gram_by_positions(out, inp[:])
+    total = out.new_zeros(count, count)
+    step = max(1, memory_budget() // (count * groups * size * out.element_size()))
+    for start in range(0, features, step):
+        some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
+        total = torch.addmm(total, some, some.T)
+    return total.reshape(columns, samples, columns, samples)
+
+
+def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
+    """``M`` for some columns of some samples at a time, in one buffer: use a piece before the next.
+
+    All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``.
+
+    Yields:
+        ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
+    """
+    columns, samples, _, groups, features = out.shape
+    size = inp.shape[3]
+    single = groups * features * size * out.element_size()
+    limit = min(CACHE, memory_budget())
+    most = max(1, min(columns, limit // single))
+    if _is_direct(inp, most, out):
+        few = even_size(samples, max(1, min(limit, DIRECT) // (single * columns)))
+        for rows, some in product(slices(samples, few), slices(columns, most)):
+            piece = inp.product(out[some, rows], rows)
+            yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
+        return
+    few = max(1, limit // (single * columns))
+    buffer: Tensor | None = None
+    for rows in row_steps(inp, out.element_size(), few):
+        right = _right(inp[rows])
+        for some in slices(columns, most):
+            left = _batched(out[some, rows])
+            shape = (*left.shape[:2], size)
+            if torch.is_grad_enabled():
+                piece = torch.bmm(left, right)
+            else:
+                if buffer is None:
+                    buffer = out.new_empty(min(few, samples) * groups * most * features * size)
+                piece = buffer[: shape[0] * shape[1] * size].view(shape)
+                torch.bmm(left, right, out=piece)
+            yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
+
+
+def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
+    """Samples whose inputs fit into half of the cache together: a copy has a source, too."""
+    samples, *shape = inp.shape
+    # A batched product gives each thread whole samples, and each thread has a cache of its own.
+    threads, single = torch.get_num_threads(), torch.Size(shape).numel() * itemsize
+    for_each = max(1, min(CACHE // 2, memory_budget()) // single)
+    fitting = for_each * max(1, min(threads, memory_budget() // (for_each * single)))
+    return slices(samples, fitting if most is None else min(most, fitting))
+
+
+def slices(count: int, step: int) -> Iterator[slice]:
+    """Consecutive parts of ``range(count)``."""
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _is_direct(inp: Rows, columns: int, out: Tensor) -> TypeGuard[DirectRows]:
+    # The kernel's result does not carry a graph.
+    return isinstance(inp, DirectRows) and not torch.is_grad_enabled() and inp.suits(columns, out)
+
+
+def _right(inp: Tensor) -> Tensor:
+    """``[n, S, G, I] → [n·G, S, I]``, a view for the usual layouts."""
+    return inp.transpose(1, 2).flatten(0, 1)
+
+
+def _batched(out: Tensor) -> Tensor:
+    """``[v, n, S, G, O] → [n·G, v·O, S]``; copies several columns, in the order they are stored."""
+    columns, samples, positions, groups, features = out.shape
+    shape = (samples * groups, columns * features)
+    if out.stride(4) == 1:
+        return out.permute(1, 3, 2, 0, 4).reshape(shape[0], positions, shape[1]).transpose(1, 2)
+    return out.permute(1, 3, 0, 4, 2).reshape(*shape, positions)
+
+
+def _sum_of_squares(out: Tensor) -> Tensor:
+    """``Σ_v out[v]²``. Shape ``[N, S, G, O]``."""
+    return out[0].square() if len(out) == 1 else out.square().sum(0)
+
+
+def _squared(piece: Tensor) -> Tensor:
+    return piece.square() if torch.is_grad_enabled() else piece.square_()
+
+
+def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
+    parts = []
+    for rows in row_steps(inp, out.element_size()):
+        right = inp[rows].transpose(1, 2)  # [n, G, S, I]
+        left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
+        inner = right @ right.mT
+        parts.append(torch.stack([((x @ x.mT) * inner).sum((1, 2, 3)) for x in left]))
+    return torch.cat(parts, 1)
+
+
+def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
+    """``Σ_g Σ_s Σ_t ⟨out[v, n, s], out[w, m, t]⟩ ⟨inp[n, s], inp[m, t]⟩``."""
+    columns, samples, positions, groups, _ = out.shape
+    total = out.new_zeros(columns, samples, columns, samples)
+    for group in range(groups):
+        left, right = out[:, :, :, group].flatten(0, 2), inp[:, :, group].flatten(0, 1)
+        outer = (left @ left.T).reshape(2 * (columns, samples, positions))
+        inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
+        total = total + (outer * inner).sum((2, 5))
+    return total
+
+
+def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
+    """``Σ_s Σ_t ⟨out_s, out'_t⟩ ⟨inp_s, inp'_t⟩`` of two products of one form. Shape ``[V, N]``."""
+    parts = []
+    for rows in row_steps(inp, out.element_size()):
+        right = inp[rows].transpose(1, 2) @ other_inp[rows].permute(0, 2, 3, 1)  # [n, G, S, T]
+        left, other = out[:, rows].transpose(2, 3), other_out[:, rows].transpose(2, 3)
+        parts.append(torch.stack([((x @ y.mT) * right).sum((1, 2, 3)) for x, y in zip(left, other, strict=True)]))
+    return torch.cat(parts, 1)

@@ -1,0 +1,217 @@
+"""What is read off at a parameter: base classes of extensions.
+
+An extension is *what travels backwards* (its propagator) times *what is read off at a parameter*.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract.hook import hookimpl
+from backpack_core.contract.module_extension import ModuleExtension
+from backpack_core.contract.operations import Operation
+from backpack_core.contract.propagator import OutputGradient, Propagator
+from backpack_core.errors import UsageError
+
+FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
+
+
+class Extension(ABC):
+    """A quantity computed during the backward pass and stored on every parameter.
+
+    Class attributes:
+        savefield: Name of the attribute that parameters get.
+        needs: The operations that :meth:`read` asks for. Known beforehand for all extensions of a
+            pass, so that what one of them forms serves the others.
+        columns_add: Whether values for disjoint sets of columns can be put together by
+            :meth:`combine`, so that columns may go through the net in chunks.
+        per_sample: Whether the result is as large as individual gradients. To put together chunks
+            then takes as long as to compute them, so columns may take as much memory as the result.
+        is_deferred: Whether nothing can be stored before the whole backward pass is through: then
+            what :meth:`read` returns is handed to :meth:`finish`.
+        keeps_graph: Whether results need the graph of the pass later on, so that it is not freed
+            before they are.
+
+    Attributes:
+        propagator: What travels backwards for this extension.
+        fail_mode: What happens at a module whose type has no rule: ``"autodiff"`` differentiates it
+            automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
+            its parameters out.
+        chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
+    """
+
+    savefield: str = ""
+    needs: ClassVar[tuple[Operation[Any], ...]] = ()
+    columns_add: ClassVar[bool] = False
+    per_sample: ClassVar[bool] = False
+    is_deferred: ClassVar[bool] = False
+    keeps_graph: ClassVar[bool] = False
+    chunk_size: int | None = None
+
+    def __init__(
+        self,
+        propagator: Propagator,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            propagator: What travels backwards.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See the class.
+
+        Raises:
+            UsageError: The fail mode is unknown, or there is no name to save under.
+        """
+        if fail_mode not in get_args(FailMode):
+            raise UsageError(f"fail_mode must be one of {get_args(FailMode)}. Got {fail_mode!r}.")
+        self.savefield = savefield or type(self).savefield
+        if not self.savefield.isidentifier():
+            raise UsageError(
+                f"{type(self).__name__} needs a savefield that is a Python identifier. "
+                f"Got {self.savefield!r}."
+            )
+        if hasattr(Tensor, self.savefield):
+            raise UsageError(
+                f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the "
+                "parameters: give it another savefield."
+            )
+        self.propagator = propagator
+        self.fail_mode: FailMode = fail_mode
+        self.module_extensions: dict[type[Module], ModuleExtension] = {}
+
+    @classmethod
+    @hookimpl
+    def backpack_extensions(cls) -> Iterable[type[Extension]]:
+        """Hand this class to the registry: an extension class is a plugin by itself."""
+        return [cls]
+
+    @abstractmethod
+    def read(self, product: Any) -> Any:
+        """Compute the quantity of one parameter.
+
+        Args:
+            product: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, a :class:`~backpack_core.SampleProduct`; or
+                what else the propagator makes for a parameter.
+
+        Returns:
+            The value to store; not to share memory with anything. Only the engine writes to
+            parameters.
+        """
+
+    def dtype_for(self, parameter: Tensor) -> torch.dtype:
+        """The dtype that a result is stored in; default: the parameter's."""
+        return parameter.dtype
+
+    def combine(self, first: Any, second: Any) -> Any:
+        """The value for all columns from those for two disjoint sets; see ``columns_add``."""
+        return first + second
+
+    def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+        """What to store, once the backward pass is through; called only if ``is_deferred``.
+
+        Args:
+            values: What :meth:`read` returned last for each parameter.
+
+        Returns:
+            The values to store.
+        """
+        return values
+
+    @property
+    def subsampling(self) -> tuple[int, ...] | None:
+        """The samples that take part, ``None`` for all."""
+        return self.propagator.subsampling
+
+    def get_subsampling(self) -> list[int] | None:
+        """The samples that take part as a list, ``None`` for all."""
+        return None if self.subsampling is None else list(self.subsampling)
+
+    def set_module_extension(
+        self,
+        module_type: type[Module],
+        module_extension: ModuleExtension,
+        overwrite: bool = False,
+    ) -> None:
+        """Use a module extension for one type of module, in this instance only.
+
+        Args:
+            module_type: The module's class; subclasses are not meant.
+            module_extension: What computes the quantity there.
+            overwrite: Whether a previous choice may be replaced.
+
+        Raises:
+            UsageError: An argument has the wrong type, or there is a choice already.
+        """
+        if not (isinstance(module_type, type) and issubclass(module_type, Module)):
+            raise UsageError(
+                f"module_type must be a subclass of torch.nn.Module. Got {module_type!r}."
+            )
+        if not isinstance(module_extension, ModuleExtension):
+            raise UsageError(
+                "module_extension must be an instance of ModuleExtension. "
+                f"Got {module_extension!r}."
+            )
+        if module_type in self.module_extensions and not overwrite:
+            raise UsageError(
+                f"{type(self).__name__} has a module extension for {module_type.__name__} already: "
+                "pass overwrite=True to replace it."
+            )
+        self.module_extensions[module_type] = module_extension
+
+
+class FirstOrderExtension(Extension):
+    """An extension of the individual gradients: nothing but the gradient itself travels."""
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See :class:`Extension`.
+        """
+        super().__init__(OutputGradient(as_subsampling(subsampling)), savefield, fail_mode)
+
+
+class SecondOrderExtension(Extension):
+    """An extension that needs a propagated quantity, started at an extended loss."""
+
+
+def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Normalise a ``subsampling`` argument.
+
+    Args:
+        indices: Indices of samples, or ``None``. A sample counts as often as it is named.
+
+    Returns:
+        A tuple of integers, or ``None``.
+
+    Raises:
+        UsageError: The argument is no sequence of integers, or is empty.
+    """
+    if indices is None:
+        return None
+    try:
+        result = tuple(operator.index(i) for i in indices)
+    except TypeError:
+        raise UsageError(f"subsampling must be a sequence of integers. Got {indices!r}.") from None
+    if any(isinstance(i, bool) or str(getattr(i, "dtype", "")) == "torch.bool" for i in indices):
+        raise UsageError(f"subsampling takes indices of samples, not a mask. Got {indices!r}.")
+    if not result:
+        raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")
+    return result
+

@@ -1,0 +1,143 @@
+"""The contract of losses, where quantities start. Imports torch and the layer-rule contract."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.rules import LayerRule
+from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.record.structure import map_tensors
+from backpack_core.record.switch import disable
+from backpack_core.record.view import View
+
+
+class LossRule(LayerRule):
+    """A loss ``ℓ(x, target)`` that is a sum over samples, with its Hessian in the first input.
+
+    The underscore methods speak of the loss *as the module reduces it* (a mean carries its ``1/N``)
+    for an incoming gradient of one. The public methods put in the gradient that really arrives, so
+    that ``0.5 * loss``, gradient accumulation and ``reduction="none"`` are exact.
+
+    Class attributes:
+        hessian_is_psd: The Hessian is positive semi-definite, so that a real square root exists.
+        likelihood: Why Monte-Carlo sampling makes sense: the loss is the negative logarithm of
+            this distribution. Empty where it is none.
+    """
+
+    is_loss = True
+    hessian_is_psd: ClassVar[bool] = False
+    likelihood: ClassVar[str] = ""
+
+    @abstractmethod
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        """Columns ``S`` with ``∇²ℓ_n = Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[V, N, *in]``."""
+
+    @abstractmethod
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        """``∇²ℓ_n mat[v, n]``. Shape ``[V, N, *in] → [V, N, *in]``."""
+
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        """Columns whose outer products are the Hessian in expectation. Shape ``[V, N, *in]``.
+
+        ``V = samples``: gradients for targets drawn from the model's likelihood, scaled by
+        ``1/√samples``. Random numbers come from torch's default generator.
+        """
+        raise UnsupportedError(
+            f"{view.path} is not the negative logarithm of a likelihood, so there is nothing to "
+            "sample from: use the exact quantity instead of the Monte-Carlo one."
+        )
+
+    def normalisation(self, view: View) -> float | Tensor:
+        """The factor the module's reduction puts in front of the sum (``1/N`` for a mean)."""
+        return 1.0
+
+    def factor(self, view: View) -> Tensor:
+        """What stands in front of each sample's loss, shaped to multiply ``[V, N, *in]``.
+
+        The module's reduction (:meth:`normalisation`) times the gradient that really arrives.
+        """
+        return self._scale(view) * self.normalisation(view)
+
+    def gradient(self, view: View) -> Tensor:
+        """Gradient of each sample's loss, with :meth:`factor` in front. Shape ``[N, *in]``."""
+        whole = view.full
+        x = whole.input
+        if not (view.is_differentiable and x.requires_grad):
+            x = x.detach().requires_grad_()
+        first = view.call.stored.inputs[0]
+        args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
+        with disable(), torch.enable_grad():
+            output = whole.module(*args, **kwargs)
+        (gradient,) = torch.autograd.grad(
+            output, x, whole.grad_output, create_graph=view.is_differentiable
+        )
+        return gradient if view.indices is None else gradient[list(view.indices)]
+
+    def sqrt_hessian(self, view: View) -> Tensor:
+        """Exact square root of the loss Hessian, columns times the root of the arriving gradient.
+
+        Args:
+            view: The loss call.
+
+        Returns:
+            Shape ``[V, N, *in]``.
+
+        Raises:
+            UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
+        """
+        return self._sqrt_hessian(view) * self._root_scale(view)
+
+    def sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        """Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
+        return self._sqrt_hessian_sampled(view, samples) * self._root_scale(view)
+
+    def hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        """Loss Hessian times columns ``[V, N, *in]``, with the arriving gradient as factor."""
+        return self._hessian_mat_prod(view, mat) * self._scale(view)
+
+    def sum_hessian(self, view: View) -> Tensor:
+        """The Hessian summed over samples. Shape ``[D, D]`` with ``D`` the size of one input."""
+        shape = view.input_shape[1:]
+        size = shape.numel()
+        x = view.input
+        eye = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *shape)
+        columns = self.hessian_mat_prod(view, eye.expand(-1, view.batch_size, *shape))
+        return columns.reshape(size, view.batch_size, size).sum(1)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise UnsupportedError(
+            f"{view.path} is a loss: quantities start there, none is carried through it."
+        )
+
+    def _scale(self, view: View) -> Tensor:
+        """The arriving gradient, shaped to multiply ``[V, N, *in]``."""
+        grad = view.grad_output
+        if grad is None:
+            raise ShapeError(f"{view.path} has no gradient yet: call this during backward.")
+        if grad.dim() == 0:
+            return grad
+        return _align(view, grad)
+
+    def _root_scale(self, view: View) -> Tensor:
+        scale = self._scale(view)
+        if bool((scale < 0).any()):
+            raise UnsupportedError(
+                f"{view.path} is multiplied by a negative number on its way to the tensor that "
+                "backward() was called on, so its curvature has no real square root. Use "
+                "DiagHessian or HMP, or call backward() on the loss itself."
+            )
+        return scale.sqrt()
+
+
+def _align(view: View, grad: Tensor) -> Tensor:
+    """Give the gradient of an unreduced loss the number of axes of the input.
+
+    An elementwise loss has the input's shape. Otherwise the class axis 1 is missing.
+    """
+    if grad.shape == view.input_shape:
+        return grad
+    return grad.unsqueeze(1)

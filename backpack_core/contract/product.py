@@ -1,0 +1,381 @@
+"""The one thing every quantity reads: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, for columns and samples.
+
+``M`` has the shape ``[V, N, *θ]`` and is hardly ever formed: a product holds what determines it,
+and operations (``operations.py``) contract that. A rule returns a product, an extension reads it.
+
+=============== ============================================= ===================================
+form            ``M[v, n]``                                   for
+=============== ============================================= ===================================
+`DenseProduct`  formed, a piece at a time or whole            any parameter
+`AffineProduct` ``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``        linear maps, convolutions, gates
+`ScaleProduct`  ``Σ_s out[v, n, s] ⊙ inp[n, s]``              gains and offsets of normalisations
+`LookupProduct` ``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``          embeddings
+`SumProduct`    ``Σ_p M_p[v, n]``                             a parameter that is used several times
+=============== ============================================= ===================================
+
+A product belongs to those who read it: what one operation computed is kept on it for the others.
+Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions, ``G`` groups, ``I``, ``O``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from itertools import product as pairs
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract import contractions
+from backpack_core.contract.columns import Root
+from backpack_core.contract.contractions import Rows, slices
+from backpack_core.errors import UnsupportedError
+from backpack_core.tuning import CACHE, memory_budget
+
+Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
+
+
+class Reading:
+    """What an extension reads at a parameter, whatever the propagator makes of it.
+
+    Attributes:
+        shape: Shape of the parameter, ``[*θ]``.
+        name: Which parameter of its module.
+        path: Which module, for messages.
+        module: The module itself.
+        rule: The class of the rule that made it, for messages.
+        is_linear: Whether the module is known to be linear in the parameter.
+        needs: Operations that will be asked for, so that one can serve another.
+        results: What operations have computed.
+        kept: What was computed from the call alone, for all columns that pass through it.
+        beside: What the parameters of the call share for the same columns.
+    """
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+        self.name = ""
+        self.path = ""
+        self.module: Module | None = None
+        self.rule: type = object
+        self.is_linear = False
+        self.needs: frozenset[Any] = frozenset()
+        self.results: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}
+        self.beside: dict[Any, Any] = {}
+
+    def join(self, others: Sequence[Any]) -> Any:
+        """The same for a parameter that is used several times, from this and later readings.
+
+        Raises:
+            UnsupportedError: It has no meaning.
+        """
+        raise UnsupportedError(
+            f"The parameter {self.name!r} of {self.path} is used {1 + len(others)} times, and "
+            f"{type(self).__name__} has no meaning there: leave the extension out, or untie the "
+            "parameter."
+        )
+
+
+class SampleProduct(Reading, ABC):
+    """``M[v, n]``, ``[V, N, *θ]``, in some form.
+
+    Attributes:
+        columns: ``V``.
+        samples: ``N``.
+        like: Some tensor with the product's dtype and device.
+        roots: Where the columns were started, and how many each root has.
+    """
+
+    def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
+        super().__init__(shape)
+        self.columns = columns
+        self.samples = samples
+        self.like = like
+        self.roots: Mapping[Root, int] = {}
+
+    @abstractmethod
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """``M`` of some columns and samples, formed. Shape ``[v, n, *θ]``."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """``M`` piece by piece: each within the memory budget, as far as one product allows.
+
+        A piece may lie in memory that the next one uses again: be done with it before.
+        """
+        single = max(1, prod(self.shape) * self.like.element_size())
+        few = min(self.samples, max(1, memory_budget() // single))
+        most = max(1, memory_budget() // (single * max(1, few)))
+        for rows, some in pairs(slices(self.samples, few), slices(self.columns, most)):
+            yield some, rows, self.part(some, rows)
+
+    def join(self, others: Sequence[SampleProduct]) -> SampleProduct:
+        """The sum, for the columns of all of them."""
+        return sum_of([self, *others])
+
+    def new_zeros(self, *shape: int) -> Tensor:
+        """Zeros of the product's dtype."""
+        return self.like.new_zeros(shape)
+
+    def __repr__(self) -> str:
+        """Form, shape, and where it belongs."""
+        shape = [self.columns, self.samples, *self.shape]
+        return f"<{type(self).__name__} {shape} of {self.name!r} at {self.path}>"
+
+
+class DenseProduct(SampleProduct):
+    """``M`` itself, or a function that forms any part of it."""
+
+    def __init__(
+        self,
+        values: Tensor | None = None,
+        *,
+        form: Callable[[slice, slice], Tensor] | None = None,
+        mat: Tensor | None = None,
+        shape: torch.Size | None = None,
+    ) -> None:
+        """Store either.
+
+        Args:
+            values: ``M``, of shape ``[V, N, *θ]``.
+            form: ``(columns, samples) ↦ M[columns, samples]``.
+            mat: Together with ``form``: columns ``[V, N, *]``, for number, dtype and device.
+            shape: Together with ``form``: shape of the parameter.
+        """
+        if values is not None:
+            super().__init__(*values.shape[:2], values.shape[2:], values)
+        else:
+            assert form is not None and mat is not None and shape is not None
+            super().__init__(*mat.shape[:2], shape, mat)
+        self.values = values
+        self._form = form
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """A slice, or what the function gives."""
+        if self.values is not None:
+            return self.values[columns, samples]
+        assert self._form is not None
+        return self._form(columns, samples)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Of values that exist, pieces that stay in the cache."""
+        if self.values is None:
+            yield from super().pieces()
+            return
+        step = max(1, CACHE // max(1, self.values[:, :1].nbytes))
+        for rows in slices(self.samples, step):
+            yield slice(0, self.columns), rows, self.values[:, rows]
+
+
+class AffineProduct(SampleProduct):
+    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of the weight, or the bias, of an affine map.
+
+    Attributes:
+        out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
+        inp: What the weight multiplies, ``[N, S, G, I]``; ``None`` for a bias.
+    """
+
+    def __init__(
+        self,
+        out: Tensor,
+        inp: Rows | None,
+        shape: torch.Size,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Store the factors.
+
+        Args:
+            out: See the class.
+            inp: See the class.
+            shape: Shape of the parameter.
+            arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
+                that is no mere reshape.
+        """
+        super().__init__(*out.shape[:2], shape, out)
+        self.out = out
+        self.inp = inp
+        self.arrange = arrange
+
+    @property
+    def positions(self) -> int:
+        """``S``."""
+        return self.out.shape[2]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``(G, O, I)``, for a bias ``(G, O)``."""
+        width = () if self.inp is None else (self.inp.shape[3],)
+        return (*self.out.shape[3:], *width)
+
+    def to_parameter(self, mat: Tensor) -> Tensor:
+        """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
+        if self.arrange is not None:
+            return self.arrange(mat)
+        return mat.reshape(*mat.shape[: mat.dim() - len(self.sizes)], *self.shape)
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """By a batched product."""
+        out = self.out[columns, samples]
+        if self.inp is None:
+            return self.to_parameter(out.sum(2))
+        inp = self.inp if samples == slice(0, self.samples) else self.inp[samples]
+        return self.to_parameter(contractions.products(out, inp))
+
+    def pieces(self) -> Iterator[Piece]:
+        """In one buffer."""
+        if self.inp is None:
+            yield slice(0, self.columns), slice(0, self.samples), self.to_parameter(self.out.sum(2))
+            return
+        for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
+            yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
+
+    def with_columns(self, out: Tensor) -> AffineProduct:
+        """The product of other columns with the same inputs."""
+        return AffineProduct(out, self.inp, self.shape, self.arrange)
+
+
+class ScaleProduct(SampleProduct):
+    """``Σ_s out[v, n, s] ⊙ inp[n, s]``: of a gain, or an offset, that multiplies elementwise.
+
+    Attributes:
+        out: Columns at the output. Shape ``[V, N, S, D]``.
+        inp: What the gain multiplies, ``[N, S, D]``; ``None`` for an offset.
+    """
+
+    def __init__(self, out: Tensor, inp: Tensor | None, shape: torch.Size) -> None:
+        """Store the factors; ``D`` is the number of entries of the parameter."""
+        super().__init__(*out.shape[:2], shape, out)
+        self.out = out
+        self.inp = inp
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """A sum over positions."""
+        out = self.out[columns, samples]
+        if self.inp is None:
+            return out.sum(2).reshape(*out.shape[:2], *self.shape)
+        product = torch.einsum("vnsd,nsd->vnd", out, self.inp[samples])
+        return product.reshape(*out.shape[:2], *self.shape)
+
+
+class LookupProduct(SampleProduct):
+    """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]`` whose rows were looked up.
+
+    Attributes:
+        out: Columns at each look-up. Shape ``[V, N, K, dim]``.
+        row: Which row it got. Shape ``[N, K]``.
+    """
+
+    def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
+        """Store the factors."""
+        super().__init__(*out.shape[:2], shape, out)
+        self.out = out
+        self.row = row
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """Scattered rows."""
+        out, row = self.out[columns, samples], self.row[samples]
+        (num, dim), (count, samples_) = self.shape, out.shape[:2]
+        start = torch.arange(samples_, device=row.device).unsqueeze(1) * num
+        flat = out.new_zeros(count, samples_ * num, dim)
+        flat = flat.index_add(1, (start + row).flatten(), out.flatten(1, 2))
+        return flat.reshape(count, samples_, num, dim)
+
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that are not zero; one that a sample reads twice is summed first.
+
+        Returns:
+            Their values ``[V, K', dim]``, the sample and the row of each, ``[K']``.
+        """
+        if "segments" not in self.results:
+            num = self.shape[0]
+            start = torch.arange(self.samples, device=self.row.device).unsqueeze(1) * num
+            where, inverse = torch.unique((start + self.row).flatten(), return_inverse=True)
+            sums = self.new_zeros(self.columns, len(where), self.shape[1])
+            sums = sums.index_add(1, inverse, self.out.flatten(1, 2))
+            self.results["segments"] = sums, where // num, where % num
+        found: tuple[Tensor, Tensor, Tensor] = self.results["segments"]
+        return found
+
+
+class SumProduct(SampleProduct):
+    """``Σ_p M_p[v, n]``: a parameter that several calls, or several outputs of one, use.
+
+    Attributes:
+        parts: The summands; no two of one affine form.
+    """
+
+    def __init__(self, parts: Sequence[SampleProduct]) -> None:
+        """Store the summands; use :func:`sum_of` to make one."""
+        first = parts[0]
+        super().__init__(first.columns, first.samples, first.shape, first.like)
+        self.parts = tuple(parts)
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """Formed one by one."""
+        first, *others = (part.part(columns, samples) for part in self.parts)
+        return sum(others, first)
+
+
+class PlacedProduct(SampleProduct):
+    """A product among columns of other roots, for which it is zero."""
+
+    def __init__(self, product: SampleProduct, roots: Mapping[Root, int]) -> None:
+        """Store the product, and which columns there are in all."""
+        super().__init__(sum(roots.values()), product.samples, product.shape, product.like)
+        self.roots = roots
+        starts = dict(zip(roots, accumulate((0, *roots.values())), strict=False))
+        own = zip(product.roots, accumulate((0, *product.roots.values())), strict=False)
+        # Where each root's columns begin here, where in the product, and how many there are.
+        self._places = [(starts[root], start, roots[root]) for root, start in own]
+        self._product = product
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """Zeros, but for the roots that the product has."""
+        width = len(range(self.samples)[samples])
+        result = self.new_zeros(columns.stop - columns.start, width, *self.shape)
+        for here, there, count in self._places:
+            first, last = max(here, columns.start), min(here + count, columns.stop)
+            if first < last:
+                some = slice(there + first - here, there + last - here)
+                place = slice(first - columns.start, last - columns.start)
+                result[place] = self._product.part(some, samples)
+        return result
+
+
+def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
+    """The sum of products of one parameter, root by root.
+
+    A weight that is used at several places is one that is shared by more positions (Eschenhagen et
+    al., 2023, arXiv:2311.00636), so affine products of one form become a single one.
+    """
+    roots: dict[Root, int] = {}
+    for part in parts:
+        roots.update(part.roots)
+    summands = [p if list(p.roots.items()) == list(roots.items()) else PlacedProduct(p, roots) for p in parts]
+    merged: list[SampleProduct] = []
+    for part in summands:
+        for position, other in enumerate(merged):
+            joined = _joined(other, part)
+            if joined is not None:
+                merged[position] = joined
+                break
+        else:
+            merged.append(part)
+    result = merged[0] if len(merged) == 1 else SumProduct(merged)
+    result.roots = roots
+    return result
+
+
+def _joined(first: SampleProduct, second: SampleProduct) -> AffineProduct | None:
+    """Both as one product over the positions of either, if they have one affine form."""
+    if not (isinstance(first, AffineProduct) and isinstance(second, AffineProduct)):
+        return None
+    if first.sizes != second.sizes or (first.arrange is None) != (second.arrange is None):
+        return None
+    inp: Rows | None = None
+    if first.inp is not None and second.inp is not None:
+        inp = contractions.JoinedRows(first.inp, second.inp)
+    return AffineProduct(torch.cat([first.out, second.out], 2), inp, first.shape, first.arrange)

@@ -1,0 +1,373 @@
+"""What travels backwards, and how it starts at a loss.
+
+The engine knows no quantity. It asks the propagator: what is at this call, what goes on to its
+inputs, what is read at a parameter, what happens where branches meet, how to go in chunks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from backpack_core._torch import Node
+from backpack_core.contract.columns import Columns, Root
+from backpack_core.contract.hook import hookimpl
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph import bridge
+from backpack_core.graph.nodes import refuse
+from backpack_core.graph.views import look_through
+from backpack_core.record.call import Layout
+from backpack_core.record.view import View
+from backpack_core.tuning import even_size
+
+
+class Propagator(ABC):
+    """What travels backwards, and how it starts at a loss.
+
+    Extensions with equal propagators share one quantity: it is started and pushed once per backward
+    pass. So a propagator is a value: a frozen dataclass, say ``LossSqrt(samples=1)``. The type of
+    the quantity is the propagator's own business.
+
+    Class attributes:
+        travels: Whether there is anything to send on; else every call is looked at by itself.
+        per_sample: Whether quantities belong to single samples, so that a net in which samples
+            influence each other has none.
+
+    Attributes:
+        subsampling: The samples that take part, ``None`` for all. The engine hands every method a
+            view that shows those samples only.
+    """
+
+    travels: ClassVar[bool] = True
+    per_sample: ClassVar[bool] = True
+    subsampling: tuple[int, ...] | None = None
+
+    @classmethod
+    @hookimpl
+    def backpack_propagators(cls) -> Iterable[type[Propagator]]:
+        """Hand this class to the registry: a propagator class is a plugin by itself."""
+        return [cls]
+
+    @abstractmethod
+    def start(self, rule: LossRule, view: View) -> Any:
+        """The quantity at the first input of a loss.
+
+        Args:
+            rule: The loss's rule.
+            view: The loss's forward execution, with the arriving gradient.
+        """
+
+    @abstractmethod
+    def propagate(self, rule: LayerRule, view: View, quantity: Any) -> dict[int, Any]:
+        """Carry the quantity from the output of a call to its inputs.
+
+        Args:
+            rule: The layer's rule.
+            view: The forward execution.
+            quantity: The quantity at the output.
+
+        Returns:
+            The quantity at each differentiable input tensor, by position in ``view.inputs``.
+        """
+
+    @abstractmethod
+    def product(self, rule: ParametricRule, view: View, name: str, quantity: Any) -> SampleProduct:
+        """What extensions read at a parameter.
+
+        Args:
+            rule: The layer's rule.
+            view: The forward execution.
+            name: Which parameter.
+            quantity: The quantity at the call's output.
+        """
+
+    def arrive(self, rule: LayerRule, view: View, waiting: Any | None) -> Any | None:
+        """The quantity at a call, from what was sent there; starts at a loss.
+
+        Args:
+            rule: The layer's rule.
+            view: The forward execution.
+            waiting: What was sent; ``None`` for nothing.
+
+        Returns:
+            The quantity; ``None`` where there is none, which is an error.
+        """
+        if waiting is None and isinstance(rule, LossRule):
+            return self.start(rule, view)
+        return waiting
+
+    def residual(self, rule: LayerRule, view: View) -> dict[int, Any]:
+        """What comes into being at a call, at its inputs; asked once per call. Default: nothing."""
+        return {}
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """The quantity at a tensor that several consumers reach; refused unless overridden.
+
+        Raises:
+            UnsupportedError: Always, here.
+        """
+        raise UnsupportedError(
+            f"{self!r} cannot be added over branches: the net must be a chain of modules."
+        )
+
+    def cross(
+        self, node: Node, quantities: dict[int, Any], batch_size: int
+    ) -> list[tuple[int, Any]]:
+        """Carry quantities through an autograd node that no module call covers.
+
+        Args:
+            node: The autograd node, not yet executed.
+            quantities: What arrived, by output number of the node, for the whole batch.
+            batch_size: Number of samples of this backward pass.
+
+        Returns:
+            Pairs (position in ``node.next_functions``, quantity).
+
+        Raises:
+            BridgeError: The quantity cannot be carried through this node exactly.
+        """  # noqa: DOC202 - what an override returns
+        raise refuse(node, f"{self!r} only passes through modules with a layer rule")
+
+    def widen(self, quantity: Any, batch_size: int) -> Any:
+        """A quantity of the chosen samples as one of the whole batch: autograd nodes know no other.
+
+        Undone by :meth:`narrow`. Only for propagators with ``subsampling``.
+        """
+        return quantity
+
+    def narrow(self, quantity: Any, axis: int = 0) -> Any:
+        """A quantity of the whole batch, on some axis of the tensor, as one of the samples."""
+        return quantity
+
+    def map(self, quantity: Any, function: Callable[[Tensor], Tensor]) -> Any:
+        """Apply a linear function of columns ``[V, *]`` to whatever the quantity is made of.
+
+        Raises:
+            UnsupportedError: Always, here.
+        """
+        raise UnsupportedError(
+            f"{self!r} needs every output of a module as the module returned it: samples on axis "
+            "0, and no in-place operation on a view of it."
+        )
+
+    def shed(
+        self,
+        rule: LayerRule | None,
+        view: View,
+        quantity: Any,
+        size: int,
+        is_rooted: bool = False,
+    ) -> tuple[Any, Iterable[Any]]:
+        """Split off what need not travel with the rest, so that no more than ``size`` columns do.
+
+        Args:
+            rule: What the quantity goes through next; ``None`` for a residual, which has just come
+                into being at the inputs of the call.
+            view: The call.
+            quantity: The quantity at its output; at a loss, and of a residual, at its input.
+            size: How many columns fit into memory at the widest call.
+            is_rooted: Whether everything has to be in the form of :meth:`rooted`.
+
+        Returns:
+            What goes on, and parts that are carried through the net one after the other, at once.
+            No part may have to be added to anything that waits elsewhere.
+        """
+        return quantity, ()
+
+    def rooted(self, quantity: Any) -> Any:
+        """The quantity in a form in which parts that belong together are found again.
+
+        Asked for where a parameter is used several times: what reaches it from one start by several
+        ways is added before it is squared.
+        """
+        return quantity
+
+    def present(self, quantity: Any) -> Any:
+        """What a :class:`ModuleExtension` sees of a quantity."""
+        return quantity
+
+    def adopt(self, value: Any, like: Any) -> Any:
+        """Turn what a :class:`ModuleExtension` returned from ``backpropagate`` into a quantity."""
+        return value
+
+
+class ColumnPropagator(Propagator):
+    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``."""
+
+    def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
+        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        found: Columns | None = super().arrive(rule, view, waiting)
+        return None if found is None else found.to(view.dtype)
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
+        """One transposed Jacobian product for all columns."""
+        products = rule.jac_t_mat_prod(view, quantity.mat)
+        return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
+
+    def product(
+        self, rule: ParametricRule, view: View, name: str, quantity: Columns
+    ) -> SampleProduct:
+        """The product of all columns, side by side."""
+        product = rule.param_product(view, name, quantity.mat)
+        product.roots = quantity.sizes
+        return product
+
+    def merge(self, first: Columns, second: Columns) -> Columns:
+        """Sum root by root."""
+        return first.merge(second)
+
+    def widen(self, quantity: Columns, batch_size: int) -> Columns:
+        """Zeros for the samples that were left out."""
+        return spread_samples(quantity, self.subsampling, batch_size)
+
+    def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
+        """The chosen samples."""
+        return pick_samples(quantity, self.subsampling, axis)
+
+    def cross(
+        self, node: Node, quantities: dict[int, Columns], batch_size: int
+    ) -> list[tuple[int, Columns]]:
+        """Call the node under vmap over the columns."""
+        return cross_columns(node, quantities)
+
+    def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
+        """Block by block."""
+        return quantity.map(function)
+
+    def shed(
+        self,
+        rule: LayerRule | None,
+        view: View,
+        quantity: Columns,
+        size: int,
+        is_rooted: bool = False,
+    ) -> tuple[Columns, Iterable[Columns]]:
+        """At a loss, chunks of about one size; later on, columns may have a part elsewhere."""
+        count = sum(quantity.sizes.values())
+        if rule is None or not rule.is_loss or count <= size:
+            return quantity, ()
+        *first, last = quantity.chunks(even_size(count, size))
+        return last, first
+
+    def present(self, quantity: Columns) -> Any:
+        """All columns as one tensor ``[V, N, *out]``."""
+        return quantity.mat
+
+    def adopt(self, value: Tensor, like: Columns | None) -> Columns:
+        """Columns with the roots of ``like`` if their number is unchanged, else with a new one."""
+        if like is not None and len(like.mat) == len(value):
+            return like.split(value)
+        return Columns.start(repr(self), value)
+
+
+class OutputGradient(ColumnPropagator):
+    """What first-order extensions read: the gradient at the output, as a single column."""
+
+    travels = False
+    _ROOT: ClassVar[Root] = Root("gradient")
+
+    def __init__(self, subsampling: tuple[int, ...] | None = None) -> None:
+        """Store which samples take part."""
+        self.subsampling = subsampling
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any other with the same samples."""
+        return isinstance(other, OutputGradient) and other.subsampling == self.subsampling
+
+    def __hash__(self) -> int:
+        """Consistent with equality."""
+        return hash((OutputGradient, self.subsampling))
+
+    def __repr__(self) -> str:
+        """With the samples, if not all."""
+        some = "" if self.subsampling is None else f"subsampling={self.subsampling}"
+        return f"OutputGradient({some})"
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        """Nothing starts at a loss: autograd carries the gradient itself."""
+        raise UnsupportedError("The output gradient is autograd's own quantity.")
+
+    def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
+        """What autograd brought."""
+        assert view.grad_output is not None
+        return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
+
+
+def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:
+    """Push columns through a node, root by root.
+
+    Args:
+        node: An autograd node that autograd has not executed yet.
+        quantities: Columns of the whole batch at the node's outputs, by output number.
+
+    Returns:
+        Pairs (position in ``node.next_functions``, columns there).
+
+    Raises:
+        BridgeError: The node cannot be called for columns.
+    """
+    roots = list(dict.fromkeys(root for columns in quantities.values() for root in columns.blocks))
+    results: dict[int, dict[Root, Tensor]] = {}
+    for root in roots:
+        present = {nr: c.blocks[root] for nr, c in quantities.items() if root in c.blocks}
+        for position, product in bridge.push(node, present).items():
+            results.setdefault(position, {})[root] = product
+    return [(position, Columns(blocks)) for position, blocks in results.items()]
+
+
+def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
+    """A quantity at a view, from that at the tensor that it looks at."""
+    return propagator.map(quantity, lambda mat: look_through(mat, layout))
+
+
+def spread_samples(
+    columns: Columns, chosen: tuple[int, ...] | None, batch_size: int
+) -> Columns:
+    """``[V, n, *]`` of chosen samples to the whole batch; zeros elsewhere.
+
+    A sample that was chosen several times may have other columns each time (drawn ones have), so
+    that the repetitions become columns of their own.
+    """
+    if chosen is None:
+        return columns
+    turns = _occurrences(chosen, batch_size)
+
+    def spread(mat: Tensor) -> Tensor:
+        whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
+        whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
+        return whole.transpose(1, 2).flatten(0, 1)
+
+    return Columns({root: spread(mat) for root, mat in columns.blocks.items()})
+
+
+def pick_samples(columns: Columns, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
+    """The reverse of :func:`spread_samples`, where the samples lie on some axis of the tensor."""
+    if chosen is None:
+        return columns
+
+    def pick(mat: Tensor) -> Tensor:
+        samples = mat.shape[1 + axis]
+        turns = _occurrences(chosen, samples)
+        parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2 + axis, 1)
+        found = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
+        return found.movedim(0, 1 + axis)
+
+    return Columns({root: pick(mat) for root, mat in columns.blocks.items()})
+
+
+def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
+    """How often each entry was there before: ``(3, 1, 3) → [0, 0, 1]``."""
+    seen: dict[int, int] = {}
+    found = []
+    for index in chosen:
+        sample = index % batch_size
+        found.append(seen.get(sample, 0))
+        seen[sample] = found[-1] + 1
+    return found
+

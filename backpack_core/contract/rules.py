@@ -1,0 +1,442 @@
+"""The layer-rule contract: how one kind of layer differentiates.
+
+A *layer rule* says how one kind of layer differentiates. It is written once, is stateless, and is
+used by every extension. Public methods check shapes; a rule author writes the methods whose name
+starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
+``G`` groups, ``I`` and ``O`` features per group.
+
+Which base class to take:
+
+===================== ================================================================== ===========
+base                  what to write                                                      gives
+===================== ================================================================== ===========
+:class:`LayerRule`    ``_jac_t_mat_prod``                                                propagation
+:class:`ParametricRule` + ``params``, ``_param_jac_t_mat_prod``                           parameters
+:class:`ElementwiseRule` ``derivative``, ``second_derivative``                            Hessians
+:class:`ProductRule`  ``_param_product``: a product in a form that is not formed          fast paths
+:class:`AffineRule`   ``affine_input``, ``affine_output`` (+ ``_jac_t_mat_prod``)        fast paths
+:class:`AffinePairsRule` ``affine_pair`` (+ ``_jac_t_mat_prod``): affine maps inside     fast paths
+:class:`LossRule`     ``_sqrt_hessian`` and relatives                                    a start
+===================== ================================================================== ===========
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract.contractions import Rows
+from backpack_core.contract.hook import hookimpl
+from backpack_core.contract.operations import dense
+from backpack_core.contract.product import AffineProduct, DenseProduct, SampleProduct
+from backpack_core.contract.transposition import transpose
+from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.record.view import View
+
+ModuleType = type[Module] | str
+
+
+class LayerRule(ABC):
+    """How a layer ``x ↦ f(x)`` differentiates with respect to its input.
+
+    Class attributes:
+        module_types: The module classes this rule speaks for, as classes or as qualified names
+            (``"package.module.Class"``), so that a rule need not import a heavy library.
+        transparent: The rule leaves propagation to the autograd graph inside the module: then
+            ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
+        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere).
+        jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
+        hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
+        is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
+
+    A property that is not declared is assumed absent. The conformance kit checks each of them.
+    """
+
+    module_types: ClassVar[tuple[ModuleType, ...]] = ()
+    transparent: ClassVar[bool] = False
+    hessian_is_zero: ClassVar[bool] = False
+    hessian_is_diagonal: ClassVar[bool] = False
+    jacobian_is_constant: ClassVar[bool] = False
+    is_loss: ClassVar[bool] = False
+
+    @classmethod
+    @hookimpl
+    def backpack_layer_rules(cls) -> Iterable[type[LayerRule]]:
+        """Hand this class to the registry: a rule class is a plugin by itself."""
+        return [cls]
+
+    def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
+        """Refuse settings of the module that this rule cannot treat exactly.
+
+        Called before every other method, once per call and backward pass.
+
+        Args:
+            view: The forward execution in question.
+
+        Raises:
+            UnsupportedError: With the setting that was found and what to use instead.
+        """
+
+    def mixes_samples(self, view: View) -> bool:
+        """Whether samples of the batch influence each other in this call.
+
+        Per-sample quantities do not exist then, and asking for them raises.
+        """
+        return False
+
+    def batch_axis(self, view: View, output_nr: int) -> int:
+        """Which axis of an output holds the samples; 0 for all but some state outputs.
+
+        The engine moves that axis to the front of ``mat``, ``view.output`` and ``view.grad_output``
+        before it calls the rule.
+        """
+        return 0
+
+    def parameter_names(self, module: Module) -> tuple[str, ...]:
+        """The parameters of a module that the rule covers."""
+        return ()
+
+    def covers(self, module: Module, name: str) -> bool:
+        """Whether a parameter is one of them."""
+        return name in self.parameter_names(module)
+
+    def jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        """Transposed input Jacobian, applied to every column of every sample.
+
+        Args:
+            view: The forward execution.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            For every input tensor of the call, ``J_xᵀ mat`` of shape ``[V, N, *in]``, or ``None``
+            where the input is constant.
+
+        Raises:
+            ShapeError: ``mat`` or the result has the wrong shape.
+            UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
+        """
+        _expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
+        result = self._jac_t_mat_prod(view, mat)
+        products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
+        for slot, tensor in enumerate(view.inputs[: len(products)]):
+            product = products[slot]
+            if product is None:
+                continue
+            if view.indices is not None and not view.has_batch(view.full.inputs[slot]):
+                _refuse_uncut(view, tensor)
+                products[slot] = None
+                continue
+            _expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, len(mat))
+        return tuple(products)
+
+    def jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        """Input Jacobian, applied to every column of every sample.
+
+        Args:
+            view: The forward execution.
+            mat: Columns at the first input. Shape ``[V, N, *in]``.
+
+        Returns:
+            ``J_x mat``. Shape ``[V, N, *out]``.
+        """
+        _expect(view, self, "_jac_mat_prod is given", mat, view.input_shape)
+        product = self._jac_mat_prod(view, mat)
+        _expect(view, self, "_jac_mat_prod returned", product, view.output_shape, len(mat))
+        return product
+
+    def second_derivative_mat_prod(
+        self, view: View, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        """Second derivative contracted with a gradient, applied to columns.
+
+        Args:
+            view: The forward execution.
+            grad_output: Gradient at the output. Shape ``[N, *out]``.
+            mat: Columns at the first input. Shape ``[V, N, *in]``.
+
+        Returns:
+            ``Σ_o grad_output_o ∂²f_o/∂x² mat``. Shape ``[V, N, *in]``.
+
+        Raises:
+            UnsupportedError: The rule knows no second derivative.
+        """
+        if self.hessian_is_zero:
+            return torch.zeros_like(mat)
+        _expect(view, self, "_second_derivative_mat_prod is given", mat, view.input_shape)
+        product = self._second_derivative_mat_prod(view, grad_output, mat)
+        _expect(
+            view, self, "_second_derivative_mat_prod returned", product, view.input_shape, len(mat)
+        )
+        return product
+
+    @abstractmethod
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
+
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        """``[V, N, *in] → [V, N, *out]``. Default: the transpose of ``_jac_t_mat_prod``."""
+
+        def first(out: Tensor) -> Tensor:
+            found = self._jac_t_mat_prod(view, out)
+            product = found[0] if isinstance(found, tuple) else found
+            return torch.zeros_like(mat) if product is None else product
+
+        return transpose(first, (len(mat), *view.output_shape), mat)
+
+    def _second_derivative_mat_prod(
+        self, view: View, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        """``[V, N, *in] → [V, N, *in]``; see :meth:`second_derivative_mat_prod`."""
+        raise UnsupportedError(
+            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
+            "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
+        )
+
+    def provides(self, capability: str) -> bool:
+        """Whether this rule implements an optional or abstract underscore method itself.
+
+        Args:
+            capability: A name without the underscore, as ``"second_derivative_mat_prod"``.
+        """
+        name = f"_{capability}"
+        own = getattr(type(self), name, None)
+        return own is not None and own is not getattr(LayerRule, name, None)
+
+
+class ParametricRule(LayerRule):
+    """A layer ``x ↦ f(x, θ)`` with parameters.
+
+    Class attributes:
+        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
+            Other parameters of the module are read off by automatic differentiation.
+        linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+    """
+
+    params: ClassVar[tuple[str, ...]] = ()
+    linear_in_params: ClassVar[tuple[str, ...]] = ()
+
+    def parameter_names(self, module: Module) -> tuple[str, ...]:
+        """The parameters of a module that the rule covers; where they depend on it, override."""
+        return self.params
+
+    def param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """What extensions read at a parameter: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, in some form.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            ``M``, of shape ``[V, N, *θ]``. No sum over samples.
+
+        Raises:
+            ShapeError: ``mat`` or the product has the wrong shape.
+        """
+        _expect(view, self, "_param_product is given", mat, view.output_shape)
+        product = self._param_product(view, name, mat)
+        found = (product.columns, product.samples, *product.shape)
+        expected = (*mat.shape[:2], *view.parameter_itself(name).shape)
+        if found != expected:
+            raise ShapeError(
+                f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
+                f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
+            )
+        product.name, product.path, product.rule = name, view.path, type(self)
+        product.module = view.call.module
+        product.is_linear = name in self.linear_in_params
+        return product
+
+    def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""
+        return dense(self.param_product(view, name, mat))
+
+    def param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """Parameter Jacobian of each sample, applied to columns that all samples share.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns in parameter space. Shape ``[V, *θ]``.
+
+        Returns:
+            ``J_θ[n] mat[v]``. Shape ``[V, N, *out]``.
+        """
+        result = self._param_jac_mat_prod(view, name, mat)
+        _expect(view, self, "_param_jac_mat_prod returned", result, view.output_shape, len(mat))
+        return result
+
+    @abstractmethod
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``[V, N, *out] → [V, N, *θ]``."""
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """``[V, N, *out]`` to a product. Default: formed by ``_param_jac_t_mat_prod`` in parts."""
+        shape, samples = view.parameter_itself(name).shape, range(mat.shape[1])
+
+        def form(columns: slice, rows: slice) -> Tensor:
+            part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
+            result = self._param_jac_t_mat_prod(part, name, mat[columns, rows])
+            expected = (*mat[columns, rows].shape[:2], *shape)
+            if tuple(result.shape) != expected:
+                raise ShapeError(
+                    f"{type(self).__name__}._param_jac_t_mat_prod returned shape "
+                    f"{list(result.shape)} for {name!r} of {view.path}, expected [V, N, *{name}] "
+                    f"= {list(expected)}."
+                )
+            return result
+
+        return DenseProduct(form=form, mat=mat, shape=shape)
+
+    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``[V, *θ] → [V, N, *out]``. Default: the transpose of ``_param_jac_t_mat_prod``."""
+        shape = (len(mat), *view.output_shape)
+        shared = mat.unsqueeze(1).expand(-1, shape[1], *mat.shape[1:])
+
+        def product(out: Tensor) -> Tensor:
+            return self._param_jac_t_mat_prod(view, name, out)
+
+        return transpose(product, shape, shared)
+
+
+class ElementwiseRule(LayerRule):
+    """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
+
+    ``view.input`` may have been overwritten where the module works in place; a formula in terms of
+    ``view.output`` survives that.
+    """
+
+    hessian_is_diagonal = True
+
+    @abstractmethod
+    def derivative(self, view: View) -> Tensor:
+        """``φ'(x)``, of the shape of the input ``[N, *]``."""
+
+    def second_derivative(self, view: View) -> Tensor:
+        """``φ''(x)``, of the shape of the input ``[N, *]``. Zero where ``hessian_is_zero``."""
+        if self.hessian_is_zero:
+            return torch.zeros_like(view.output)
+        raise UnsupportedError(
+            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
+            "implement second_derivative(view)."
+        )
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * self.derivative(view)
+
+    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * self.derivative(view)
+
+    def _second_derivative_mat_prod(
+        self, view: View, grad_output: Tensor, mat: Tensor
+    ) -> Tensor:
+        return mat * (self.second_derivative(view) * grad_output)
+
+
+class ProductRule(ParametricRule):
+    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself."""
+
+    @abstractmethod
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """``[V, N, *out]`` to a product ``[V, N, *θ]``."""
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return dense(self._param_product(view, name, mat))
+
+
+class AffinePairsRule(ProductRule):
+    """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
+
+    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
+    cell or the projections of attention do. ``s`` runs over the positions that share the weight
+    (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
+    contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
+    arXiv:2311.00636).
+    """
+
+    @abstractmethod
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
+        """What determines the Jacobian of one parameter.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            The columns carried back to ``y``, shape ``[V, N, S, G, O]``, and for a weight ``x``,
+            shape ``[N, S, G, I]``; ``None`` for a bias.
+        """
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        """How ``[*lead, G, O, I]`` (for a bias ``[*lead, G, O]``) becomes ``[*lead, *θ]``.
+
+        ``None``, the default, is a reshape; a layer that stores its weight otherwise overrides it.
+        """
+        return None
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> AffineProduct:
+        out, inp = self.affine_pair(view, name, mat)
+        shape = view.parameter_itself(name).shape
+        return AffineProduct(out, inp, shape, self.arrangement(view, name))
+
+
+class AffineRule(AffinePairsRule):
+    """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
+
+    Linear layers, convolutions and transposed convolutions have this form.
+    """
+
+    params = ("weight", "bias")
+    linear_in_params = ("weight", "bias")
+    hessian_is_zero = True
+
+    @abstractmethod
+    def affine_input(self, view: View) -> Rows:
+        """The inputs that the weight multiplies. Shape ``[N, S, G, I]``.
+
+        A layer that has to copy them together (patches of a convolution) returns an object that
+        does so for the samples one asks for, so that the copy is never whole.
+        """
+
+    @abstractmethod
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
+        """Columns at the output, rearranged: ``[V, N, *out] → [V, N, S, G, O]``."""
+
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
+        """The columns at the output, and the inputs."""
+        return self.affine_output(view, mat), None if name == "bias" else self.affine_input(view)
+
+
+def _refuse_uncut(view: View, tensor: Tensor) -> None:
+    """Raise if an input that a view of some samples leaves whole wants columns of those samples."""
+    if tensor.requires_grad:
+        raise UnsupportedError(
+            f"{view.path} received an input of shape {list(tensor.shape)} that requires a gradient "
+            "and whose axis 0 does not hold the samples (an initial state, say), which cannot be "
+            "combined with subsampling: detach it, or leave subsampling out."
+        )
+
+
+def _expect(
+    view: View,
+    rule: LayerRule,
+    what: str,
+    mat: Tensor,
+    shape: torch.Size,
+    columns: int | None = None,
+) -> None:
+    """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
+    if mat.shape[1:] == shape and (columns is None or len(mat) == columns):
+        return
+    found = list(mat.shape)
+    lead: Any = "V" if columns is None else columns
+    raise ShapeError(
+        f"{type(rule).__name__}.{what} shape {found} at {view.path}, expected "
+        f"[{lead}, {', '.join(map(str, shape))}]."
+    )

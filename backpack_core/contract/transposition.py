@@ -1,0 +1,36 @@
+"""Transposes of linear maps that are written as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def transpose(
+    function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor
+) -> Tensor:
+    """The transpose of a linear map, applied to a vector.
+
+    The gradient of ``⟨A w, v⟩`` in ``w`` is ``Aᵀ v``, at any ``w``. Unlike forward mode through the
+    module, this needs no second run of it: random numbers, padding and fused kernels do not matter.
+
+    Args:
+        function: The linear map ``w ↦ A w``, in differentiable operations.
+        shape: Shape of ``w``.
+        vector: ``v``, of the shape of ``A w``.
+
+    Returns:
+        ``Aᵀ v``, of the given shape.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        w = vector.new_zeros(tuple(shape), requires_grad=True)
+        image = function(w)
+        if not image.requires_grad:  # the map is zero
+            return vector.new_zeros(tuple(shape))
+        (result,) = torch.autograd.grad(
+            image, w, vector, create_graph=create_graph, materialize_grads=True
+        )
+    return result

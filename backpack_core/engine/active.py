@@ -1,0 +1,153 @@
+"""What is active on which thread: the contexts that hooks of a backward pass look up.
+
+Every user thread has a stack of contexts. Autograd runs hooks of CPU graphs on the thread that
+called backward, and those of CUDA graphs on device threads of its own, which see neither
+thread-locals nor ContextVars. So the stacks lie in one table by thread: a thread that Python did
+not start looks up the thread that ran the forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch.nn import Module
+
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.graph_extension import GraphExtension
+from backpack_core.contract.propagator import Propagator
+from backpack_core.plugins.registry import registry
+
+ExtensionHook = Callable[[Module], None]
+Groups = tuple[tuple[Propagator, tuple[Extension, ...]], ...]
+
+logger = logging.getLogger("backpack_core")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Context:
+    """What one ``with backpack(...)`` block asked for.
+
+    Attributes:
+        extensions: The active extensions, in the order they were given.
+        extension_hook: Called with each module after all extensions ran on it.
+        debug: Whether to log, and to probe that samples do not mix.
+        retain_graph: Whether inputs and outputs are kept for another backward pass.
+        groups: The extensions by propagator: each propagator is pushed once.
+        graph_extensions: Those that read the loss as a whole.
+        passes: State of the backward passes under way, by autograd's graph-task id; owned by
+            autograd, or by whoever saw the call of ``backward()``.
+        announced: Passes whose ``backward()`` was seen and has not returned yet, innermost last.
+    """
+
+    extensions: tuple[Extension, ...]
+    extension_hook: ExtensionHook | None
+    debug: bool
+    retain_graph: bool
+    groups: Groups
+    graph_extensions: tuple[GraphExtension, ...] = ()
+    passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    announced: list[Any] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+
+_stacks: dict[int, tuple[Context, ...]] = {}
+
+
+def active_contexts() -> int:
+    """How many threads are inside of blocks: zero when all have ended."""
+    return len(_stacks)
+
+
+def current(forward_thread: int) -> Context | None:
+    """The context that applies to a hook running on this thread.
+
+    Args:
+        forward_thread: The thread that ran the forward pass of the call in question.
+    """
+    if not _stacks:
+        return None
+    stack = _stacks.get(threading.get_ident())
+    if stack is None and _is_foreign_thread():
+        stack = _stacks.get(forward_thread)
+        if stack is None and len(_stacks) == 1 and not _is_alive(forward_thread):
+            (stack,) = _stacks.values()
+    return stack[-1] if stack else None
+
+
+def exchange(before: Context | None, after: Context | None) -> None:
+    """Put a context in the place of the innermost one of this thread.
+
+    Args:
+        before: The innermost context, or ``None`` outside of any block.
+        after: The new one, made from it by ``dataclasses.replace``; ``None`` removes it.
+    """
+    ident = threading.get_ident()
+    stack = _stacks.get(ident, ())
+    outer = stack if before is None else stack[:-1]
+    _stacks[ident] = outer if after is None else (*outer, after)
+    if not _stacks[ident]:
+        del _stacks[ident]
+
+
+def push(context: Context) -> None:
+    """Make a context the innermost one of this thread."""
+    ident = threading.get_ident()
+    _stacks[ident] = (*_stacks.get(ident, ()), context)
+
+
+def pop(context: Context) -> None:
+    """Remove a context, or what :func:`exchange` has put in its place, from this thread."""
+    ident = threading.get_ident()
+    # By what they have seen, which a replacement shares.
+    remaining = tuple(c for c in _stacks.get(ident, ()) if c.seen is not context.seen)
+    if remaining:
+        _stacks[ident] = remaining
+    else:
+        _stacks.pop(ident, None)
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """No context applies to the backward passes of this thread inside the ``with`` block."""
+    ident = threading.get_ident()
+    stack = _stacks.pop(ident, None)
+    try:
+        yield
+    finally:
+        if stack is not None:
+            _stacks[ident] = stack
+
+
+def _is_foreign_thread() -> bool:
+    """Whether this thread was not started by Python's ``threading``: one of autograd's own."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def _is_alive(ident: int) -> bool:
+    # A new thread, this one for example, may have got the number of one that has ended.
+    this = threading.current_thread()
+    return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
+
+
+def group(extensions: tuple[Extension, ...]) -> tuple[Groups, tuple[GraphExtension, ...]]:
+    """Group extensions by equal propagators, except where one goes its own way at some modules.
+
+    Returns:
+        The groups, and apart from them what reads the loss as a whole.
+    """
+    groups: dict[object, tuple[Propagator, list[Extension]]] = {}
+    graph_extensions = tuple(e for e in extensions if isinstance(e, GraphExtension))
+    for extension in extensions:
+        if isinstance(extension, GraphExtension) and not extension.module_extensions:
+            continue
+        alone = extension.module_extensions or registry.has_overrides(type(extension))
+        key = (extension.propagator, id(extension) if alone else None)
+        groups.setdefault(key, (extension.propagator, []))[1].append(extension)
+    whole = tuple((propagator, tuple(members)) for propagator, members in groups.values())
+    return whole, tuple(e for e in graph_extensions if not e.module_extensions)

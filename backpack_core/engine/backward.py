@@ -1,0 +1,393 @@
+"""One backward pass of autograd, and what our hooks do in it.
+
+Autograd runs hooks in topological order: when the hook on an output fires, every consumer of that
+output has been visited. So a quantity waits where it was delivered, at a call's output or at an
+autograd node between calls, until autograd gets there, and every call and node is passed once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core import _torch
+from backpack_core._torch import Node
+from backpack_core.contract.extension import Extension
+from backpack_core.engine.active import Context, current, logger
+from backpack_core.engine.carriers import Carrier, located
+from backpack_core.engine.graph_reading import GraphPass
+from backpack_core.engine.probe import SampleProbe
+from backpack_core.engine.sweep import Sweep, Values, chunk_size
+from backpack_core.engine.traversal import Group, Traversal
+from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
+from backpack_core.graph import nodes
+from backpack_core.graph.order import ranks
+from backpack_core.graph.survey import Survey
+from backpack_core.graph.views import look_through
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Call, Edge, Site, edge_of
+from backpack_core.record.owner import owner_of
+from backpack_core.record.view import View
+
+
+class OutputHook:
+    """The tensor hook on the output of a call, before all others."""
+
+    __slots__ = ("call", "hooks", "index", "output_nr")
+
+    def __init__(self, call: Call, index: int, output_nr: int) -> None:
+        self.call = call
+        self.index = index
+        self.output_nr = output_nr
+        self.hooks: Any = None
+
+    def __call__(self, grad: Tensor) -> None:
+        """Called by autograd with the gradient of the output, before other hooks change it."""
+        context = current(self.call.thread)
+        if context is None:
+            if not _torch.keeps_graph():
+                self.call.release()
+            return
+        node = _torch.current_node()
+        hooks = self.hooks()
+        if hooks is None or len(hooks) == 1:
+            self._arrive(context, node, grad, ())
+            return
+        # What the user's hooks make of the gradient is what autograd goes on with.
+        others = [hook for key, hook in hooks.items() if key != _torch.KEY]
+
+        def after(grads: tuple[Tensor, ...]) -> None:
+            handle.remove()
+            final = grads[self.output_nr]
+            self._arrive(context, node, final, () if final is grad else others)
+
+        handle = node.register_prehook(after)
+
+    def _arrive(
+        self, context: Context, node: Node, grad: Tensor, changed_by: Iterable[Any]
+    ) -> None:
+        site = Site(self.call, self.index, Edge(node, self.output_nr))
+        with entered(context, site.edge) as current_pass:
+            current_pass.arrive(site, grad, changed_by)
+
+
+class entered:
+    """The backward pass that is under way; begun, if this is the first that is seen of it."""
+
+    def __init__(self, context: Context, edge: Edge) -> None:
+        self._context = context
+        self._edge = edge
+        self._task = _torch.graph_task_id()
+
+    def __enter__(self) -> BackwardPass:
+        """Find or begin it."""
+        context, task = self._context, self._task
+        found: BackwardPass | None = context.passes.get(task)
+        if found is None:
+            announced: BackwardPass | None = context.announced[-1] if context.announced else None
+            inside = _torch.is_inside_function()
+            if announced is not None and not announced.is_running and not inside:
+                found = announced
+            else:
+                outer = next(iter(context.passes.values()), announced)
+                found = BackwardPass(context, [self._edge], outer=outer, is_part=inside)
+                # Autograd owns it: it ends when autograd is through, or has failed.
+                _torch.at_end_of_pass(found.finish)
+            context.passes[task] = found
+        found.is_running = True
+        return found
+
+    def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
+        """End it, if it failed."""
+        if exc_type is not None:
+            self._context.passes.pop(self._task, None)
+
+
+class BackwardPass(Traversal):
+    """The state of one backward pass under one context; dropped when the pass ends or fails."""
+
+    def __init__(
+        self,
+        context: Context,
+        roots: list[Edge],
+        graph: GraphPass | None = None,
+        outer: BackwardPass | None = None,
+        is_part: bool = False,
+    ) -> None:
+        """Look around, before autograd goes anywhere.
+
+        Args:
+            context: What was asked for.
+            roots: What ``backward()`` was called on, or where the pass was first seen.
+            graph: For extensions that read the loss as a whole.
+            outer: The pass in a hook or a formula of which this one was begun.
+            is_part: Whether it belongs to that, as a re-entrant checkpoint does.
+
+        Raises:
+            BackpackError: Something that was asked for does not exist in this graph.
+        """
+        groups = [Group(p, e, frozenset(n for x in e for n in x.needs)) for p, e in context.groups]
+        if context.debug:
+            groups.append(Group(SampleProbe(), (), frozenset()))
+        super().__init__(Survey(), groups)
+        self.context = context
+        self.visiting: View | None = None
+        self.is_running = False
+        self._is_differentiable = False
+        if graph is None:  # a pass inside another one has no part in what that is read as a whole
+            graph = GraphPass(context.graph_extensions if outer is None else (), None)
+        self._graph = graph
+        self._partial: Values = {}
+        self._deferred: dict[Extension, dict[Tensor, Any]] = {}
+        self._release_last: list[Call] = []
+        self._ranks: dict[Node, int] = {}
+        self._unshared: set[int] = set()
+        self._viewed: set[Call] = set()
+        self._owners: dict[int, object] = {}
+        self._is_outermost = outer is None
+        self._is_part = is_part and outer is not None
+        if outer is not None and is_part:
+            self._owners, self._deferred = outer._owners, outer._deferred
+        if self.groups or context.graph_extensions:
+            self._look_around(roots)
+
+    def arrive(self, site: Site, grad: Tensor, changed_by: Iterable[Any] = ()) -> None:
+        """Everything that happens at one output of one call.
+
+        Args:
+            site: The place.
+            grad: The gradient that autograd goes on with.
+            changed_by: Hooks of the user's that changed it.
+        """
+        call = site.call
+        self.context.seen.add("ran")
+        self._is_differentiable = torch.is_grad_enabled()
+        if site.edge.node in self.survey.viewed and site.layout is None:
+            self._arrive_through_views(site.edge.node, {site.edge.output_nr: grad})
+        axis = call.rule.batch_axis(View(call, site.index), site.index)
+        kept = self.kept.setdefault(call, {})
+        view = self.visiting = View(call, site.index, grad, site.edge.node, axis, kept)
+        if self.groups or self.context.graph_extensions:
+            if (call, site.index) not in self.survey.sites:
+                self._look_around([site.edge])
+            self._refuse_changes(view, changed_by)
+            if not call.rule.is_loss:  # a loss matters only where something starts
+                with located(view, self._name(None)):
+                    call.rule.check(view)
+            for slot in range(len(self.groups)):
+                self.visit(slot, site, view)
+            self._graph.observe(view)
+        if self.context.debug:
+            _log(view)
+        if self.context.extension_hook is not None:
+            self.context.extension_hook(call.module)
+        self.visiting = None
+        self._let_go(call)
+
+    def _let_go(self, call: Call) -> None:
+        """Free what no other visit needs."""
+        is_last = len(call.stored.outputs) == 1  # another output may be visited yet
+        if is_last:
+            self.kept.pop(call, None)
+        if self.context.retain_graph or torch.is_grad_enabled():
+            return
+        if is_last:
+            call.release()
+        else:
+            self._release_last.append(call)
+
+    def finish(self) -> None:
+        """Autograd is through: store what had to wait for that."""
+        for call in self._release_last:
+            call.release()
+        # With backward(inputs=...), some uses of a parameter may not be reached; then it has none.
+        assert not (self._at_sites or self._at_nodes), "a quantity was left on its way"
+        if self._is_part:
+            return
+        with torch.set_grad_enabled(self._is_differentiable):
+            finished = [(e, e.finish(values)) for e, values in self._deferred.items()]
+            for extension, values in (*finished, *self._graph.results(self.survey)):
+                for parameter, value in values.items():
+                    setattr(parameter, extension.savefield, value)
+
+    # What the traversal asks for -----------------------------------------------------------------
+
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Set the attribute, with what earlier chunks of columns gave added."""
+        key = id(parameter)
+        if self._owners.setdefault(key, self) is not self:
+            raise UnsupportedError(
+                f"A parameter of shape {list(parameter.shape)} is used inside a re-entrant "
+                f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "
+                "torch.utils.checkpoint(use_reentrant=False)."
+            )
+        self._unshared.add(key)
+        before = self._partial.pop((extension, key), None)
+        if before is not None:
+            value = extension.combine(before, value)
+        if extension.is_deferred:
+            self._deferred.setdefault(extension, {})[parameter] = value
+        else:
+            setattr(parameter, extension.savefield, value)
+
+    def shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
+        """Carry through at once what does not fit."""
+        size = self._chunk_size(slot, view)
+        if size is None:
+            return quantity
+        propagator, rooted = self.groups[slot].propagator, self.survey.is_shared
+        kept, parts = propagator.shed(site.call.rule, view, quantity, size, rooted)
+        for part in parts:
+            self._sweep(slot, site, lambda s, part=part: s.send(slot, site, view, carrier, part))
+        return kept
+
+    def add_residuals(self, slot: int, site: Site, view: View, inputs: dict[int, Any]) -> None:
+        """Carry through at once what does not fit; the rest goes with what there is."""
+        propagator, size = self.groups[slot].propagator, self._chunk_size(slot, view)
+        for position, new in propagator.residual(site.call.rule, view).items():
+            edge = site.call.edges[position]
+            if edge is None:
+                continue
+            if size is not None:
+                new, parts = propagator.shed(None, view, new, size, self.survey.is_shared)
+                for part in parts:
+                    self._sweep(slot, site, lambda s, part=part: s.deliver(slot, edge, own=part))
+            old = inputs.get(position)
+            inputs[position] = new if old is None else propagator.merge(old, new)
+
+    def _chunk_size(self, slot: int, view: View) -> int | None:
+        extensions = self.groups[slot].extensions
+        alone = any(e.module_extensions or registry.has_overrides(type(e)) for e in extensions)
+        return None if alone else chunk_size(extensions, self.survey, view.device)
+
+    def _sweep(self, slot: int, site: Site, start: Callable[[Sweep], None]) -> None:
+        if site.edge.node not in self._ranks:
+            self._ranks = ranks(site.edge.node)
+        Sweep(self, slot, self._ranks).run(start, self._partial)
+
+    def await_node(self, node: Node) -> None:
+        """Autograd calls back when it has visited every consumer of the node's outputs."""
+        self._when_reached(node, lambda owner, _: owner.cross(_torch.current_node()))
+
+    def _when_reached(self, node: Node, function: Any) -> None:
+        # Autograd may never get there (backward(inputs=...), an exception): then the hook stays on
+        # the node, and must hold neither the node nor this pass.
+        this = weakref.ref(self)
+
+        def reached(grads: Any) -> None:
+            handle.remove()
+            owner = this()
+            if owner is not None:
+                try:
+                    function(owner, grads)
+                except BaseException:
+                    owner.context.passes.pop(_torch.graph_task_id(), None)
+                    raise
+
+        handle = node.register_prehook(reached)
+
+    # Looking around ------------------------------------------------------------------------------
+
+    def _look_around(self, edges: list[Edge]) -> None:
+        """Walk the graph behind some edges, and raise for what cannot be right there."""
+        survey, known = self.survey, set(self.survey.viewed)
+        is_first = not survey.sites
+        bare = set(survey.bare)
+        survey.add(edges)
+        if survey.faults and any(group.propagator.per_sample for group in self.groups):
+            fault = survey.fault()
+            if fault is not None:
+                raise fault
+        if any(survey.uses[k].count > 1 or k in survey.bare for k in self._unshared & {*survey.uses}):
+            raise UnsupportedError(
+                "A second forward pass, or a second branch, shares parameters with the first and "
+                "meets it only behind the losses, and the first was through before this one was "
+                "seen. Call backward() inside the block on one tensor that both lead to, or on "
+                "each loss by itself."
+            )
+        for node in survey.viewed.keys() - known:
+            self._when_reached(node, BackwardPass._reach_viewed)
+        self._warn_of_bare(bare)
+        if is_first and self._is_outermost:
+            self._clear_fields()
+
+    def _reach_viewed(self, grads: tuple[Tensor | None, ...]) -> None:
+        node = _torch.current_node()
+        self._arrive_through_views(node, dict(enumerate(grads)))
+        self.cross(node)
+
+    def _arrive_through_views(self, node: Node, grads: dict[int, Tensor | None]) -> None:
+        """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
+        for site in list(self.survey.sites.values()):
+            if site.layout is None or site.edge.node is not node or site.call in self._viewed:
+                continue
+            grad = grads.get(site.edge.output_nr)
+            if grad is not None:
+                self._viewed.add(site.call)
+                self.arrive(site, look_through(grad.unsqueeze(0), site.layout).squeeze(0))
+
+    def _warn_of_bare(self, known: set[int]) -> None:
+        for key in self.survey.bare.keys() - known - self.survey.uses.keys():
+            parameter, node = self.survey.bare[key]
+            operation = nodes.name_of(node)
+            warn_once(
+                (tuple(parameter.shape), operation),
+                f"A parameter of shape {list(parameter.shape)} is used by the operation "
+                f"{operation!r} outside of any module that owns it: it gets no quantity. Make it a "
+                "parameter of the module whose forward() uses it.",
+                UncoveredParameterWarning,
+            )
+
+    def _clear_fields(self) -> None:
+        """Remove the fields of earlier passes from the models that take part in this one."""
+        extensions = self.context.extensions
+        models = {id(m): m for m in (owner_of(c.module) for c, _ in self.survey.sites)}
+        for model in models.values():
+            for parameter in model.parameters():
+                for extension in extensions:
+                    parameter.__dict__.pop(extension.savefield, None)
+
+    def _refuse_changes(self, view: View, changed_by: Iterable[Any]) -> None:
+        names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+        if names and any(group.propagator.travels for group in self.groups):
+            raise UnsupportedError(
+                f"The gradient of the output of {view.path} is changed by a hook on that tensor "
+                f"({', '.join(names)}), so curvature of the loss is not that of what backward() "
+                "differentiates. Remove the hook, or leave second-order extensions out."
+            )
+
+
+def _log(view: View) -> None:
+    logger.info(
+        "%s: output %s, rule %s of %s",
+        view.path,
+        list(view.output_shape),
+        type(view.call.rule).__name__,
+        view.call.provenance,
+    )
+
+
+def begin(
+    context: Context, roots: Sequence[Any], gradients: tuple[Tensor | None, ...]
+) -> BackwardPass | None:
+    """Begin a pass whose roots are known, before autograd does.
+
+    Args:
+        context: What was asked for.
+        roots: What ``backward()`` is called on: tensors, or edges of the graph.
+        gradients: What comes in at each of them.
+
+    Returns:
+        The pass; ``None`` where nothing was asked for, or no extended module is behind the roots.
+    """
+    if not context.extensions:
+        return None
+    found = [edge_of(r) if isinstance(r, Tensor) else Edge(r.node, r.output_nr) for r in roots]
+    outer = next(iter(context.passes.values()), None)
+    graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
+    current_pass = BackwardPass(context, [edge for edge in found if edge is not None], graph, outer)
+    return current_pass if current_pass.survey.sites else None

@@ -1,0 +1,193 @@
+"""Who answers for a module in one group of extensions: its layer rule, or a module extension.
+
+Both read off at parameters and send on to inputs; the traversal does not ask which it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.module_extension import Grads, ModuleExtension
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import ParametricRule
+from backpack_core.errors import (
+    AutodiffFallbackWarning,
+    BackpackError,
+    BackpackWarning,
+    UnsupportedError,
+    warn_once,
+)
+from backpack_core.graph.survey import parameters_of
+from backpack_core.plugins.loading import missing
+from backpack_core.record.view import View
+
+_AUTODIFF = AutodiffRule()
+
+# Name, parameter, what an extension reads (or what is stored), whether a rule covers it.
+Found = tuple[str, Tensor, Any, bool]
+
+
+class Carrier(ABC):
+    """What a call does with a group's quantity."""
+
+    @abstractmethod
+    def readings(self, view: View, quantity: Any) -> Iterator[Found]:
+        """What extensions read, for every parameter, and whether the layer rule covers it."""
+
+    @abstractmethod
+    def values(self, view: View, quantity: Any) -> Iterator[Found]:
+        """What is stored as it is, for every parameter."""
+
+    @abstractmethod
+    def send(self, view: View, quantity: Any) -> dict[int, Any]:
+        """What goes on to the inputs, by position."""
+
+
+class RuleCarrier(Carrier):
+    """A layer rule, which any extension can read from."""
+
+    def __init__(self, propagator: Propagator) -> None:
+        self._propagator = propagator
+
+    def readings(self, view: View, quantity: Any) -> Iterator[Found]:
+        """By the propagator; of parameters that no rule covers, by automatic differentiation."""
+        for name, parameter, is_covered in parameters_of(view.call):
+            rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
+            product = self._propagator.product(rule, view, name, quantity)
+            yield name, parameter, product, is_covered
+
+    def values(self, view: View, quantity: Any) -> Iterator[Found]:
+        """None."""
+        return iter(())
+
+    def send(self, view: View, quantity: Any) -> dict[int, Any]:
+        """By the propagator; a loss hands its quantity to its first input as it is."""
+        rule = view.call.rule
+        return {0: quantity} if rule.is_loss else self._propagator.propagate(rule, view, quantity)
+
+
+class HandWrittenCarrier(Carrier):
+    """A module extension, written by hand for one extension and one type of module."""
+
+    def __init__(
+        self, module_extension: ModuleExtension, propagator: Propagator, extension: Extension
+    ) -> None:
+        self._module_extension = module_extension
+        self._propagator = propagator
+        self._extension = extension
+
+    def readings(self, view: View, quantity: Any) -> Iterator[Found]:
+        """None: it computes values itself."""
+        return iter(())
+
+    def values(self, view: View, quantity: Any) -> Iterator[Found]:
+        """What the methods named after the parameters return."""
+        self._run("check", view)
+        arrived = self._presented(quantity) if self._propagator.travels else None
+        owned = view.stored.owned
+        for name in self._module_extension.params:
+            parameter = owned[name][0] if name in owned else None
+            if parameter is not None and parameter.requires_grad:
+                yield name, parameter, self._run(name, view, arrived), True
+
+    def send(self, view: View, quantity: Any) -> dict[int, Any]:
+        """What ``backpropagate`` returns, to the first input or to all."""
+        value = self._run("backpropagate", view, self._presented(quantity))
+        to_all = self._module_extension.sends_to_every_input
+        adopted = self._propagator.adopt(value, quantity)
+        return dict.fromkeys(range(len(view.stored.inputs) if to_all else 1), adopted)
+
+    def _presented(self, quantity: Any) -> Any:
+        return None if quantity is None else self._propagator.present(quantity)
+
+    def _run(self, method: str, view: View, *quantity: Any) -> Any:
+        """Call a method of the module extension with inputs and output set on the module."""
+        whole = view.full
+        g_inp: Grads = (None,) * len(whole.stored.inputs)
+        g_out: Grads = (whole.grad_output,)
+        with io_on_module(whole):
+            function = getattr(self._module_extension, method)
+            return function(self._extension, whole.call.module, g_inp, g_out, *quantity)
+
+
+@contextmanager
+def io_on_module(view: View) -> Iterator[None]:
+    """Set ``module.input0``, ``module.input1``, …, ``module.output`` for a ``with`` block.
+
+    All samples are there, also with subsampling, as module extensions expect.
+    """
+    io = {f"input{i}": view.tensor_input(i) for i in range(len(view.stored.inputs))}
+    io["output"] = view.output
+    attributes = view.call.module.__dict__
+    before = {name: attributes[name] for name in io if name in attributes}
+    attributes.update(io)
+    try:
+        yield
+    finally:
+        for name in io:
+            attributes.pop(name, None)
+        attributes.update(before)
+
+
+def allows_fallback(extension: Extension, view: View) -> bool:
+    """Whether an extension takes a parameter that no rule covers, as its ``fail_mode`` says.
+
+    Raises:
+        MissingPluginError: It does not, and says so.
+    """
+    kind = type(view.call.module)
+    name = kind.__name__
+    if extension.fail_mode == "error":
+        raise missing(
+            f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
+            f"Install a plugin that knows {name}, or write a layer rule.",
+            name,
+        )
+    if extension.fail_mode == "silent":
+        return False
+    if extension.fail_mode == "warning":
+        message = f"{view.path} has no layer rule: {type(extension).__name__} leaves it out."
+        warn_once((kind, type(extension)), message, BackpackWarning)
+        return False
+    warn_once(
+        kind,
+        f"{view.path} (a {kind.__module__}.{kind.__qualname__}) has no layer rule: its parameters "
+        "are differentiated automatically, which is exact but slower. Install a plugin that knows "
+        f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",
+        AutodiffFallbackWarning,
+    )
+    return True
+
+
+def tolerates(extension: Extension, view: View, name: str, error: UnsupportedError) -> bool:
+    """Whether an extension goes on where it has no value, as its ``fail_mode`` says."""
+    if extension.fail_mode in ("error", "autodiff"):
+        return False
+    if extension.fail_mode == "warning":
+        key = (type(view.call.module), type(extension), name)
+        warn_once(key, f"{view.path}: {error}", BackpackWarning)
+    return True
+
+
+@contextmanager
+def located(view: View, who: str) -> Iterator[None]:
+    """Add where it happened to an error: module, extension, and who provided them."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "backpack_context", None) is None:
+            call = view.call
+            text = f"[{who}, at {view.path}, rule {type(call.rule).__name__} of {call.provenance}]"
+            error.backpack_context = text  # type: ignore[attr-defined]
+            if isinstance(error, BackpackError):
+                error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
+            elif hasattr(error, "add_note"):
+                error.add_note(text)
+        raise

@@ -1,0 +1,69 @@
+"""Gathers what graph extensions read in one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.graph_extension import GraphExtension, LossGraph
+from backpack_core.engine.carriers import located
+from backpack_core.errors import UsageError
+from backpack_core.graph.survey import Survey
+from backpack_core.plugins.registry import registry
+from backpack_core.record.owner import owner_of
+from backpack_core.record.view import View
+
+
+class GraphPass:
+    """The readings of all graph extensions of a context."""
+
+    def __init__(
+        self,
+        extensions: tuple[GraphExtension, ...],
+        roots: tuple[Any, ...] | None,
+        gradients: tuple[Tensor | None, ...] = (),
+    ) -> None:
+        """Begin.
+
+        Args:
+            extensions: The extensions.
+            roots: The tensors that ``backward()`` was called on; ``None`` where that went unseen.
+            gradients: What came in at each of them.
+        """
+        self._readings = [(extension, extension.begin()) for extension in extensions]
+        self._roots = roots
+        self._gradients = gradients
+        if extensions and roots is None:
+            raise UsageError(
+                f"{type(extensions[0]).__name__} differentiates the loss as a whole, and the call "
+                "of backward() was not seen. Call loss.backward(), torch.autograd.backward or "
+                "torch.autograd.grad inside the block, on the thread that entered it, and not "
+                "inside of another backward pass."
+            )
+
+    def observe(self, view: View) -> None:
+        """Show a visit to all of them."""
+        for extension, reading in self._readings:
+            with located(view, registry.describe(extension)):
+                reading.observe(view)
+
+    def results(self, survey: Survey) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
+        """The values of all parameters, by extension."""
+        if self._readings:
+            assert self._roots is not None
+            gradients = self._gradients or (None,) * len(self._roots)
+            graph = LossGraph(self._roots, gradients, _parameters(survey), survey.nonlinear)
+            for extension, reading in self._readings:
+                yield extension, reading.results(graph)
+
+
+def _parameters(survey: Survey) -> tuple[Tensor, ...]:
+    """What calls use, and what plain functions use of the models that were extended."""
+    found = {key: use.parameter for key, use in survey.uses.items()}
+    models = {id(m): m for m in (owner_of(call.module) for call, _ in survey.sites)}
+    own = {id(p) for model in models.values() for p in model.parameters()}
+    found.update({key: p for key, (p, _) in survey.bare.items() if key in own})
+    return tuple(found.values())

@@ -1,0 +1,45 @@
+"""Results are their users' own: no two share memory, nor one with what the pass was shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core._torch import memory_of
+from backpack_core.record.view import View
+
+_TAKEN = "memory of results"
+
+
+def owned(value: Any, view: View) -> Any:
+    """A value in memory of its own.
+
+    Args:
+        value: What an extension returned: a tensor, a list of tensors, or something that sees to it
+            itself.
+        view: The visit; it knows what rules were shown, and what earlier extensions got.
+    """
+    if isinstance(value, Tensor):
+        return _owned(value, view)
+    if isinstance(value, list):
+        for position, item in enumerate(value):
+            if isinstance(item, Tensor):
+                value[position] = _owned(item, view)
+    return value
+
+
+def _owned(tensor: Tensor, view: View) -> Tensor:
+    taken: set[int] | None = view.kept.get(_TAKEN)
+    if taken is None:
+        taken = view.kept[_TAKEN] = set(map(memory_of, _shown(view.full)))
+    if memory_of(tensor) in taken:
+        tensor = tensor.clone()
+    taken.add(memory_of(tensor))
+    return tensor
+
+
+def _shown(view: View) -> list[Tensor]:
+    stored = view.stored
+    shown = [*stored.inputs, *stored.outputs, *(tensor for tensor, _ in stored.owned.values())]
+    return shown if view.grad_output is None else [*shown, view.grad_output]

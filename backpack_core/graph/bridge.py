@@ -1,0 +1,139 @@
+"""Carries columns exactly through autograd nodes that no module call covers.
+
+Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
+such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
+Two things autograd's engine does *around* nodes are repeated here: gradients are summed to the
+shape of the tensor they belong to (broadcasting), and cast to its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from backpack_core._torch import ACCUMULATE, Node, metadata_of, quiet_vmap
+from backpack_core.errors import BridgeError
+from backpack_core.graph.nodes import is_function, refuse
+
+Columns = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
+
+
+def push(node: Node, mats: Columns) -> Columns:
+    """Call a node for every column.
+
+    Args:
+        node: An autograd node that autograd has not executed yet.
+        mats: Columns ``[V, *shape]`` at the node's outputs, by output number.
+
+    Returns:
+        Columns by position in ``node.next_functions``; those that are zero may be missing.
+
+    Raises:
+        BridgeError: The node runs a backward pass of its own, or draws random numbers.
+    """
+    if node.name() == ACCUMULATE:
+        return {}
+    metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
+    mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
+    formula = _formula(node, list(mats), metadata)
+    products = _over_columns(formula, list(mats.values()))
+    return {
+        position: _fit(product, *node.next_functions[position])
+        for position, product in products.items()
+    }
+
+
+def _formula(
+    node: Node, numbers: list[int], metadata: list[Any]
+) -> Callable[..., dict[int, Tensor]]:
+    """The node as a function of the gradients at some of its outputs."""
+    edges = node.next_functions
+
+    def of_torch(*gradients: Tensor) -> dict[int, Tensor]:
+        grads: list[Tensor | None] = [None] * len(metadata)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            grads[number] = gradient
+        result: Any = node(*grads)  # type: ignore[operator]
+        found = result if isinstance(result, tuple) else (result,)
+        return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
+
+    def of_function(*gradients: Tensor) -> dict[int, Tensor]:
+        # Nodes of Python functions are not callable, but have apply, which fills in no zeros.
+        grads = [gradients[0].new_zeros(m.shape, dtype=m.dtype, device=m.device) for m in metadata]
+        for number, gradient in zip(numbers, gradients, strict=True):
+            grads[number] = gradient
+        with _WithoutBackward(node):
+            result: Any = node.apply(*grads)  # type: ignore[attr-defined]
+        found = result if isinstance(result, tuple) else (result,)
+        return dict(_by_edge(node, found))
+
+    return of_function if is_function(node) else of_torch
+
+
+def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:
+    """What a Python function's backward returned, one for each argument, by position of an edge.
+
+    Edges are there for tensors only; those that need a gradient are the ones that lead somewhere.
+    """
+    wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
+    edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
+    for argument, position in zip(wanted, edges, strict=True):
+        if argument < len(results) and results[argument] is not None:
+            yield position, results[argument]
+
+
+class _WithoutBackward(TorchFunctionMode):
+    """Refuses ``backward()`` inside a formula: it would add to ``.grad`` each time it is called."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self._node = node
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Let everything else pass."""
+        if func in (Tensor.backward, torch.autograd.backward):
+            raise refuse(
+                self._node,
+                "it runs a backward pass of its own, which would add to the gradients once more "
+                "(for checkpoints, use torch.utils.checkpoint(use_reentrant=False))",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _over_columns(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor]) -> Columns:
+    columns = len(mats[0])
+    if columns == 1:
+        return {i: g.unsqueeze(0) for i, g in formula(*(m[0] for m in mats)).items()}
+    try:
+        with quiet_vmap():
+            result: Columns = torch.vmap(formula)(*mats)
+    except BridgeError:
+        raise
+    except RuntimeError:
+        # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
+        singles = [formula(*(m[v] for m in mats)) for v in range(columns)]
+        return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+    return result
+
+
+def _fit(product: Tensor, node: Any, number: int) -> Tensor:
+    """Sum ``[V, *broadcast]`` to ``[V, *shape]`` of the tensor behind an edge, in its dtype."""
+    target = metadata_of(node, number)
+    shape = (len(product), *target.shape)
+    surplus = product.dim() - len(shape)
+    if surplus > 0:
+        product = product.sum(tuple(range(1, 1 + surplus)))
+    axes = tuple(
+        axis for axis in range(1, len(shape)) if shape[axis] == 1 and product.shape[axis] != 1
+    )
+    if axes:
+        product = product.sum(axes, keepdim=True)
+    if product.is_complex() and not target.dtype.is_complex:
+        product = product.real
+    return product.to(target.dtype)

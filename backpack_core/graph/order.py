@@ -1,0 +1,40 @@
+"""An order of our own through the graph: consumers before producers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from backpack_core._torch import Node
+from backpack_core.record.call import Edge, site_at
+
+
+def ranks(start: Node) -> dict[Node, int]:
+    """A number for every node behind one, such that all it leads to have larger ones.
+
+    What a call with a rule covers is in it, too: a rule may decline, and leave it to the nodes.
+    """
+    finished: list[Node] = []
+    opened: set[Node] = {start}
+    stack: list[tuple[Node, Iterator[Node]]] = [(start, _behind(start))]
+    while stack:
+        node, children = stack[-1]
+        for child in children:
+            if child not in opened:
+                opened.add(child)
+                stack.append((child, _behind(child)))
+                break
+        else:
+            finished.append(node)
+            stack.pop()
+    return {node: rank for rank, node in enumerate(reversed(finished))}
+
+
+def _behind(node: Node) -> Iterator[Node]:
+    for child, _ in node.next_functions:
+        if child is not None:
+            yield child
+    for output_nr in range(len(node._input_metadata)):
+        site = site_at(Edge(node, output_nr))
+        for edge in () if site is None else site.call.edges:
+            if edge is not None:
+                yield edge.node

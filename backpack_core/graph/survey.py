@@ -1,0 +1,253 @@
+"""Looks at the whole graph of a backward pass before anything is computed.
+
+Some things can only be seen from above: a parameter that several calls use, or that is used by a
+bare functional call as well; calls that disagree about the batch; an operation that mixes samples.
+Calls with a rule are stepped over, so it costs a visit per call and per node between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack_core._torch import ACCUMULATE, COPY_SLICES, Node
+from backpack_core.errors import (
+    BackpackError,
+    SampleMixingError,
+    ShapeError,
+    UnsupportedError,
+)
+from backpack_core.graph import nodes
+from backpack_core.record.call import Call, Edge, Site, site_at, viewed_at
+from backpack_core.record.view import View
+
+
+@dataclass
+class Use:
+    """A parameter, and at how many sites calls use it."""
+
+    parameter: Tensor
+    count: int = 0
+
+
+class Region(NamedTuple):
+    """The inside of a call that has no rule for propagation, as it is walked through."""
+
+    call: Call
+    parent: Region | None
+
+
+@dataclass
+class Survey:
+    """What is known about the graph of one backward pass.
+
+    Attributes:
+        batch_size: Number of samples, the same in every call.
+        is_shared: Whether a parameter is used several times.
+        widest: Bytes that one column takes at the widest call.
+        weights: Bytes of the parameters.
+        sites: Every output of a call that is in the graph, as (call, index).
+        uses: The parameters that they use, by ``id``.
+        bare: Parameters that operations outside of any owning module use, by ``id``, with the
+            node of one such operation.
+        viewed: Nodes whose output was changed in place through a view that a module returned.
+        faults: Why quantities of single samples do not exist, and where.
+    """
+
+    batch_size: int = 0
+    is_shared: bool = False
+    widest: int = 0
+    weights: int = 0
+    sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
+    uses: dict[int, Use] = field(default_factory=dict)
+    bare: dict[int, tuple[Parameter, Node]] = field(default_factory=dict)
+    viewed: dict[Node, None] = field(default_factory=dict)
+    faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
+    _first: str = ""
+    _seen: set[tuple[Node, Region | None]] = field(default_factory=set)
+
+    def add(self, edges: Iterable[Edge]) -> None:
+        """Walk everything behind some edges; what is known already is not walked again."""
+        todo: list[tuple[Edge, Region | None]] = [(edge, None) for edge in edges]
+        while todo:
+            edge, region = todo.pop()
+            region = _leave(edge, region)
+            site = site_at(edge)
+            todo += self._enter(site, region) if site else self._pass(edge.node, region)
+
+    def _enter(self, site: Site, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
+        """Enter a call; yield where to go on."""
+        call, index = site.call, site.index
+        if (call, index) in self.sites or call.is_released:
+            return
+        self.sites[call, index] = site
+        stored = call.stored
+        self.widest = max(self.widest, *(t.nbytes for t in (stored.outputs[index], *stored.inputs)))
+        for _, tensor, _ in parameters_of(call):
+            use = self.uses.setdefault(id(tensor), Use(tensor))
+            self.weights += 0 if use.count else tensor.nbytes
+            use.count += 1
+            self.is_shared |= use.count > 1
+        self._check(call, index)
+        if call.goes_inside:
+            yield site.below, Region(call, region)
+        else:
+            for edge in call.edges:
+                if edge is not None:
+                    yield edge, region
+
+    def _pass(self, node: Node, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
+        """Go through a node between calls."""
+        # Twice, where it is reached from inside an execution and from outside past its output.
+        if (node, region) in self._seen:
+            return
+        self._seen.add((node, region))
+        if nodes.mixes_samples(node):
+            self.faults.append((_mixing_node(node), node))
+        for _, edge in edges_behind(node):
+            if edge.node.name() == ACCUMULATE:
+                self._note_parameter(edge.node.variable, node, region)  # type: ignore[attr-defined]
+                continue
+            if edge.level:
+                self.viewed[edge.node] = None
+            yield edge, region
+
+    def _note_parameter(self, parameter: Tensor, node: Node, region: Region | None) -> None:
+        """Note a parameter that no enclosing call owns."""
+        while region is not None:
+            if any(parameter is own for _, own, _ in parameters_of(region.call)):
+                return
+            region = region.parent
+        if isinstance(parameter, Parameter):
+            self.bare[id(parameter)] = (parameter, node)
+
+    def _check(self, call: Call, index: int) -> None:
+        self._fault(_uncovered(call))
+        self._fault(_mixing_call(call, index))
+        stored = call.stored
+        if not stored.inputs:
+            if any(True for _ in parameters_of(call)):
+                self._fault(_without_inputs(call))
+            return
+        size = stored.inputs[0].shape[0] if stored.inputs[0].dim() else 0
+        output, axis = stored.outputs[index], call.rule.batch_axis(View(call, index), index)
+        is_loss = call.rule.is_loss or output.dim() == 0
+        if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
+            self._fault(_moved_batch(call, size, output))
+        if not self._first:
+            self.batch_size, self._first = size, call.path
+        elif size != self.batch_size:
+            self._fault(self._other_batch(call, size))
+
+    def _fault(self, error: BackpackError | None) -> None:
+        if error is not None:
+            self.faults.append((error, None))
+
+    def fault(self) -> BackpackError | None:
+        """The first fault that concerns an extended module: its own, or of a node after it."""
+        for error, node in self.faults:
+            if node is None or leads_to_parameters(node):
+                return error
+        return None
+
+    def nonlinear(self) -> list[Node]:
+        """Nodes between calls, with parameters behind them, that are not known to be linear."""
+        between = dict.fromkeys(node for node, _ in self._seen)
+        return [n for n in between if not nodes.is_linear(n) and leads_to_parameters(n)]
+
+    def _other_batch(self, call: Call, size: int) -> BackpackError:
+        return ShapeError(
+            f"{call.path} received a batch of {size}, but {self._first} one of "
+            f"{self.batch_size}: the first dimension must be the samples in every module. Where "
+            "positions were merged into the batch (as in logits.flatten(0, 1)), keep them as extra "
+            "dimensions: Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
+        )
+
+
+def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
+    """Where a node sends gradients: positions in ``node.next_functions``, and edges."""
+    is_copy = node.name() == COPY_SLICES
+    for position, (child, number) in enumerate(node.next_functions):
+        if child is not None:
+            through_view = is_copy and not position
+            yield position, viewed_at(child, number) if through_view else Edge(child, number)
+
+
+def leads_to_parameters(node: Node) -> bool:
+    """Whether any trained parameter of an extended module lies behind a node."""
+    behind = Survey()
+    behind.add(edge for _, edge in edges_behind(node))
+    return bool(behind.uses or behind.bare)
+
+
+def parameters_of(call: Call) -> Iterator[tuple[str, Tensor, bool]]:
+    """The parameters a call reads off: name, tensor, and whether the rule covers it."""
+    owned, parameters = call.stored.owned, call.stored.parameters
+    for name in parameters:
+        tensor, _ = owned[name]
+        if tensor.requires_grad:
+            yield name, tensor, call.rule.covers(call.module, name)
+
+
+def _leave(edge: Edge, region: Region | None) -> Region | None:
+    """The enclosing call at an edge: the parent, where the inputs of the call begin."""
+    while region is not None and any(
+        e is not None and e.node is edge.node and e.output_nr == edge.output_nr
+        for e in region.call.edges
+    ):
+        region = region.parent
+    return region
+
+
+def _mixing_node(node: Node) -> BackpackError:
+    return SampleMixingError(
+        f"The graph contains a batch normalisation in train mode ({node.name()}): every "
+        "sample influences every other, so per-sample quantities do not exist. Call "
+        "model.eval(), or use GroupNorm or LayerNorm."
+    )
+
+
+def _mixing_call(call: Call, index: int) -> BackpackError | None:
+    if not call.rule.mixes_samples(View(call, index)):
+        return None
+    return SampleMixingError(
+        f"{call.path} makes every sample of the batch influence every other (a batch "
+        "normalisation in train mode does), so per-sample quantities do not exist. Call "
+        "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
+    )
+
+
+def _without_inputs(call: Call) -> BackpackError:
+    return UnsupportedError(
+        f"{call.path} has parameters but receives no tensor (a parametrization, say), "
+        "so there is no batch axis to tell samples apart by. Remove the "
+        "parametrization, or freeze its parameters."
+    )
+
+
+def _moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
+    return ShapeError(
+        f"{call.path} received {size} samples (axis 0 of its input) and returned a tensor "
+        f"of shape {list(output.shape)}: it moves or merges the batch axis, so samples "
+        "cannot be told apart. Keep samples on axis 0 of every module."
+    )
+
+
+def _uncovered(call: Call) -> BackpackError | None:
+    """Refuse a call whose parts have parameters that nobody would look at."""
+    if call.rule.transparent or not call.module._modules:
+        return None
+    known = {id(tensor) for _, tensor, _ in parameters_of(call)}
+    for name, parameter in call.module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            return UnsupportedError(
+                f"{call.path} has the trained parameter {name!r}, which the rule "
+                f"{type(call.rule).__name__} knows nothing of. If it belongs to a "
+                "parametrization, remove that (torch.nn.utils.parametrize."
+                "remove_parametrizations), or freeze the parameter."
+            )
+    return None

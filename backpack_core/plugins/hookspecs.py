@@ -1,0 +1,47 @@
+"""Everything a plugin may do, as pluggy hook specifications. These docstrings are the reference.
+
+A plugin is any object named by an entry point of the group ``backpack``: a class derived from one
+of core's base classes (which carry the implementation already), or a module with functions of its
+own, marked by ``hookimpl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from backpack_core.contract.hook import PROJECT
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from backpack_core.contract.extension import Extension
+    from backpack_core.contract.module_extension import ModuleExtension
+    from backpack_core.contract.propagator import Propagator
+    from backpack_core.contract.rules import LayerRule
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+
+
+@hookspec
+def backpack_layer_rules() -> Iterable[type[LayerRule]]:  # type: ignore[empty-body]
+    """Return layer-rule classes; each names its layers in ``module_types``."""
+
+
+@hookspec
+def backpack_extensions() -> Iterable[type[Extension]]:  # type: ignore[empty-body]
+    """Return extension classes; users import them from ``backpack_core.extensions`` by name."""
+
+
+@hookspec
+def backpack_propagators() -> Iterable[type[Propagator]]:  # type: ignore[empty-body]
+    """Return propagator classes: what travels backwards, and how it starts at a loss."""
+
+
+@hookspec
+def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
+    tuple[type[Extension], type[Module] | str, ModuleExtension]
+]:
+    """Return ``(extension class, module type, module extension)`` for a pair that needs its own."""

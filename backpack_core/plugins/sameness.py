@@ -1,0 +1,66 @@
+"""Whether a subclass computes what its parent does, so that the parent's rule speaks for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+from torch.nn import Module
+
+# What stands between calling a module and its forward.
+_CALLING = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
+
+
+def is_same_map(kind: type[Module], parent: type) -> bool:
+    """Whether ``forward``, and all that it looks up on the module, are the parent's own.
+
+    A weight that became a property (as a parametrization makes it), or a method that ``forward``
+    calls, is part of the map; a new method, or ``reset_parameters``, is not.
+    """
+    if getattr(parent, "forward", None) is not kind.forward:
+        return False
+    names = _looked_up(parent) | _CALLING
+    own = kind.__mro__[: kind.__mro__.index(parent)]
+    return not any(name in vars(cls) for cls in own for name in names)
+
+
+@cache
+def methods_behind(parent: type[Module]) -> frozenset[str]:
+    """The methods that make up the map of a module class, ``forward`` among them."""
+    return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})
+
+
+@cache
+def _looked_up(parent: type) -> frozenset[str]:
+    """Every name that occurs in the code of ``forward`` and of the methods that it calls."""
+    found: set[str] = set()
+    todo = ["forward"]
+    while todo:
+        for name in _names_in(_method(parent, todo.pop())):
+            if name not in found:
+                found.add(name)
+                todo.append(name)
+    return frozenset(found)
+
+
+def _method(parent: type, name: str) -> Any:
+    """A function that the class, or one between it and ``Module``, defines."""
+    for cls in parent.__mro__:
+        if cls is Module:
+            return None
+        value = vars(cls).get(name)
+        if value is not None:
+            value = getattr(value, "__func__", getattr(value, "fget", value))
+            return inspect.unwrap(value) if isinstance(value, FunctionType) else None
+    return None
+
+
+def _names_in(function: Any) -> Iterator[str]:
+    todo = [function.__code__] if isinstance(function, FunctionType) else []
+    while todo:
+        code = todo.pop()
+        yield from code.co_names
+        todo += [const for const in code.co_consts if inspect.iscode(const)]

@@ -1,0 +1,266 @@
+"""One forward execution of one module, and its place in the autograd graph.
+
+A :class:`Call` is owned by the graph: it lies in the metadata of the node that made the output, and
+dies with it. A call never holds the node of its own output (that would be a cycle); it holds its
+inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes but that
+:meth:`Call.release` drops the tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core._torch import Node
+from backpack_core.errors import ReleasedIOError
+
+PATH_ATTRIBUTE: Final = "_backpack_path"
+_SITES: Final = "backpack_core.sites"
+_VIEWED: Final = "backpack_core.viewed"
+
+
+class Edge(NamedTuple):
+    """An output of an autograd node: what a gradient, or another quantity, is sent to.
+
+    Attributes:
+        node: The node.
+        output_nr: Which of its outputs.
+        level: How many calls returned a view of that output and had it overwritten in place
+            afterwards; counted from the output outwards. Zero nearly always; see
+            :func:`viewed_at`.
+    """
+
+    node: Node
+    output_nr: int
+    level: int = 0
+
+
+class Layout(NamedTuple):
+    """Where the numbers of a view lie, relative to the tensor that it looks at."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    base_size: torch.Size
+    base_stride: tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """The tensors of a call.
+
+    Attributes:
+        args: Positional arguments, as passed.
+        kwargs: Keyword arguments, in the order in which ``forward`` declares them.
+        inputs: Every tensor among the arguments, positional ones first.
+        outputs: Every tensor in the return value, detached.
+        versions: How often each input and output had been changed in place.
+        owned: Parameters and buffers that the module had, each with the same count, by name.
+        parameters: Which of them are parameters.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    owned: dict[str, tuple[Tensor, int]]
+    parameters: tuple[str, ...]
+
+
+class _Count:
+    """How many calls were made, and how many are gone."""
+
+    made = 0
+    gone = 0
+
+
+def live_calls() -> int:
+    """How many calls are alive in this process: zero once every graph is gone."""
+    return _Count.made - _Count.gone
+
+
+class Call:
+    """What a module received and returned in one forward execution.
+
+    Attributes:
+        module: The module.
+        rule: The layer rule that speaks for it (of the automatic one where there is none).
+        provenance: Who provided the rule.
+        edges: Where each input came from, before the forward; ``None`` for constants and leaves.
+        thread: The thread that ran the forward pass.
+        training: Whether the module was in train mode then.
+        settings: Names and values of the module's plain attributes (``eps``, ``p``, ``stride``).
+        is_rewired: The module changed a *view* in place, so that autograd rewrote the graph behind
+            its input: the edges lead nowhere, and only the output's own node knows the way.
+        is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
+            checkpoint, which gives every tensor once.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_stored",
+        "edges",
+        "is_readable",
+        "is_rewired",
+        "module",
+        "provenance",
+        "rule",
+        "settings",
+        "thread",
+        "training",
+    )
+
+    def __init__(
+        self,
+        module: Module,
+        rule: Any,  # a LayerRule, whose contract speaks of calls
+        provenance: Any,
+        edges: tuple[Edge | None, ...],
+        stored: Stored,
+        thread: int,
+        training: bool,
+        settings: tuple[tuple[str, ...], tuple[Any, ...]],
+        is_rewired: bool,
+        is_readable: bool,
+    ) -> None:
+        self.module: Final = module
+        self.rule: Final = rule
+        self.provenance: Final = provenance
+        self.edges: Final = edges
+        self.thread: Final = thread
+        self.training: Final = training
+        self.settings: Final = settings
+        self.is_rewired: Final = is_rewired
+        self.is_readable: Final = is_readable
+        self._stored: Stored | None = stored
+        _Count.made += 1
+
+    def __del__(self) -> None:
+        """Count."""
+        _Count.gone += 1
+
+    @property
+    def stored(self) -> Stored:
+        """The tensors.
+
+        Raises:
+            ReleasedIOError: An earlier backward pass freed them.
+        """
+        if self._stored is None:
+            raise ReleasedIOError(
+                f"{self.path}: the inputs and outputs of this forward pass were freed by an "
+                "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
+                "backward()) in every backward pass but the last."
+            )
+        return self._stored
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the tensors were freed."""
+        return self._stored is None
+
+    def release(self) -> None:
+        """Free the tensors; any later use raises :class:`ReleasedIOError`."""
+        self._stored = None
+
+    @property
+    def goes_inside(self) -> bool:
+        """Whether what arrives at an output goes on through the node that made it."""
+        return bool(self.rule.transparent) or self.is_rewired
+
+    @property
+    def path(self) -> str:
+        """Where the module sits in the model that was extended, for messages."""
+        return path_of(self.module)
+
+    def __repr__(self) -> str:
+        """The module and the shapes."""
+        if self._stored is None:
+            return f"<call of {self.path}, released>"
+        received = [list(t.shape) for t in self._stored.inputs]
+        returned = [list(t.shape) for t in self._stored.outputs]
+        return f"<call of {self.path}: {received} -> {returned}>"
+
+
+def path_of(module: Module) -> str:
+    """A module's class, and its place in the model that was extended."""
+    path = getattr(module, PATH_ATTRIBUTE, "")
+    name = type(module).__name__
+    return f"{name} '{path}'" if path else name
+
+
+class Site(NamedTuple):
+    """One output of a call, as a place in the graph.
+
+    Attributes:
+        call: The call.
+        index: Which of its outputs.
+        edge: Where it lies.
+        layout: Where the output lies in the tensor that the edge stands for, if it is a view that
+            was overwritten in place; else ``None``: it is that tensor.
+    """
+
+    call: Call
+    index: int
+    edge: Edge
+    layout: Layout | None = None
+
+    @property
+    def below(self) -> Edge:
+        """The same output as the graph inside the call made it."""
+        node, output_nr, level = self.edge
+        return Edge(node, output_nr, level - 1 if level else _INSIDE)
+
+
+# The level of a node's output under the record of the call that returned it.
+_INSIDE: Final = -1
+
+
+def edge_of(tensor: Tensor) -> Edge | None:
+    """The edge of a tensor, or ``None`` for a leaf or a constant: nothing behind them wants any."""
+    node = tensor.grad_fn
+    return None if node is None else Edge(node, tensor.output_nr)
+
+
+def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
+    """Record a call on an output of a node; there is one at most."""
+    table = node.metadata.setdefault(_SITES, {})  # type: ignore[attr-defined]
+    table[output_nr] = (call, index)
+
+
+def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
+    """Record a call also on the output that its own output is a view of; see :func:`viewed_at`."""
+    table = base.node.metadata.setdefault(_VIEWED, {})  # type: ignore[attr-defined]
+    table.setdefault(base.output_nr, []).append((call, index, layout))
+
+
+def has_site(node: Node, output_nr: int) -> bool:
+    """Whether a call is recorded on an output of a node."""
+    table = node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    return table is not None and output_nr in table
+
+
+def site_at(edge: Edge) -> Site | None:
+    """The call whose output an edge stands for; ``None`` where it is a node between calls."""
+    node, output_nr, level = edge
+    if level > 0:
+        call, index, layout = node.metadata[_VIEWED][output_nr][level - 1]  # type: ignore[attr-defined]
+        return Site(call, index, edge, layout)
+    table = None if level else node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    found = None if table is None else table.get(output_nr)
+    return None if found is None else Site(*found, edge)
+
+
+def viewed_at(node: Node, output_nr: int) -> Edge:
+    """The edge of an output that later in-place operations reach through views of it.
+
+    Where a module returns a view (``Linear`` of three axes does), and that is changed in place
+    afterwards, autograd drops the view's own node from the graph: the operation becomes one on the
+    tensor behind, and the gradient of what the module returned is a part of that tensor's.
+    """
+    table = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
+    calls = () if table is None else table.get(output_nr, ())
+    return Edge(node, output_nr, len(calls))

@@ -1,0 +1,39 @@
+"""Which module was passed to ``extend``: the model that a part belongs to."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.nn import Module
+
+OWNER_ATTRIBUTE = "_backpack_owner"
+
+
+class Owner:
+    """A module that was extended as a whole, known by each of its parts without holding it."""
+
+    __slots__ = ("__weakref__", "_module")
+
+    def __init__(self, module: Module | None) -> None:
+        self._module = None if module is None else weakref.ref(module)
+
+    @property
+    def module(self) -> Module | None:
+        """The module, as long as it lives."""
+        return None if self._module is None else self._module()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
+        """In a copy of the whole, the copy; in a copy of a part, nothing."""
+        return Owner(memo.get(id(self.module)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is restored from a file belongs to nothing until it is extended again."""
+        return Owner, (None,)
+
+
+def owner_of(module: Module) -> Module:
+    """The extended model that a module is part of; the module itself where that is not known."""
+    owner = module.__dict__.get(OWNER_ATTRIBUTE)
+    found = None if owner is None else owner.module
+    return module if found is None else found

@@ -1,0 +1,47 @@
+"""Tensors inside the arguments and return values of modules: nested tuples, lists and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Apply ``function`` to every tensor in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(v, function) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(v, function) for v in value]
+    if type(value) is dict:
+        return {k: map_tensors(v, function) for k, v in value.items()}
+    if isinstance(value, dict):  # a subclass may keep more than its items
+        mapped = copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, function)
+        return mapped
+    return value
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from iter_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+
+
+def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Every tensor among the arguments of a call, positional ones first."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # nearly always
+        return args
+    return (*iter_tensors(args), *iter_tensors(kwargs))

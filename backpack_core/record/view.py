@@ -1,0 +1,390 @@
+"""What a rule sees of a call: all samples or some, and the gradient that arrived at one output.
+
+A view never holds more than the call does, and lives as long as a visit. Every tensor it shows is
+checked first: one that was changed in place since the forward pass is no longer what the module
+received, and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from operator import itemgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core._torch import Node, version_of
+from backpack_core.errors import OverwrittenInputError, UsageError
+from backpack_core.record.call import Call
+from backpack_core.record.structure import iter_tensors, map_tensors
+
+T = TypeVar("T")
+
+
+class View:
+    """A call during a visit.
+
+    Attributes:
+        call: The call.
+        index: Which of its outputs is visited.
+        node: The autograd node of that output, where it may be asked for what it saved.
+        indices: The samples that are shown, ``None`` for all. One may be named several times.
+        axis: Which axis of the output holds the samples in truth; views show it in front.
+        is_differentiable: Whether quantities are functions of the parameters
+            (``create_graph=True``).
+        kept: What was computed from the call alone (patches, positions of maxima).
+        stored: The call's tensors, also when the call has let go of them.
+        full: The view with all samples.
+    """
+
+    __slots__ = (
+        "_columns",
+        "_grad",
+        "_module",
+        "_pick",
+        "_tensors",
+        "axis",
+        "call",
+        "full",
+        "index",
+        "indices",
+        "is_differentiable",
+        "kept",
+        "node",
+        "stored",
+    )
+
+    def __init__(
+        self,
+        call: Call,
+        index: int = 0,
+        grad_output: Tensor | None = None,
+        node: Node | None = None,
+        axis: int = 0,
+        kept: dict[Any, Any] | None = None,
+    ) -> None:
+        self.call = call
+        self.stored = call.stored
+        self.index = index
+        self.node = node
+        self.axis = axis
+        self.kept: dict[Any, Any] = {} if kept is None else kept
+        self.is_differentiable = torch.is_grad_enabled()
+        self.full = self
+        self.indices: tuple[int, ...] | None = None
+        self._pick: Any = None
+        self._grad = grad_output.movedim(axis, 0) if axis and grad_output is not None else grad_output
+        self._module: Module | None = None
+        self._tensors: dict[int, Tensor] = {}
+        self._columns: list[tuple[Any, Tensor, Any]] = []
+
+    # What the module was -------------------------------------------------------------------------
+
+    @property
+    def module(self) -> Module:
+        """The module with the settings that it had in the forward pass.
+
+        Where one was changed since (``dropout.p``, a parameter that was replaced), a stand-in of
+        the same class with the values of then.
+        """
+        if self._module is None:
+            self._module = _as_it_was(self)
+        return self._module
+
+    @property
+    def training(self) -> bool:
+        """Whether the module was in train mode."""
+        return self.call.training
+
+    @property
+    def path(self) -> str:
+        """Where the module sits in the model that was extended, for messages."""
+        return self.call.path
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter or buffer (dots allowed) as the forward pass used it, in our dtype.
+
+        Raises:
+            OverwrittenInputError: It was changed in place since.
+        """
+        tensor = self.parameter_itself(name)
+        return self._cast(tensor if self.is_differentiable else tensor.detach())
+
+    def parameter_itself(self, name: str) -> Tensor:
+        """The tensor that :meth:`parameter` shows, with its own dtype and graph."""
+        found = self.stored.owned.get(name)
+        if found is None:
+            return _attribute(self.module, name)
+        tensor, version = found
+        if version_of(tensor) != version:
+            raise OverwrittenInputError(
+                f"{self.path}: its {name!r} was changed in place since the forward pass, so "
+                "derivatives would be computed with other values. Call backward() first."
+            )
+        return tensor
+
+    # What it received and returned ---------------------------------------------------------------
+
+    @property
+    def input(self) -> Tensor:
+        """The first input tensor ``[N, *in]``, in the dtype of the gradient."""
+        return self.tensor_input(0)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Every tensor among the arguments, as it is: for shapes and flags, not for values."""
+        return tuple(map(self._shown, self.stored.inputs))
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments, with the samples that are shown."""
+        args: tuple[Any, ...] = map_tensors(self.stored.args, self._shown)
+        return args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments, with the samples that are shown."""
+        kwargs: dict[str, Any] = map_tensors(self.stored.kwargs, self._shown)
+        return kwargs
+
+    def tensor_input(self, index: int) -> Tensor:
+        """Input tensor number ``index``, in the dtype of the gradient.
+
+        Raises:
+            OverwrittenInputError: It was changed in place since the forward pass.
+            ReleasedIOError: An earlier backward pass freed it.
+        """
+        found = self._tensors.get(index)
+        if found is None:
+            tensor = self._read(self.stored.inputs[index], index, "input")
+            found = self._tensors[index] = self._cast(self._shown(tensor))
+        return found
+
+    @property
+    def output(self) -> Tensor:
+        """The output ``[N, *out]`` that is visited, in the dtype of the gradient.
+
+        Detached, except where quantities are differentiable.
+
+        Raises:
+            OverwrittenInputError: It was changed in place since the forward pass, or cannot be
+                computed again for ``create_graph=True``.
+            ReleasedIOError: An earlier backward pass freed it.
+        """
+        stored = self.stored
+        slot = len(stored.inputs) + self.index
+        if slot not in self._tensors:
+            tensor = self._read(stored.outputs[self.index], slot, "output")
+            if self.is_differentiable:
+                tensor = self._attached(tensor)
+            self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
+        return self._tensors[slot]
+
+    @property
+    def input_shape(self) -> torch.Size:
+        """Shape of the first input; known even where its values were overwritten."""
+        shape = self.stored.inputs[0].shape
+        return shape if self.indices is None else torch.Size((len(self.indices), *shape[1:]))
+
+    @property
+    def output_shape(self) -> torch.Size:
+        """Shape of the output; known even where its values were overwritten."""
+        shape = self.stored.outputs[self.index].movedim(self.axis, 0).shape
+        return shape if self.indices is None or not shape else torch.Size((len(self.indices), *shape[1:]))
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples ``N`` that are shown."""
+        return int(self.input_shape[0])
+
+    @property
+    def grad_output(self) -> Tensor | None:
+        """Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward pass."""
+        return self._grad
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which derivatives are computed: that of the gradient."""
+        if self._grad is not None:
+            return self._grad.dtype
+        return self.stored.outputs[self.index].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the output is."""
+        return self.stored.outputs[self.index].device
+
+    def saved(self, name: str) -> Tensor | None:
+        """What torch keeps for its own backward pass at the node of the output.
+
+        Args:
+            name: As torch calls it: ``"result1"`` for ``grad_fn._saved_result1``.
+
+        Returns:
+            The tensor, for the samples that are shown; ``None`` if there is none of that name
+            whose first axis is the batch's, or if it may not be read.
+        """
+        if self.node is None or not self.call.is_readable or self.axis:
+            return None
+        found: Tensor | None = getattr(self.node, f"_saved_{name}", None)
+        if found is None or found.shape[:1] != self.stored.outputs[self.index].shape[:1]:
+            return None
+        return self._cut(found)
+
+    # Some samples --------------------------------------------------------------------------------
+
+    def subsample(self, indices: Sequence[int] | None) -> View:
+        """The same call with some samples only.
+
+        Args:
+            indices: Positions along axis 0, repeated ones included; ``None`` for all.
+
+        Returns:
+            A view whose inputs, output and gradient hold the chosen samples. Tensors whose axis 0
+            is not the batch are left as they are.
+
+        Raises:
+            UsageError: An index is out of range.
+        """
+        if indices is None:
+            return self
+        size = self.batch_size
+        bad = [i for i in indices if not -size <= i < size]
+        if bad:
+            raise UsageError(
+                f"subsampling asks for sample {bad[0]}, but {self.path} saw a batch of {size} "
+                f"samples: use indices from 0 to {size - 1}."
+            )
+        known = range(size) if self.indices is None else self.indices
+        view = copy(self)
+        view.kept, view._tensors, view._columns = {}, {}, []
+        view.indices = tuple(known[i] for i in indices)
+        view._pick = _as_index(view.indices, self.stored.outputs[self.index].device)
+        whole = self.full._grad
+        view._grad = None if whole is None else view._cut(whole)
+        return view
+
+    # What is computed once -----------------------------------------------------------------------
+
+    def once(self, key: str, compute: Callable[[], T]) -> T:
+        """A value that depends on the call alone, computed once for all columns.
+
+        A value of a pass without gradients is not handed to one that differentiates through it.
+        """
+        slot = (key, self.is_differentiable, self.dtype)
+        if slot not in self.kept:
+            self.kept[slot] = compute()
+        value: T = self.kept[slot]
+        return value
+
+    def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:
+        """A value that depends on the call and on columns, for all that are given ``mat`` itself."""
+        for name, stored, value in self._columns:
+            if stored is mat and name == key:
+                found: T = value
+                return found
+        result = compute()
+        self._columns = [*self._columns[-3:], (key, mat, result)]
+        return result
+
+    # ---------------------------------------------------------------------------------------------
+
+    def _shown(self, tensor: Tensor) -> Tensor:
+        """The samples of a tensor whose axis 0 is the batch; another as it is."""
+        if self._pick is None or not self.has_batch(tensor):
+            return tensor
+        return tensor[self._pick]
+
+    def has_batch(self, tensor: Tensor) -> bool:
+        """Whether axis 0 of an argument is as long as the whole batch."""
+        size = self.stored.inputs[0].shape[0]
+        return tensor.dim() > 0 and tensor.shape[0] == size
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        return tensor if self._pick is None or not tensor.dim() else tensor[self._pick]
+
+    def _attached(self, stored: Tensor) -> Tensor:
+        """The output as a function of inputs and parameters, by running the forward once more.
+
+        Storing the output with its graph instead would be a cycle.
+        """
+        io = self.stored
+
+        def run() -> Tensor:
+            for slot, tensor in enumerate(io.inputs):
+                self._read(tensor, slot, "input")
+            result = self.module.forward(*io.args, **io.kwargs)
+            return list(iter_tensors(result))[self.index]
+
+        again = self.full.once(f"attached {self.index}", run)
+        if again.shape != stored.shape or not torch.allclose(again, stored):
+            raise OverwrittenInputError(
+                f"{self.path}: create_graph=True needs its output as a function of its input, but "
+                "its forward pass gives another output when it runs again."
+            )
+        return again
+
+    def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
+        if version_of(tensor) != self.stored.versions[slot]:
+            raise OverwrittenInputError(
+                f"{self.path}: its {what} was changed in place after it was stored, so derivatives "
+                "would be computed from overwritten memory. Use an out-of-place operation, or "
+                "clone the tensor before changing it."
+            )
+        return tensor
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        dtype = self.dtype
+        if tensor.dtype == dtype or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
+
+    def __repr__(self) -> str:
+        """The call, and the samples."""
+        some = "" if self.indices is None else f", samples {list(self.indices)}"
+        return f"<view of {self.call!r}, output {self.index}{some}>"
+
+
+def _as_index(indices: tuple[int, ...], device: torch.device) -> Any:
+    """What picks samples: a slice where they are consecutive, which copies nothing."""
+    start = indices[0] if indices else 0
+    if indices == tuple(range(start, start + len(indices))):
+        return slice(start, start + len(indices))
+    return torch.tensor(indices, device=device, dtype=torch.long)
+
+
+def _as_it_was(view: View) -> Module:
+    """The module, or a stand-in with the values of the forward pass."""
+    module, (names, values) = view.call.module, view.call.settings
+    owned = view.stored.owned
+    attributes = module.__dict__
+    missing = (None, 0)
+    tables = [attributes[table] for table in ("_parameters", "_buffers")]
+    if (
+        all(name in attributes for name in names)
+        and (not names or _values(attributes, names) == values)
+        and all(t is owned.get(n, missing)[0] for table in tables for n, t in table.items())
+    ):
+        return module
+    then = object.__new__(type(module))
+    then.__dict__.update(attributes)
+    then.__dict__.update(zip(names, values, strict=True))
+    for name, table in zip(("_parameters", "_buffers"), tables, strict=True):
+        then.__dict__[name] = {n: owned.get(n, missing)[0] for n in table}
+    return then
+
+
+def _values(attributes: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    found = itemgetter(*names)(attributes)
+    return (found,) if len(names) == 1 else found
+
+
+def _attribute(module: Module, name: str) -> Tensor:
+    owner: Any = module
+    for part in name.split("."):
+        owner = getattr(owner, part)
+    tensor: Tensor = owner
+    return tensor

@@ -1,0 +1,52 @@
+"""Every number that was measured on a machine, and the one way to change each.
+
+Results do not depend on any of them, but for rounding. How they were found stands in
+``docs/design/contractions.md``. Imports ``errors`` only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from backpack_core.errors import UsageError
+
+# Bytes of a piece of products: it is consumed at once, so it should stay in the cache between.
+CACHE: Final = 4 * 2**20
+# The same for a kernel that makes fresh memory for each piece, which takes page faults above.
+DIRECT: Final = 5 * 2**19
+# Entries of one product from which on adding its square by itself beats a reduction over several.
+LARGE: Final = 2**14
+# Rows of a symmetric product from which on half of it is formed, in bands, and mirrored.
+SYMMETRIC: Final = 384
+# Bytes of the widest columns that are carried at once on a CPU. A tensor of more than 32 MiB is
+# fresh memory for every operation, which takes page faults; some need a little more than that.
+HEAP: Final = 26 * 2**20
+
+_budget = 64 * 2**20
+
+
+def memory_budget() -> int:
+    """Bytes that an intermediate product of an operation may take. Default: 64 MiB."""
+    return _budget
+
+
+def set_memory_budget(size: int) -> None:
+    """Set how many bytes an intermediate product may take; results agree to rounding.
+
+    For a quantity with an axis for samples, columns may take as much as the result.
+
+    Args:
+        size: Number of bytes. Smaller saves memory, down to one product per sample and column.
+
+    Raises:
+        UsageError: It is not positive.
+    """
+    global _budget
+    if size <= 0:
+        raise UsageError(f"The memory budget is a positive number of bytes. Got {size}.")
+    _budget = size
+
+
+def even_size(count: int, most: int) -> int:
+    """The size of parts that are about equal and no larger than ``most``."""
+    return -(-count // -(-count // most)) if count else 1

@@ -1,0 +1,196 @@
+"""Kronecker factors of a product, and eigenvalues corrected for them: operations of our own."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract import contractions
+from backpack_core.contract.contractions import Rows
+from backpack_core.contract.operations import Operation
+from backpack_core.contract.product import AffineProduct, SampleProduct
+from backpack_core.errors import UnsupportedError
+from backpack_secondorder import covariances
+from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
+
+WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
+
+
+@Operation
+def block(product: SampleProduct) -> Tensor:
+    """``Σ_v Σ_n M[v, n] M[v, n]ᵀ`` itself. Shape ``[P, P]``."""
+    size = product.shape.numel()
+    total = product.new_zeros(size, size)
+    for _, _, part in product.pieces():
+        rows = part.flatten(2).flatten(0, 1)
+        total = torch.addmm(total, rows.T, rows)
+    return total
+
+
+@Operation
+def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
+    """Factors whose Kronecker product approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
+
+    A vector that the layer is linear in (the scale of a normalisation, say) is small enough for its
+    block: the only factor, exact.
+
+    Args:
+        product: ``M``.
+        sharing: How positions that share the weight are treated; see :func:`input_covariance`.
+
+    Raises:
+        UnsupportedError: The product has no such structure.
+    """
+    if product.is_linear and len(product.shape) == 1:
+        return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+    raise UnsupportedError(
+        f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
+        f"{product.rule.__name__} declares none: derive the rule from AffineRule, freeze the "
+        "parameter, or use DiagGGNExact or DiagGGNMC, which need no structure."
+    )
+
+
+@kronecker_factors.register
+def kronecker_factors_affine(
+    product: AffineProduct, sharing: WeightSharing = "kfc"
+) -> KroneckerFactors:
+    """``[B, A]`` for a weight, the exact block for a bias."""
+    if product.inp is None and not _is_ordered(product):
+        return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+    expanded = sharing == "expand" and product.inp is not None
+    outer = output_covariance(product, "expand" if expanded else "kfc")
+    if product.inp is None:
+        return KroneckerFactors([outer], ParameterOrder(product.shape))
+    inner = kept_input_covariance(product, sharing)
+    return KroneckerFactors([outer, inner], parameter_order(product))
+
+
+@Operation
+def corrected_eigenbasis(
+    product: SampleProduct, sharing: WeightSharing = "kfc"
+) -> KroneckerEigenbasis:
+    """Eigenvectors ``Q`` of the Kronecker product, with ``diag(Qᵀ G Q)`` as eigenvalues.
+
+    ``G = Σ_v Σ_n M[v, n] M[v, n]ᵀ`` is the block that :func:`kronecker_factors` approximates, so
+    this is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
+    Arguments as there.
+    """
+    basis = kronecker_factors(product, sharing).eigenbasis()
+    if len(basis.vectors) == 1:
+        return basis  # of the block itself
+    total = torch.zeros_like(basis.values).flatten()
+    for _, _, part in product.pieces():
+        total = total + basis.rotate(part.flatten(0, 1)).square().sum(0)
+    return basis.with_values(total.reshape(basis.values.shape))
+
+
+@corrected_eigenbasis.register
+def corrected_eigenbasis_affine(
+    product: AffineProduct, sharing: WeightSharing = "kfc"
+) -> KroneckerEigenbasis:
+    """By :func:`contractions.square_sum` of rotated columns and inputs."""
+    basis = kronecker_factors(product, sharing).eigenbasis()
+    if len(basis.vectors) == 1 or product.inp is None:
+        return basis
+    outer, inner = basis.vectors
+    rotated = _rotate(product.out, outer)
+    values = contractions.square_sum(rotated, RotatedRows(product.inp, inner))
+    return basis.with_values(values.reshape(basis.values.shape))
+
+
+class RotatedRows:
+    """Inputs ``[N, S, G, I]`` times ``[I, I]`` or ``[G, I, I]``, for some samples at a time."""
+
+    def __init__(self, inp: Rows, matrix: Tensor) -> None:
+        """Store both."""
+        self._inp, self._matrix = inp, matrix
+        self.shape = inp.shape
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """The rotated inputs of some samples."""
+        return _rotate(self._inp[rows], self._matrix)
+
+
+def _rotate(rows: Tensor, matrix: Tensor) -> Tensor:
+    """``[..., G, D]`` times ``[D, D]`` or ``[G, D, D]``."""
+    if matrix.dim() == 2:
+        return rows @ matrix
+    return (rows.unsqueeze(-2) @ matrix).squeeze(-2)
+
+
+def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") -> Tensor:
+    """``B``: ``Σ_v Σ_n g gᵀ`` with ``g`` summed over positions, or for each position if expanded.
+
+    Args:
+        product: Holds columns ``[V, N, S, G, O]``.
+        sharing: How positions are treated.
+
+    Returns:
+        Shape ``[O, O]``, or ``[G, O, O]`` for a layer with groups.
+    """
+    out = product.out
+    # Weight and bias of an affine layer have the same columns.
+    key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
+    if key not in product.beside:
+        rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
+        product.beside[key] = _without_groups(covariances.outer(rows))
+    factor: Tensor = product.beside[key]
+    return factor
+
+
+def _is_ordered(product: AffineProduct) -> bool:
+    """Whether a bias has one group, and is stored in the order of the outputs."""
+    groups, size = product.sizes
+    if groups > 1 or product.arrange is None:
+        return groups == 1
+    order = torch.arange(size).unsqueeze(0)
+    return bool(torch.equal(product.to_parameter(order).flatten(), order[0]))
+
+
+def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Tensor:
+    """:func:`input_covariance`: columns may come in chunks, but the inputs stay what they are."""
+    assert product.inp is not None
+    is_differentiable = torch.is_grad_enabled()
+    key = ("covariance", product.name, product.inp.shape, sharing, product.like.dtype, is_differentiable)
+    if key not in product.kept:
+        product.kept[key] = input_covariance(product.inp, product.like, sharing)
+    factor: Tensor = product.kept[key]
+    return factor
+
+
+def input_covariance(inp: Rows, like: Tensor, sharing: WeightSharing = "kfc") -> Tensor:
+    """``A``, an average over the ``N`` samples that are shown.
+
+    ``"kfc"``: ``1/N Σ_n Σ_s x xᵀ`` (Grosse and Martens, 2016, eq. 32); ``"expand"``: ``1/(N S)
+    Σ_n Σ_s x xᵀ``; ``"reduce"``: ``1/N Σ_n x̄ x̄ᵀ`` with the mean ``x̄`` over positions (Eschenhagen
+    et al., 2023, eq. 19 and 22). A weight that is used at several places is shared by the positions
+    of all of them.
+
+    Args:
+        inp: What the weight multiplies. Shape ``[N, S, G, I]``.
+        like: A tensor of the dtype.
+        sharing: How positions are treated.
+
+    Returns:
+        Shape ``[I, I]``, or ``[G, I, I]`` for a layer with groups.
+    """
+    samples, positions = inp.shape[:2]
+    count = samples * positions if sharing == "expand" else samples
+    scale = 1 / count if count else 0.0
+    total = covariances.outer_sum(inp, like.element_size(), scale, mean=sharing == "reduce")
+    return _without_groups(total)
+
+
+def parameter_order(product: AffineProduct) -> ParameterOrder:
+    """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
+    if product.arrange is None:
+        return ParameterOrder(product.shape)
+    rows = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
+    return ParameterOrder(product.shape, product.to_parameter(rows).flatten().argsort())
+
+
+def _without_groups(factor: Tensor) -> Tensor:
+    """``[1, D, D]`` as ``[D, D]``."""
+    return factor.squeeze(0) if len(factor) == 1 else factor

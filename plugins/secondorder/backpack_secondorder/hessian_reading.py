@@ -1,0 +1,121 @@
+"""What extensions read of a Hessian at a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack_core import AffineRule, ParametricRule, View
+from backpack_core.contract.columns import Root
+from backpack_core.contract.operations import per_sample_square_sum, square_sum
+from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of
+from backpack_core.errors import UnsupportedError
+from backpack_secondorder.hessian import Hessian
+from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
+
+
+class Use(NamedTuple):
+    """One use of a parameter: a layer that is linear in it, with the Hessian at its output."""
+
+    rule: ParametricRule
+    view: View
+    name: str
+    hessian: Hessian
+
+    def product(self, mat: Tensor) -> SampleProduct:
+        """``J_θᵀ mat``."""
+        return self.rule.param_product(self.view, self.name, mat)
+
+
+class HessianReading(Reading):
+    """``H`` at the outputs of all layers that use the parameter."""
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        """Store the uses.
+
+        Raises:
+            UnsupportedError: A layer is not known to be linear in the parameter.
+        """
+        first = uses[0]
+        super().__init__(first.view.parameter_itself(first.name).shape)
+        for rule, view, name, _ in uses:
+            require_linear(rule, view, name)
+        self._uses = tuple(uses)
+
+    def join(self, others: Sequence[HessianReading]) -> HessianReading:
+        """All uses together: the sum over them comes before the square, root by root."""
+        return HessianReading([use for reading in (self, *others) for use in reading._uses])
+
+    def diagonal(self, per_sample: bool = False) -> Tensor:
+        """``Σ_n diag(J_θᵀ H_n J_θ)``, or each summand.
+
+        Args:
+            per_sample: Leave out the sum over samples.
+
+        Returns:
+            Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
+        """
+        uses = [use._replace(hessian=_local(use)) for use in self._uses]
+        parts = [_squares(root, products, per_sample) for root, products in _by_root(uses).items()]
+        for use in uses:
+            if use.hessian.diagonal is not None:
+                product = use.product(use.hessian.diagonal.unsqueeze(0))
+                assert isinstance(product, AffineProduct)
+                parts.append(diagonal_square_sum(product, per_sample))
+        if not parts:
+            view = self._uses[0].view
+            lead = (view.batch_size,) if per_sample else ()
+            return torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
+        return sum(parts[1:], parts[0])
+
+
+def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:
+    found: dict[Root, list[SampleProduct]] = {}
+    for use in uses:
+        for root, mat in use.hessian.signed_columns():
+            found.setdefault(root, []).append(use.product(mat))
+    return found
+
+
+def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) -> Tensor:
+    product = sum_of(products) if len(products) > 1 else products[0]
+    if root.signs is not None:
+        return signed_square_sum(product, root.signs, per_sample)
+    return per_sample_square_sum(product) if per_sample else square_sum(product)
+
+
+def _local(use: Use) -> Hessian:
+    """Columns, and a diagonal where that is enough: in an affine layer.
+
+    There, without shared positions, it is for all but the columns.
+    """
+    rule, view, _, hessian = use
+    if not hessian.unformed:
+        return hessian
+    if not isinstance(rule, AffineRule):
+        return hessian.as_columns()
+    if hessian.spread is None and hessian.block is None:
+        return hessian
+    column = torch.empty(1, *view.output_shape)
+    if rule.affine_output(view, column).shape[2] == 1:
+        return Hessian(hessian.columns, hessian.own_diagonal)
+    return replace(replace(hessian, diagonal=None).as_columns(), diagonal=hessian.diagonal)
+
+
+def require_linear(rule: object, view: View, name: str) -> None:
+    """Raise unless the layer is known to be linear in the parameter.
+
+    Raises:
+        UnsupportedError: ``∂²f/∂θ²`` is not known to vanish.
+    """
+    if not (isinstance(rule, ParametricRule) and name in rule.linear_in_params):
+        raise UnsupportedError(
+            f"The Hessian in {name!r} of {view.path} needs the layer's second derivative in that "
+            f"parameter, which {type(rule).__name__} does not declare to vanish: write a layer "
+            "rule that names it in linear_in_params, freeze the parameter, or use the generalised "
+            "Gauss-Newton matrix (DiagGGNExact, GGNMP)."
+        )

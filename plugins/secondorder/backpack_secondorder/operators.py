@@ -1,0 +1,251 @@
+"""Curvature matrices over all parameters, as products by differentiating a graph twice."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from backpack_core import LayerRule, LossGraph, View
+from backpack_core.engine.active import suspended
+from backpack_core.errors import NotExtendedError, OverwrittenInputError, UnsupportedError
+from backpack_secondorder.residual import (
+    dense_residual,
+    diagonal_residual,
+    eigen,
+    live_inputs,
+    require_one_input,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """``J_cᵀ R_c J_c``, with the Jacobian ``J_c`` of some tensor of the net in the parameters.
+
+    Attributes:
+        edge: The tensor, as a place in the graph.
+        like: A tensor of its shape and dtype, ``[N, *]``.
+        multiply: ``R_c``, a function ``[N, *] → [N, *]``.
+    """
+
+    edge: GradientEdge
+    like: Tensor
+    multiply: Callable[[Tensor], Tensor]
+
+
+class Operator(ABC):
+    """A symmetric matrix over all parameters of a pass."""
+
+    def __init__(self, graph: LossGraph) -> None:
+        """Keep the graph."""
+        self._graph = graph
+        self._places = {id(p): i for i, p in enumerate(graph.parameters)}
+        self._is_differentiable = torch.is_grad_enabled()  # with create_graph=True
+
+    def multiply(self, parameter: Tensor, vectors: Tensor) -> Tensor:
+        """Vectors ``[V, *θ]`` times the block of a parameter."""
+        with suspended(), _explained():
+            products = [self._one(parameter, vector) for vector in vectors]
+        result = torch.stack(products) if products else torch.zeros_like(vectors)
+        return result if self._is_differentiable else result.detach()
+
+    @abstractmethod
+    def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        """A vector ``[*θ]`` times the block."""
+
+    def _place(self, parameter: Tensor) -> int:
+        return self._places[id(parameter)]
+
+    def __repr__(self) -> str:
+        """How many parameters."""
+        return f"<{type(self).__name__} over {len(self._places)} parameters>"
+
+
+class HessianOperator(Operator):
+    """The Hessian of what ``backward()`` was called on."""
+
+    def __init__(self, graph: LossGraph, chosen: Sequence[View] | None = None) -> None:
+        """Keep the graph.
+
+        Args:
+            graph: The graph.
+            chosen: Losses, with the samples that take part; ``None`` for all.
+        """
+        super().__init__(graph)
+        self._chosen = chosen
+
+    @cached_property
+    def _gradients(self) -> Sequence[Tensor]:
+        """Of the loss in all parameters, as functions of these."""
+        roots, gradients = self._graph.roots, self._graph.gradients
+        if self._chosen is not None:
+            at_outputs = _grad(roots, list(map(_edge, self._chosen)), gradients, True)
+            roots = tuple(map(_edge, self._chosen))
+            gradients = tuple(map(_of_samples, self._chosen, at_outputs))
+        return _grad(roots, self._graph.parameters, gradients, True)
+
+    def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        gradient = self._gradients[self._place(parameter)]
+        if not gradient.requires_grad:
+            return torch.zeros_like(vector)
+        return _grad((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
+
+
+class CurvatureOperator(Operator):
+    """``Σ_c J_cᵀ R_c J_c``."""
+
+    def __init__(self, graph: LossGraph, terms: Sequence[Term]) -> None:
+        """Keep graph and terms."""
+        super().__init__(graph)
+        self._terms = terms
+        self._edges = tuple(term.edge for term in terms)
+
+    @cached_property
+    def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """``u`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of these."""
+        dummies = [torch.zeros_like(term.like, requires_grad=True) for term in self._terms]
+        return dummies, _grad(self._edges, self._graph.parameters, dummies, True)
+
+    def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        if not self._terms:
+            return torch.zeros_like(vector)
+        dummies, images = self._transposed
+        image = images[self._place(parameter)]
+        if not image.requires_grad:
+            return torch.zeros_like(vector)
+        # The transposed product is linear in the dummies: its derivative is the product.
+        forward = _grad((image,), dummies, (vector,), self._is_differentiable)
+        with torch.set_grad_enabled(self._is_differentiable):
+            curved = [term.multiply(t) for term, t in zip(self._terms, forward, strict=True)]
+        return _grad(self._edges, (parameter,), curved, self._is_differentiable)[0]
+
+
+def loss_term(view: View) -> Term:
+    """The Hessian of a loss at its input."""
+    rule = view.call.rule
+
+    def multiply(x: Tensor) -> Tensor:
+        product: Tensor = rule.hessian_mat_prod(view, x.unsqueeze(0)).squeeze(0)
+        return product
+
+    return _term(view, multiply)
+
+
+def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -> list[Term]:
+    """The residual of a call, made positive semi-definite; of a loss, its Hessian."""
+    if not live_inputs(view):
+        return []
+    if rule.is_loss:
+        if rule.hessian_is_psd:
+            return [loss_term(view)]
+        rows: Any = _rows_of_loss(view)
+    else:
+        require_one_input(rule, view)
+        diagonal = diagonal_residual(rule, view)
+        if diagonal is not None:
+            positive = _modified(diagonal, modify)
+            return [_term(view, lambda x: x * positive)]
+        rows = dense_residual(rule, view)(slice(None))
+    values, vectors = eigen(rows)
+    root = vectors * _modified(values, modify).unsqueeze(1)
+
+    def multiply(x: Tensor) -> Tensor:
+        return (root @ (vectors.mT @ x.flatten(1).unsqueeze(2))).reshape(x.shape)
+
+    return [_term(view, multiply)]
+
+
+def require_losses(losses: Sequence[View], who: str) -> None:
+    """Raise unless there is an extended loss.
+
+    Raises:
+        NotExtendedError: There is none.
+    """
+    if not losses:
+        raise NotExtendedError(
+            f"{who} needs the Hessian of the loss in the model's output, and no extended loss took "
+            "part in the backward pass. Call lossfunc = extend(lossfunc) with a loss module of "
+            "torch.nn, and compute the loss with it; a functional loss cannot be seen."
+        )
+
+
+def _rows_of_loss(view: View) -> Tensor:
+    size = view.input_shape[1:].numel()
+    eye = torch.eye(size, dtype=view.dtype, device=view.device)
+    columns = eye.reshape(size, 1, *view.input_shape[1:]).expand(-1, *view.input_shape)
+    rows: Tensor = view.call.rule.hessian_mat_prod(view, columns)
+    return rows
+
+
+def _modified(values: Tensor, modify: Literal["clip", "abs"]) -> Tensor:
+    return values.clamp(min=0) if modify == "clip" else values.abs()
+
+
+def _term(view: View, multiply: Callable[[Tensor], Tensor]) -> Term:
+    """A term at the (only live) input of a call, for the samples that a view shows."""
+    position = (live_inputs(view) or [0])[0]
+    like = view.stored.inputs[position]
+
+    def of_samples(x: Tensor) -> Tensor:
+        x, dtype = x.to(view.dtype), x.dtype
+        if view.indices is None:
+            return multiply(x).to(dtype)
+        chosen = torch.tensor(view.indices, device=x.device)
+        return torch.zeros_like(x).index_add(0, chosen, multiply(x[chosen])).to(dtype)
+
+    return Term(_edge(view), like.detach(), of_samples)
+
+
+def _edge(view: View) -> GradientEdge:
+    edge = view.call.edges[(live_inputs(view) or [0])[0]]
+    assert edge is not None
+    return GradientEdge(edge.node, edge.output_nr)
+
+
+def _of_samples(view: View, gradient: Tensor) -> Tensor:
+    """The gradient at the input of a loss, of the samples that take part."""
+    assert view.indices is not None
+    counts = torch.bincount(torch.tensor(view.indices), minlength=len(gradient))
+    weights = counts.to(gradient.dtype).to(gradient.device)
+    return gradient * weights.reshape(-1, *[1] * (gradient.dim() - 1))
+
+
+def _grad(
+    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Sequence[Any], create_graph: bool
+) -> Sequence[Tensor]:
+    return torch.autograd.grad(
+        tuple(outputs),
+        tuple(inputs),
+        tuple(vectors),
+        create_graph=create_graph,
+        retain_graph=True,
+        materialize_grads=True,
+    )
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what torch's own errors mean here."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "modified by an inplace operation" in text:
+            raise OverwrittenInputError(
+                "Parameters, or tensors of the graph, changed since the backward pass that made "
+                "this product: run another one."
+            ) from error
+        if "derivative for" in text or "not implemented" in text:
+            raise UnsupportedError(
+                f"An operation of the net has no second derivative ({text.splitlines()[0]}). For "
+                "attention, choose a kernel that has one: torch.nn.attention.sdpa_kernel("
+                "SDPBackend.MATH) around the forward pass."
+            ) from error
+        raise

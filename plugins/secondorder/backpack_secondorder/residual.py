@@ -1,0 +1,82 @@
+"""The residual of a nonlinear call: ``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from backpack_core import Columns, ElementwiseRule, LayerRule, View
+from backpack_core.errors import UnsupportedError
+
+
+def live_inputs(view: View) -> list[int]:
+    """Positions of the inputs that something before the call wants a quantity at."""
+    return [position for position, edge in enumerate(view.call.edges) if edge is not None]
+
+
+def require_one_input(rule: LayerRule, view: View) -> None:
+    """Raise for a nonlinear call with several live inputs.
+
+    Raises:
+        UnsupportedError: Its mixed second derivatives are not known.
+    """
+    live = live_inputs(view)
+    if not rule.hessian_is_zero and len(live) > 1:
+        raise UnsupportedError(
+            f"{view.path} is nonlinear in {len(live)} inputs at once, and "
+            f"{type(rule).__name__} knows no mixed second derivatives: an exact Hessian is "
+            "not to be had. Use the generalised Gauss-Newton matrix (DiagGGNExact, GGNMP)."
+        )
+
+
+def diagonal_residual(rule: LayerRule, view: View) -> Tensor | None:
+    """The residual, if it is diagonal. Shape ``[N, *in]``; ``None`` if it is not."""
+    grad = view.grad_output
+    assert grad is not None
+    if isinstance(rule, ElementwiseRule):
+        return rule.second_derivative(view) * grad
+    if not rule.hessian_is_diagonal:
+        return None
+    ones = torch.ones_like(view.input).unsqueeze(0)
+    return rule.second_derivative_mat_prod(view, grad, ones).squeeze(0)
+
+
+def dense_residual(rule: LayerRule, view: View) -> Callable[[slice], Tensor]:
+    """Its rows: a function of a slice of ``range(D)`` that gives ``[d, N, *in]``."""
+    grad = view.grad_output
+    assert grad is not None
+
+    def rows(some: slice) -> Tensor:
+        return rule.second_derivative_mat_prod(view, grad, unit_vectors(view.input, some))
+
+    return rows
+
+
+def unit_vectors(like: Tensor, some: slice = slice(None)) -> Tensor:
+    """Unit vectors at a tensor ``[N, *]``, for each sample: ``[d, N, *]``."""
+    size = like.shape[1:].numel()
+    places = torch.arange(size, device=like.device)[some]
+    eye = like.new_zeros(len(places), size)
+    eye[torch.arange(len(places), device=like.device), places] = 1
+    return eye.reshape(-1, 1, *like.shape[1:]).expand(-1, *like.shape)
+
+
+def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues ``[N, D]`` and vectors ``[N, D, D]`` of symmetric matrices ``[D, N, *]``.
+
+    In single precision at least: torch knows no other.
+    """
+    size, samples = block.shape[:2]
+    matrices = block.reshape(size, samples, size).transpose(0, 1)
+    matrices = matrices.to(torch.promote_types(block.dtype, torch.float32))
+    values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
+    return values.to(block.dtype), vectors.to(block.dtype)
+
+
+def eigen_columns(name: str, block: Tensor) -> Columns:
+    """``[D, N, *]`` of symmetric matrices as eigenvectors times roots of eigenvalues, with signs."""
+    values, vectors = eigen(block)
+    mat = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
+    return Columns.start(name, mat.reshape(block.shape), values.sign().T)

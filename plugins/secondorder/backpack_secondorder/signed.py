@@ -1,0 +1,122 @@
+"""Diagonals of ``J_θᵀ H J_θ`` for a Hessian ``H`` that may be indefinite.
+
+``H`` comes as columns with a sign for each sample, ``Σ_v σ_v S_v S_vᵀ``, or as a diagonal matrix.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract import contractions
+from backpack_core.contract.contractions import Rows
+from backpack_core.contract.product import AffineProduct, SampleProduct
+from backpack_core.tuning import CACHE
+
+
+@singledispatch
+def signed_square_sum(product: SampleProduct, signs: Tensor, per_sample: bool = False) -> Tensor:
+    """``Σ_n Σ_v σ[v, n] M[v, n]²``.
+
+    Args:
+        product: ``M``.
+        signs: Their signs ``σ``. Shape ``[V, N]``.
+        per_sample: Leave out the sum over samples.
+
+    Returns:
+        Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
+    """
+    lead = (product.samples,) if per_sample else ()
+    result = product.new_zeros(*lead, *product.shape)
+    for columns, samples, part in product.pieces():
+        squares = weighted_squares(part, signs[columns, samples])
+        if per_sample:
+            result[samples] += squares
+        else:
+            result = result + squares.sum(0)
+    return result
+
+
+@signed_square_sum.register
+def signed_square_sum_affine(
+    product: AffineProduct, signs: Tensor, per_sample: bool = False
+) -> Tensor:
+    """Without ``M`` where no positions are shared, else in pieces that fit into the cache."""
+    out, inp = product.out, product.inp
+    if inp is None:
+        squares = weighted_squares(out.sum(2), signs)
+        return product.to_parameter(squares if per_sample else squares.sum(0))
+    if out.shape[2] == 1:
+        return product.to_parameter(by_position(weighted_squares(out, signs), inp, per_sample))
+    lead = out.shape[1:2] if per_sample else ()
+    result = out.new_zeros(*lead, *out.shape[3:], inp.shape[3])
+    for columns, rows, piece in contractions.pieces(out, inp):  # [n, G, v, O, I]
+        weighted = piece.square() * signs[columns, rows].T[:, None, :, None, None]
+        if per_sample:
+            result[rows] += weighted.sum(2)
+        else:
+            result = result + weighted.sum((0, 2))
+    return product.to_parameter(result)
+
+
+def diagonal_square_sum(product: AffineProduct, per_sample: bool = False) -> Tensor:
+    """``Σ_n diag(J_θᵀ diag(d) J_θ) = Σ_n Σ_s d[n, s] ⊗ x[n, s]²`` of an affine layer.
+
+    Args:
+        product: Holds ``d`` in the place of a single column.
+        per_sample: Leave out the sum over samples.
+
+    Returns:
+        Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
+    """
+    out = product.out.squeeze(0)  # [N, S, G, O]
+    if product.inp is None:
+        squares = out.sum(1)
+        return product.to_parameter(squares if per_sample else squares.sum(0))
+    return product.to_parameter(by_position(out, product.inp, per_sample))
+
+
+def by_position(out: Tensor, inp: Rows, per_sample: bool) -> Tensor:
+    """``Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
+    parts = []
+    total = out.new_zeros(*out.shape[2:], inp.shape[3])
+    for rows in contractions.row_steps(inp, out.element_size()):
+        left = out[rows].permute(0, 2, 3, 1)  # [n, G, O, S]
+        right = inp[rows].square().transpose(1, 2)  # [n, G, S, I]
+        if per_sample:
+            parts.append(left @ right)
+            continue
+        stacked = left.permute(1, 2, 0, 3).flatten(2), right.transpose(0, 1).flatten(1, 2)
+        total = torch.baddbmm(total, *stacked)
+    return torch.cat(parts) if per_sample else total
+
+
+def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """``diag(d)`` as columns ``√|d_i| e_i`` with the sign of ``d_i``.
+
+    Args:
+        diagonal: Shape ``[N, *out]``.
+        entries: Which of them, counted along the flattened ``*out``.
+
+    Returns:
+        Columns ``[V, N, *out]`` and signs ``[V, N]``.
+    """
+    flat = diagonal.flatten(1)
+    samples, size = flat.shape
+    rows = torch.arange(size, device=flat.device)[entries]
+    mat = flat.new_zeros(len(rows), samples, size)
+    root = flat.abs().sqrt()
+    mat[torch.arange(len(rows), device=flat.device), :, rows] = root[:, rows].T
+    return mat.reshape(len(rows), *diagonal.shape), flat.sign()[:, rows].T
+
+
+def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
+    """``Σ_v σ[v, n] mat[v, n]²``, in pieces that fit into the cache. ``[V, N, *] → [N, *]``."""
+    weights = signs.reshape(*signs.shape, *[1] * (mat.dim() - 2))
+    step = max(1, CACHE // max(1, mat[:1].nbytes))
+    result = mat.new_zeros(mat.shape[1:])
+    for rows in contractions.slices(len(mat), step):
+        result = result + (mat[rows].square() * weights[rows]).sum(0)
+    return result
