@@ -18,7 +18,7 @@ from torch.func import functional_call, jacrev, vmap
 
 from backpack_core import Extension, backpack, disable, extend
 from backpack_core.errors import MissingPluginError
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
 
 MC_SAMPLES = 2
 TOLERANCE = 1e-9  # of the exact quantities, in float64

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from backpack_core import (
     FirstOrderModuleExtension,
-    ModuleCall,
     ModuleExtension,
     ParametricRule,
+    View,
     backpack,
     extend,
 )

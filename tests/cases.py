@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack_core import backpack, extend
-from backpack_core.extension import Extension
+from backpack_core.contract.extension import Extension
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.modules import Slicing
 from tests import oracle

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from backpack_core import traversal
-from backpack_core.context import _STACKS
+from backpack_core.engine.active import active_contexts
+from backpack_core.errors import forget_warnings
 
 pytest_plugins = ["backpack_core.testing.pytest_plugin"]
 
@@ -25,10 +25,10 @@ def _double_precision() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _every_context_ends() -> Iterator[None]:
     yield
-    assert not _STACKS
+    assert not active_contexts()
 
 
 @pytest.fixture(autouse=True)
-def _warnings_are_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def _warnings_are_fresh() -> None:
     """Warnings that come once per process come once per test."""
-    monkeypatch.setattr(traversal, "_warned", set())
+    forget_warnings()

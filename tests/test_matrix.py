@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backpack_core.extensions import DiagGGNMC
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
 from tests import oracle
 from tests.cases import LAYERS, LOSSES, SETTINGS, LayerCase, LossCase, Problem
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from backpack_core import plugins
 from backpack_core.cli import LIMIT
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import Provided, Report
-from backpack_core.discovery import Plugin, canonical, without_plugins
-from backpack_core.namesakes import INCUMBENT, OURS, namesakes
-from backpack_core.registry import registry
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.discovery import Plugin, canonical, without_plugins
+from backpack_core.plugins.registry import registry
 
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
 
@@ -66,10 +65,23 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += _name_conflicts(installed)
     findings += _key_conflicts(reports)
     findings += [_empty(name) for name in without_plugins()]
-    both = namesakes()
-    if both is not None:
-        findings.append(Finding("warning", f"{OURS}, {INCUMBENT}", "", *both))
+    findings += _of_others()
     return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
+
+
+def _of_others() -> Iterator[Finding]:
+    """What installed distributions have to say themselves, in the group ``backpack.doctor``.
+
+    A function that such an entry point names returns who is concerned, what is wrong and what to
+    do, or ``None``.
+    """
+    from importlib_metadata import entry_points
+
+    for entry_point in entry_points(group="backpack.doctor"):
+        found = entry_point.load()()
+        if found is not None:
+            who, problem, remedy = found
+            yield Finding("warning", who, "", problem, remedy)
 
 
 def _judge(report: Report, limit: float) -> Iterator[Finding]:

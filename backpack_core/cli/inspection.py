@@ -9,12 +9,12 @@ from typing import Any
 from torch.nn import Module
 
 from backpack_core.cli.reports import Provided, Report
-from backpack_core.discovery import Plugin
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.rules import ElementwiseRule, LayerRule, ParametricRule
 from backpack_core.errors import PluginVersionError
-from backpack_core.extension import Extension
-from backpack_core.loss_rule import LossRule
-from backpack_core.registry import Claim, registry
-from backpack_core.rules import ElementwiseRule, LayerRule, ParametricRule
+from backpack_core.plugins.discovery import Plugin
+from backpack_core.plugins.registry import Claim, registry
 
 
 def report(plugin: Plugin) -> Report:

@@ -7,7 +7,7 @@ from typing import Any
 
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import Report
-from backpack_core.discovery import Plugin, discover, preferred_by_environment
+from backpack_core.plugins.discovery import Plugin, discover, preferred_by_environment
 
 HEADER = ("plugin", "distribution", "version", "provides", "state")
 

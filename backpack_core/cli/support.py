@@ -14,13 +14,13 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
-from backpack_core import ops, plugins
+from backpack_core.contract.extension import Extension, FirstOrderExtension
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_core.errors import BackpackError, UsageError
-from backpack_core.extend import extend, is_extended
-from backpack_core.extension import Extension, FirstOrderExtension
-from backpack_core.loss_rule import LossRule
-from backpack_core.registry import Resolved, registry
-from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.recording import extend, is_extended
 
 Rows = tuple[list[str], list[list[str]]]
 
@@ -158,9 +158,9 @@ def _needs(extension: type[Extension]) -> str:
 
 
 def _mixes_samples(rule: LayerRule, module: Module) -> bool:
-    call: Any = SimpleNamespace(module=module, training=module.training, path="")
+    view: Any = SimpleNamespace(module=module, training=module.training, path="")
     try:
-        return rule.mixes_samples(call)
+        return rule.mixes_samples(view)
     except AttributeError:  # it depends on the data
         return False
 
@@ -181,35 +181,7 @@ def _has_second_derivative(resolved: Resolved) -> bool:
 
 
 def _has_structure(rule: LayerRule, module: Module, names: set[str]) -> bool:
-    if not _is_generic(ops.kronecker_factors, rule):
+    if isinstance(rule, AffinePairsRule):
         return True
     linear = set(rule.linear_in_params) if isinstance(rule, ParametricRule) else set()
     return all(name in linear and module.get_parameter(name).dim() == 1 for name in names)
-
-
-def _is_fast(rule: LayerRule, extension: type[Extension]) -> bool:
-    return any(not _is_generic(operation, rule) for operation in _operations_of(extension))
-
-
-def _is_generic(operation: Any, rule: LayerRule) -> bool:
-    generic: bool = operation.dispatch(type(rule)) is operation.dispatch(LayerRule)
-    return generic
-
-
-@cache
-def _operations_of(extension: type[Extension]) -> tuple[Callable[..., Any], ...]:
-    """The functions of ``ops`` that an extension's ``read`` names, or what it calls of its own."""
-    found: list[Callable[..., Any]] = []
-    seen: set[Any] = set()
-    waiting: list[Any] = [extension.read]
-    while waiting:
-        function = inspect.unwrap(waiting.pop())
-        if not inspect.isfunction(function) or function in seen:
-            continue
-        seen.add(function)
-        for name in function.__code__.co_names:
-            operation = getattr(ops, name, None)
-            if operation is not None and hasattr(operation, "dispatch"):
-                found.append(operation)
-            waiting += [getattr(extension, name, None), function.__globals__.get(name), operation]
-    return tuple(found)

@@ -72,4 +72,3 @@ def root(view: View) -> tuple[View, Tensor | None]:
         return whole, None
     chosen = torch.as_tensor(view.indices, device=whole.stored.inputs[0].device)
     return whole, chosen % whole.batch_size
-

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
+
 class Rows(Protocol):
     """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
 
@@ -299,5 +300,9 @@ def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
     for rows in row_steps(inp, out.element_size()):
         right = inp[rows].transpose(1, 2) @ other_inp[rows].permute(0, 2, 3, 1)  # [n, G, S, T]
         left, other = out[:, rows].transpose(2, 3), other_out[:, rows].transpose(2, 3)
-        parts.append(torch.stack([((x @ y.mT) * right).sum((1, 2, 3)) for x, y in zip(left, other, strict=True)]))
+        parts.append(
+            torch.stack(
+                [((x @ y.mT) * right).sum((1, 2, 3)) for x, y in zip(left, other, strict=True)]
+            )
+        )
     return torch.cat(parts, 1)

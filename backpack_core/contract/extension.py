@@ -214,4 +214,3 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
     if not result:
         raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")
     return result
-

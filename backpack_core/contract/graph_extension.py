@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core._torch import Node
-from backpack_core.contract.extension import Extension, FailMode
+from backpack_core.contract.extension import FailMode, SecondOrderExtension
+from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.propagator import OutputGradient
+from backpack_core.errors import UsageError
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.view import View
 
@@ -63,7 +66,7 @@ class WholeLoss(OutputGradient):
     per_sample = False
 
 
-class GraphExtension(Extension):
+class GraphExtension(SecondOrderExtension):
     """An extension that exists wherever autograd can differentiate twice.
 
     Whatever the architecture is: samples that influence each other, parameters used by plain
@@ -91,7 +94,22 @@ class GraphExtension(Extension):
     def begin(self) -> GraphReading:
         """Begin a backward pass."""
 
+    def set_module_extension(
+        self,
+        module_type: type[Module],
+        module_extension: ModuleExtension,
+        overwrite: bool = False,
+    ) -> None:
+        """Refused: there is nothing to add.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{type(self).__name__} is read from the graph of the loss, exactly for every module: "
+            "it takes no module extensions."
+        )
+
     def read(self, product: Any) -> Any:
         """Never called: nothing is read off parameter by parameter."""
         raise AssertionError("a graph extension reads no products")
-

@@ -354,7 +354,10 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     roots: dict[Root, int] = {}
     for part in parts:
         roots.update(part.roots)
-    summands = [p if list(p.roots.items()) == list(roots.items()) else PlacedProduct(p, roots) for p in parts]
+    summands = [
+        p if list(p.roots.items()) == list(roots.items()) else PlacedProduct(p, roots)
+        for p in parts
+    ]
     merged: list[SampleProduct] = []
     for part in summands:
         for position, other in enumerate(merged):

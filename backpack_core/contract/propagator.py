@@ -326,9 +326,7 @@ def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
     return propagator.map(quantity, lambda mat: look_through(mat, layout))
 
 
-def spread_samples(
-    columns: Columns, chosen: tuple[int, ...] | None, batch_size: int
-) -> Columns:
+def spread_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
     """``[V, n, *]`` of chosen samples to the whole batch; zeros elsewhere.
 
     A sample that was chosen several times may have other columns each time (drawn ones have), so
@@ -370,4 +368,3 @@ def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
         found.append(seen.get(sample, 0))
         seen[sample] = found[-1] + 1
     return found
-

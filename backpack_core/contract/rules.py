@@ -149,9 +149,7 @@ class LayerRule(ABC):
         _expect(view, self, "_jac_mat_prod returned", product, view.output_shape, len(mat))
         return product
 
-    def second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         """Second derivative contracted with a gradient, applied to columns.
 
         Args:
@@ -188,9 +186,7 @@ class LayerRule(ABC):
 
         return transpose(first, (len(mat), *view.output_shape), mat)
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         """``[V, N, *in] → [V, N, *in]``; see :meth:`second_derivative_mat_prod`."""
         raise UnsupportedError(
             f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
@@ -332,9 +328,7 @@ class ElementwiseRule(LayerRule):
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat * self.derivative(view)
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         return mat * (self.second_derivative(view) * grad_output)
 
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 
-def transpose(
-    function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor
-) -> Tensor:
+def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor) -> Tensor:
     """The transpose of a linear map, applied to a vector.
 
     The gradient of ``⟨A w, v⟩`` in ``w`` is ``Aᵀ v``, at any ``w``. Unlike forward mode through the

@@ -144,10 +144,10 @@ def group(extensions: tuple[Extension, ...]) -> tuple[Groups, tuple[GraphExtensi
     groups: dict[object, tuple[Propagator, list[Extension]]] = {}
     graph_extensions = tuple(e for e in extensions if isinstance(e, GraphExtension))
     for extension in extensions:
-        if isinstance(extension, GraphExtension) and not extension.module_extensions:
+        if isinstance(extension, GraphExtension):
             continue
         alone = extension.module_extensions or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
         groups.setdefault(key, (extension.propagator, []))[1].append(extension)
     whole = tuple((propagator, tuple(members)) for propagator, members in groups.values())
-    return whole, tuple(e for e in graph_extensions if not e.module_extensions)
+    return whole, graph_extensions

@@ -302,7 +302,9 @@ class BackwardPass(Traversal):
             fault = survey.fault()
             if fault is not None:
                 raise fault
-        if any(survey.uses[k].count > 1 or k in survey.bare for k in self._unshared & {*survey.uses}):
+        if any(
+            survey.uses[k].count > 1 or k in survey.bare for k in self._unshared & {*survey.uses}
+        ):
             raise UnsupportedError(
                 "A second forward pass, or a second branch, shares parameters with the first and "
                 "meets it only behind the losses, and the first was through before this one was "

@@ -29,9 +29,7 @@ from backpack_core.tuning import HEAP, memory_budget
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
 
-def chunk_size(
-    extensions: Sequence[Extension], survey: Survey, device: torch.device
-) -> int | None:
+def chunk_size(extensions: Sequence[Extension], survey: Survey, device: torch.device) -> int | None:
     """How many columns to carry at once; ``None`` for all.
 
     Args:

@@ -253,9 +253,7 @@ class Traversal(ABC):
                 "account for: write a layer rule instead."
             )
 
-    def _refuse_bare(
-        self, parameter: Tensor, name: str, extensions: tuple[Extension, ...]
-    ) -> None:
+    def _refuse_bare(self, parameter: Tensor, name: str, extensions: tuple[Extension, ...]) -> None:
         if extensions and id(parameter) in self.survey.bare:
             operation = nodes.name_of(self.survey.bare[id(parameter)][1])
             raise UnsupportedError(

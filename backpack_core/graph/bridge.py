@@ -93,9 +93,7 @@ class _WithoutBackward(TorchFunctionMode):
         super().__init__()
         self._node = node
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything else pass."""
         if func in (Tensor.backward, torch.autograd.backward):
             raise refuse(

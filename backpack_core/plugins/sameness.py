@@ -11,7 +11,9 @@ from typing import Any
 from torch.nn import Module
 
 # What stands between calling a module and its forward.
-_CALLING = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"})
+_CALLING = frozenset(
+    {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"}
+)
 
 
 def is_same_map(kind: type[Module], parent: type) -> bool:

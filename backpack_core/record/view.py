@@ -76,7 +76,9 @@ class View:
         self.full = self
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
-        self._grad = grad_output.movedim(axis, 0) if axis and grad_output is not None else grad_output
+        self._grad = (
+            grad_output.movedim(axis, 0) if axis and grad_output is not None else grad_output
+        )
         self._module: Module | None = None
         self._tensors: dict[int, Tensor] = {}
         self._columns: list[tuple[Any, Tensor, Any]] = []
@@ -193,7 +195,11 @@ class View:
     def output_shape(self) -> torch.Size:
         """Shape of the output; known even where its values were overwritten."""
         shape = self.stored.outputs[self.index].movedim(self.axis, 0).shape
-        return shape if self.indices is None or not shape else torch.Size((len(self.indices), *shape[1:]))
+        return (
+            shape
+            if self.indices is None or not shape
+            else torch.Size((len(self.indices), *shape[1:]))
+        )
 
     @property
     def batch_size(self) -> int:

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.calls import ModuleCall, iter_tensors, map_tensors, records_at
-from backpack_core.context import disable
-from backpack_core.extend import extend
-from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.contract.rules import LayerRule
+from backpack_core.record.call import edge_of, site_at
+from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.switch import disable
+from backpack_core.record.view import View
+from backpack_core.recording import extend
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
 from backpack_core.testing.compare import require
@@ -31,30 +33,26 @@ class Execution:
     Attributes:
         case: The case.
         rule: The rule under test.
-        call: What the rule sees.
+        view: What the rule sees.
         leaves: The inputs to differentiate with respect to, by position; ``None`` for constants.
         output: The output that is differentiated, with its graph.
     """
 
     case: RuleCase
     rule: LayerRule
-    call: ModuleCall
+    view: View
     leaves: tuple[Tensor | None, ...]
     output: Tensor
 
     @property
     def module(self) -> Module:
         """The layer."""
-        return self.call.module
+        return self.view.call.module
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """Parameters that the rule covers, and that exist in this configuration."""
-        names = (
-            self.rule.parameter_names(self.call.module)
-            if isinstance(self.rule, ParametricRule)
-            else ()
-        )
+        names = self.rule.parameter_names(self.module)
         own = dict(self.module.named_parameters(remove_duplicate=False))
         return {name: own[name] for name in names if name in own}
 
@@ -70,7 +68,7 @@ class Execution:
     @property
     def batch_axis(self) -> int:
         """Which axis of the output holds the samples."""
-        return self.rule.batch_axis(self.call, self.case.output_nr)
+        return self.rule.batch_axis(self.view, self.case.output_nr)
 
     def columns(self, seed: int = 3) -> Tensor:
         """Random columns at the output. Shape ``[V, N, *out]``."""
@@ -78,7 +76,7 @@ class Execution:
 
     def input_columns(self, seed: int = 4) -> Tensor:
         """Random columns at the first input. Shape ``[V, N, *in]``."""
-        return draw((COLUMNS, *self.call.input_shape), seed, self.output.dtype)
+        return draw((COLUMNS, *self.view.input_shape), seed, self.output.dtype)
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -100,9 +98,26 @@ def execute(
     module = extend(case.module())
     with disable():
         leaves, outputs = _forward(case, module, given)
-    call = _call_of(_forward(case, module, given)[1][case.output_nr], module)
-    call.output_nr = case.output_nr
-    return Execution(case, case.resolve(module), call, leaves, outputs[case.output_nr])
+    view = recorded(_forward(case, module, given)[1][case.output_nr])
+    return Execution(case, case.resolve(module), view, leaves, outputs[case.output_nr])
+
+
+def recorded(output: Tensor, gradient: Tensor | None = None) -> View:
+    """What a rule sees of the call that returned a tensor.
+
+    Args:
+        output: The tensor.
+        gradient: The gradient that arrives at it.
+    """
+    edge = edge_of(output)
+    require(edge is not None, "The output requires no gradient: there is nothing to check.")
+    assert edge is not None
+    site = site_at(edge)
+    require(site is not None, "The layer's forward pass was not recorded on its output.")
+    assert site is not None
+    axis = site.call.rule.batch_axis(View(site.call, site.index), site.index)
+    with torch.no_grad():
+        return View(site.call, site.index, gradient, axis=axis)
 
 
 def _forward(
@@ -127,15 +142,6 @@ def _forward(
 
 def _works_in_place(module: Module) -> bool:
     return any(getattr(part, "inplace", False) for part in module.modules())
-
-
-def _call_of(output: Tensor, module: Module) -> ModuleCall:
-    node = output.grad_fn
-    require(node is not None, "The output requires no gradient: there is nothing to check.")
-    assert node is not None
-    calls = [c for c, _ in records_at(node, output.output_nr) if c.module is module]
-    require(len(calls) == 1, "The layer's forward pass was not recorded on its output.")
-    return calls[0]
 
 
 @lru_cache(maxsize=8)

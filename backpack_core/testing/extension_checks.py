@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.calls import iter_tensors
 from backpack_core.context import backpack
+from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.extension import Extension
+from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, seeded
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import draw

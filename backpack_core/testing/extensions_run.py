@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.calls import iter_tensors
 from backpack_core.context import backpack
+from backpack_core.contract.extension import Extension
 from backpack_core.errors import MissingPluginError, UnsupportedError
-from backpack_core.extend import extend
-from backpack_core.extension import Extension
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
+from backpack_core.record.structure import iter_tensors
+from backpack_core.recording import extend
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, require
 from backpack_core.testing.quantities import Needs, Quantity, quantity_of
@@ -265,7 +265,7 @@ def no_calls_left(what: str) -> Iterator[None]:
     """Require that as many calls are alive after the block as before, by reference count alone."""
     import gc
 
-    from backpack_core.calls import live_calls
+    from backpack_core.record.call import live_calls
 
     enabled, before = gc.isenabled(), live_calls()
     gc.disable()

@@ -24,8 +24,8 @@ from typing import TypeAlias
 
 import pytest
 
-from backpack_core import plugins
-from backpack_core.discovery import GROUP
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.discovery import GROUP
 
 FakeDistribution: TypeAlias = Callable[..., Path]
 

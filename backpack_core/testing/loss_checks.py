@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.calls import ModuleCall, map_tensors
+from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.loss_rule import LossRule
+from backpack_core.record.structure import map_tensors
+from backpack_core.record.view import View
+from backpack_core.recording import extend
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.compare import close, require
-from backpack_core.testing.execution import COLUMNS, draw, execute
+from backpack_core.testing.execution import COLUMNS, draw, execute, recorded
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Shrink
@@ -31,13 +33,13 @@ class LossRun:
 
     Attributes:
         rule: The rule.
-        call: The call, with an arriving gradient of one.
+        view: The call, with an arriving gradient of one.
         leaf: The prediction.
         value: The loss, with its graph.
     """
 
     rule: LossRule
-    call: ModuleCall
+    view: View
     leaf: Tensor
     value: Tensor
 
@@ -56,6 +58,12 @@ class LossRun:
     def hessian(self) -> Tensor:
         """Of each sample's loss. Shape ``[N, D, D]``."""
         return torch.stack([self.full_hessian[n, :, n] for n in range(len(self.leaf))])
+
+    def times(self, factor: float) -> LossRun:
+        """The same with a factor behind the loss."""
+        with torch.no_grad():
+            view = View(self.view.call, grad_output=torch.full_like(self.value, factor))
+        return replace(self, view=view)
 
     def columns(self) -> Tensor:
         """Random columns at the prediction."""
@@ -81,11 +89,11 @@ def run_loss(
     run = execute(constant, given)
     require(isinstance(run.rule, LossRule), f"{type(run.rule).__name__} is no LossRule.")
     assert isinstance(run.rule, LossRule)
-    run.call.grad_output = torch.ones_like(run.output)
-    run.rule.check(run.call)
     leaf = run.leaves[0]
     assert leaf is not None
-    return LossRun(run.rule, run.call, leaf, run.output)
+    found = LossRun(run.rule, run.view, leaf, run.output).times(1.0)
+    run.rule.check(found.view)
+    return found
 
 
 @lru_cache(maxsize=8)
@@ -104,7 +112,7 @@ def _root(case: LossCase, run: LossRun) -> Tensor | None:
     """The exact root, or ``None`` where the Hessian has none and the rule says so."""
     try:
         with torch.no_grad():
-            return run.rule.sqrt_hessian(run.call)
+            return run.rule.sqrt_hessian(run.view)
     except UnsupportedError:
         if run.rule.hessian_is_psd:
             raise
@@ -123,10 +131,10 @@ def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
     """Means over many columns, in units of their standard error."""
     run = shared_run(case, reduction)
     if not case.sampled:
-        _refuses(lambda: run.rule.sqrt_hessian_sampled(run.call, 1), "sqrt_hessian_sampled")
+        _refuses(lambda: run.rule.sqrt_hessian_sampled(run.view, 1), "sqrt_hessian_sampled")
         return
     with torch.no_grad():
-        root = seeded(lambda: run.rule.sqrt_hessian_sampled(run.call, case.samples), 9)
+        root = seeded(lambda: run.rule.sqrt_hessian_sampled(run.view, case.samples), 9)
     require(
         root.shape == (case.samples, *run.leaf.shape),
         f"sqrt_hessian_sampled returned shape {list(root.shape)}.",
@@ -149,7 +157,7 @@ def hessian_mat_prod(case: LossCase, reduction: str) -> None:
     run = shared_run(case, reduction)
     mat = run.columns()
     with torch.no_grad():
-        found = run.rule.hessian_mat_prod(run.call, mat)
+        found = run.rule.hessian_mat_prod(run.view, mat)
     close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float64)
 
 
@@ -157,7 +165,7 @@ def sum_hessian(case: LossCase, reduction: str) -> None:
     """Against the dense Hessian, summed."""
     run = shared_run(case, reduction)
     with torch.no_grad():
-        found = run.rule.sum_hessian(run.call)
+        found = run.rule.sum_hessian(run.view)
     close(found, run.hessian.sum(0), "sum_hessian", case.tolerances.float64)
 
 
@@ -165,19 +173,18 @@ def arriving_gradient(case: LossCase, reduction: str) -> None:
     """Half the loss has half the Hessian; minus the loss has no root."""
     run = run_loss(case, reduction)
     mat, tolerance = run.columns(), case.tolerances.float64
-    run.call.grad_output = torch.full_like(run.value, 0.5)
+    half, minus = run.times(0.5), run.times(-1.0)
     with torch.no_grad():
-        root = _root(case, run)
+        root = _root(case, half)
         if root is not None:
             close(_outer(root), run.hessian / 2, "S Sᵀ of half the loss", tolerance)
-        found = run.rule.hessian_mat_prod(run.call, mat)
+        found = run.rule.hessian_mat_prod(half.view, mat)
         close(found, run.product(mat) / 2, "hessian_mat_prod of half the loss", tolerance)
-        summed = run.rule.sum_hessian(run.call)
+        summed = run.rule.sum_hessian(half.view)
         close(summed, run.hessian.sum(0) / 2, "sum_hessian of half the loss", tolerance)
-        run.call.grad_output = torch.full_like(run.value, -1.0)
-        found = run.rule.hessian_mat_prod(run.call, mat)
+        found = run.rule.hessian_mat_prod(minus.view, mat)
         close(found, -run.product(mat), "hessian_mat_prod of minus the loss", tolerance)
-    _refuses(lambda: run.rule.sqrt_hessian(run.call), "sqrt_hessian of minus the loss")
+    _refuses(lambda: run.rule.sqrt_hessian(minus.view), "sqrt_hessian of minus the loss")
 
 
 def _refuses(function: object, what: str) -> None:
@@ -274,7 +281,7 @@ def loss_batch_of_one(case: LossCase) -> None:
     root, mat = _root(case, run), run.columns()
     if root is not None:
         close(_outer(root), run.hessian, "S Sᵀ of one sample", case.tolerances.float64)
-    found = run.rule.hessian_mat_prod(run.call, mat).detach()
+    found = run.rule.hessian_mat_prod(run.view, mat).detach()
     close(found, run.product(mat), "hessian_mat_prod of one sample", case.tolerances.float64)
 
 
@@ -282,7 +289,7 @@ def loss_batch_of_one(case: LossCase) -> None:
 def loss_subsampled_call(case: LossCase) -> None:
     """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
     run, chosen = shared_run(case, "mean"), [2, 0]
-    view, mat = run.call.subsample(chosen), run.columns()
+    view, mat = run.view.subsample(chosen), run.columns()
     tolerance = case.tolerances.float64
     with torch.no_grad():
         found = run.rule.hessian_mat_prod(view, mat[:, chosen])
@@ -300,7 +307,7 @@ def loss_non_contiguous_input(case: LossCase) -> None:
     run = run_loss(case, "mean", strided=True)
     mat = run.columns()
     with torch.no_grad():
-        found = run.rule.hessian_mat_prod(run.call, mat)
+        found = run.rule.hessian_mat_prod(run.view, mat)
         close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float64)
         root = _root(case, run)
     if root is not None:
@@ -312,7 +319,10 @@ def loss_float32(case: LossCase) -> None:
     """Against the Hessian in double precision."""
     run, layer = shared_run(case, "mean"), case.as_rule_case("mean")
     given = layer.arguments(dtype=torch.float32)
-    single = _single_precision_call(run.call, layer.module(torch.float32), given)
+    module = extend(layer.module(torch.float32))
+    args, kwargs = map_tensors((given.args, dict(given.kwargs)), Tensor.detach)
+    value = module(args[0].requires_grad_().clone(), *args[1:], **kwargs)
+    single = recorded(value, torch.ones_like(value))
     mat = run.columns()
     with torch.no_grad():
         found = run.rule.hessian_mat_prod(single, mat.float())
@@ -324,38 +334,16 @@ def loss_float32(case: LossCase) -> None:
             close(_outer(root.double()), run.hessian, "S Sᵀ", case.tolerances.float32)
 
 
-def _single_precision_call(call: ModuleCall, module: Module, given: Arguments) -> ModuleCall:
-    from dataclasses import replace
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.detach().float() if tensor.is_floating_point() else tensor
-
-    args, kwargs = map_tensors((call.args, call.kwargs), cast)
-    inputs, outputs = tuple(map(cast, call.inputs)), tuple(map(cast, call.outputs))
-    single = replace(
-        call,
-        module=module,
-        args=args,
-        kwargs=kwargs,
-        inputs=inputs,
-        outputs=outputs,
-        grad_output=torch.ones_like(outputs[0]),
-        memo={},
-    )
-    single._versions = tuple(t._version for t in (*inputs, *outputs))
-    return single
-
-
 @implements
 def loss_leaves_arguments_alone(case: LossCase) -> None:
     """Prediction, target and columns come out as they went in."""
     run = run_loss(case, "mean")
     mat = run.columns()
-    held = [mat, *run.call.inputs]
+    held = [mat, *run.view.stored.inputs]
     before = [tensor.detach().clone() for tensor in held]
     with torch.no_grad():
         _root(case, run)
-        run.rule.hessian_mat_prod(run.call, mat)
-        run.rule.sum_hessian(run.call)
+        run.rule.hessian_mat_prod(run.view, mat)
+        run.rule.sum_hessian(run.view)
     for tensor, copied in zip(held, before, strict=True):
         require(torch.equal(tensor, copied), "A method wrote to a tensor that it was given.")

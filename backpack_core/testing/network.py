@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
-from backpack_core.calls import ModuleCall, iter_tensors, map_tensors
-from backpack_core.loss_rule import LossRule
-from backpack_core.registry import CORE, Contributions, registry
-from backpack_core.rules import AffineRule, ElementwiseRule, ParametricRule
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.rules import AffineRule, ElementwiseRule, ParametricRule
+from backpack_core.plugins.registry import CORE, Contributions, registry
+from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.view import View
 
 CLASSES = 2
 
@@ -90,17 +91,17 @@ class LastAxisRule(AffineRule):
 
     module_types = (Mix,)
 
-    def affine_input(self, call: ModuleCall) -> Tensor:
+    def affine_input(self, view: View) -> Tensor:
         """Axes between the first and the last share the weight."""
-        x = call.input
+        x = view.input
         return x.reshape(len(x), -1, 1, x.shape[-1])
 
-    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """Columns in the same form."""
         return mat.reshape(*mat.shape[:2], -1, 1, mat.shape[-1])
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat @ call.parameter("weight")
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat @ view.parameter("weight")
 
 
 class FlatRule(AffineRule):
@@ -108,16 +109,16 @@ class FlatRule(AffineRule):
 
     module_types = (Readout,)
 
-    def affine_input(self, call: ModuleCall) -> Tensor:
+    def affine_input(self, view: View) -> Tensor:
         """One position."""
-        return call.input.reshape(call.batch_size, 1, 1, -1)
+        return view.input.reshape(view.batch_size, 1, 1, -1)
 
-    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """One position."""
         return mat[:, :, None, None]
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return (mat @ call.parameter("weight")).reshape(*mat.shape[:2], *call.input_shape[1:])
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return (mat @ view.parameter("weight")).reshape(*mat.shape[:2], *view.input_shape[1:])
 
 
 class ShrinkRule(ParametricRule):
@@ -128,11 +129,11 @@ class ShrinkRule(ParametricRule):
     linear_in_params = ("weight",)
     hessian_is_zero = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat * call.parameter("weight")
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight")
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return mat * call.input
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * view.input
 
 
 class SquashRule(ElementwiseRule):
@@ -140,13 +141,13 @@ class SquashRule(ElementwiseRule):
 
     module_types = (Squash,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``1 - y²``."""
-        return 1 - call.output.square()
+        return 1 - view.output.square()
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``-2 y (1 - y²)``."""
-        return -2 * call.output * self.derivative(call)
+        return -2 * view.output * self.derivative(view)
 
 
 class SoftmaxLossRule(LossRule):
@@ -156,26 +157,26 @@ class SoftmaxLossRule(LossRule):
     hessian_is_psd = True
     likelihood = "categorical"
 
-    def normalisation(self, call: ModuleCall) -> float:
+    def normalisation(self, view: View) -> float:
         """A mean is over the whole batch."""
-        return 1.0 / call.full.batch_size if call.module.reduction == "mean" else 1.0
+        return 1.0 / view.full.batch_size if view.module.reduction == "mean" else 1.0
 
-    def _sqrt_hessian(self, call: ModuleCall) -> Tensor:
-        p = call.input.softmax(1)
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        p = view.input.softmax(1)
         eye = torch.eye(p.shape[1], dtype=p.dtype)
         columns = p.sqrt().T.unsqueeze(2) * (eye.unsqueeze(1) - p)
-        root: Tensor = columns * self.normalisation(call) ** 0.5
+        root: Tensor = columns * self.normalisation(view) ** 0.5
         return root
 
-    def _sqrt_hessian_sampled(self, call: ModuleCall, samples: int) -> Tensor:
-        exact = self._sqrt_hessian(call)
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        exact = self._sqrt_hessian(view)
         mixing = fixed_mixing(samples, len(exact)).to(exact.dtype)
         return torch.einsum("sv,vnc->snc", mixing, exact)
 
-    def _hessian_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        p = call.input.softmax(1)
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        p = view.input.softmax(1)
         weighted = p * mat
-        product: Tensor = (weighted - p * weighted.sum(2, keepdim=True)) * self.normalisation(call)
+        product: Tensor = (weighted - p * weighted.sum(2, keepdim=True)) * self.normalisation(view)
         return product
 
 

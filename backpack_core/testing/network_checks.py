@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from backpack_core.calls import iter_tensors
-from backpack_core.context import backpack, disable
+from backpack_core.context import backpack
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.propagator import ColumnPropagator
+from backpack_core.contract.rules import AffineRule, ParametricRule
 from backpack_core.errors import SampleMixingError, UnsupportedError
-from backpack_core.extension import ColumnPropagator, Extension
-from backpack_core.rules import AffineRule, ParametricRule
+from backpack_core.record.structure import iter_tensors
+from backpack_core.record.switch import disable
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
 from backpack_core.testing.compare import require
 from backpack_core.testing.execution import shared_execution

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.calls import iter_tensors, map_tensors
+from backpack_core.contract.product import AffineProduct
+from backpack_core.contract.rules import AffineRule, ElementwiseRule, ParametricRule
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.rules import AffineRule, ElementwiseRule, ParametricRule
+from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import close, require
@@ -51,7 +52,7 @@ def overwritten_input(case: RuleCase) -> None:
     run = shared_execution(case)
     try:
         with torch.no_grad():
-            run.rule.jac_t_mat_prod(run.call, run.columns())
+            run.rule.jac_t_mat_prod(run.view, run.columns())
     except OverwrittenInputError:
         return
     require(False, "overwrites_input is declared, but the rule does not raise on it.")
@@ -64,7 +65,7 @@ def derivative(case: RuleCase) -> None:
     assert isinstance(run.rule, ElementwiseRule)
     size = run.output.numel()
     with torch.no_grad():
-        found = run.rule.derivative(run.call)
+        found = run.rule.derivative(run.view)
     jacobian = run.jacobians[0].reshape(size, -1)
     expected = jacobian.diagonal().reshape(run.output.shape)
     close(found.expand_as(expected), expected, "derivative", case.tolerances.float64)
@@ -84,7 +85,7 @@ def second_derivative(case: RuleCase) -> None:
     if gradient.requires_grad:
         (expected,) = oracle.gradients(gradient.sum(), [_first(run)])
     with torch.no_grad():
-        found = run.rule.second_derivative(run.call)
+        found = run.rule.second_derivative(run.view)
     close(found.expand_as(expected), expected, "second_derivative", case.tolerances.float64)
 
 
@@ -95,7 +96,7 @@ def second_derivative_mat_prod(case: RuleCase) -> None:
     weights, mat = _weights(run), run.input_columns()
     expected = mat.flatten(1) @ _contracted(run, _first(run), weights)
     with torch.no_grad():
-        found = run.rule.second_derivative_mat_prod(run.call, weights, mat)
+        found = run.rule.second_derivative_mat_prod(run.view, weights, mat)
     what = "second_derivative_mat_prod"
     close(found, expected.reshape(mat.shape), what, case.tolerances.float64)
 
@@ -130,10 +131,10 @@ def jacobian_is_constant(case: RuleCase) -> None:
     column = run.columns()[:, :1]
     mat = column.expand(-1, *run.output.shape)
     with torch.no_grad():
-        first = dict(enumerate(run.rule.jac_t_mat_prod(run.call.subsample([0]), column)))
+        first = dict(enumerate(run.rule.jac_t_mat_prod(run.view.subsample([0]), column)))
     for where, at in (("", run), (" at another input", execute(case, _elsewhere(case)))):
         with torch.no_grad():
-            products = dict(enumerate(at.rule.jac_t_mat_prod(at.call, mat)))
+            products = dict(enumerate(at.rule.jac_t_mat_prod(at.view, mat)))
         for slot, leaf in enumerate(at.leaves):
             if leaf is None or leaf.shape[:1] != run.output.shape[:1]:
                 continue
@@ -181,9 +182,9 @@ def linear_in_params(case: RuleCase) -> None:
 def mixes_samples(case: RuleCase) -> None:
     """Against the blocks of the Jacobians between different samples."""
     run = shared_execution(case)
-    declared = run.rule.mixes_samples(run.call)
+    declared = run.rule.mixes_samples(run.view)
     mixing = False
-    samples = run.call.batch_size
+    samples = run.view.batch_size
     for slot, leaf in enumerate(run.leaves):
         if leaf is None or not leaf.dim() or leaf.shape[0] != samples:
             continue
@@ -202,29 +203,49 @@ def mixes_samples(case: RuleCase) -> None:
 def affine_form(case: RuleCase) -> None:
     """``W x + b`` in weight-sharing form is the output, rearranged."""
     run = shared_execution(case)
-    rule, call = run.rule, run.call
+    rule, view = run.rule, run.view
     assert isinstance(rule, AffineRule)
     with torch.no_grad():
-        weight = rule.weight_to_matrix(call, call.parameter("weight"))
-        found = torch.einsum("goi,nsgi->nsgo", weight, rule.affine_input(call))
+        inputs = rule.affine_input(view)[0 : view.batch_size]
+        found = torch.einsum("goi,nsgi->nsgo", _matrix(run, "weight"), inputs)
         if "bias" in run.parameters:
-            found = found + call.parameter("bias").reshape(rule.groups(call), -1)
-        expected = rule.affine_output(call, call.output.unsqueeze(0))[0]
+            found = found + _matrix(run, "bias")
+        expected = rule.affine_output(view, view.output.unsqueeze(0))[0]
     close(found, expected, "W x + b in affine form", case.tolerances.float64)
+
+
+def _matrix(run: Execution, name: str) -> Tensor:
+    """A parameter as ``[G, O, I]``, or a bias as ``[G, O]``."""
+    given = _affine_product(run, name)
+    theta = run.parameters[name].detach()
+    matrix = torch.empty_like(theta).flatten()
+    matrix[given.to_parameter(_numbers(given)).flatten()] = theta.flatten()
+    return matrix.reshape(given.sizes)
+
+
+def _numbers(given: AffineProduct) -> Tensor:
+    return torch.arange(given.shape.numel()).reshape(given.sizes)
+
+
+def _affine_product(run: Execution, name: str) -> AffineProduct:
+    assert isinstance(run.rule, AffineRule)
+    given = run.rule.param_product(run.view, name, run.columns())
+    assert isinstance(given, AffineProduct)
+    return given
 
 
 @implements
 def affine_weight(case: RuleCase) -> None:
-    """Round trips of the weight, with and without leading axes."""
+    """The arrangement of a parameter uses every entry once, whatever axes stand in front."""
     run = shared_execution(case)
-    rule, call = run.rule, run.call
-    assert isinstance(rule, AffineRule)
-    weight = call.parameter("weight").detach()
-    for value in (weight, torch.stack([weight, 2 * weight])[None]):
-        matrix = rule.weight_to_matrix(call, value)
+    for name in run.parameters:
+        given = _affine_product(run, name)
+        numbers = _numbers(given)
+        arranged = given.to_parameter(numbers)
         require(
-            matrix.shape[-3] == rule.groups(call),
-            f"weight_to_matrix gives {matrix.shape[-3]} groups, groups() {rule.groups(call)}.",
+            arranged.shape == given.shape and arranged.unique().numel() == numbers.numel(),
+            f"The arrangement of {name!r} is no permutation of its entries.",
         )
-        same = torch.equal(rule.from_matrix(call, "weight", matrix), value)
-        require(same, "from_matrix does not undo weight_to_matrix.")
+        several = given.to_parameter(torch.stack([numbers, 2 * numbers])[None])
+        same = torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
+        require(same, f"The arrangement of {name!r} changes with axes in front.")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core.calls import iter_tensors, map_tensors
-from backpack_core.context import disable
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
+from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.switch import disable
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
 from backpack_core.testing.network import CLASSES, Mix, Readout, fixed_mixing

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from backpack_core import ops
-from backpack_core.calls import iter_tensors, map_tensors
-from backpack_core.rules import ParametricRule
+from backpack_core.contract import operations as ops
+from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.rules import ParametricRule
+from backpack_core.tuning import memory_budget, set_memory_budget
+from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import close, require
@@ -21,7 +24,7 @@ from backpack_core.testing.implementations import implements
 def _transposed(run: Execution, mat: Tensor) -> dict[int, Tensor | None]:
     """``jac_t_mat_prod`` for every input that is differentiated."""
     with torch.no_grad():
-        products = run.rule.jac_t_mat_prod(run.call, mat)
+        products = run.rule.jac_t_mat_prod(run.view, mat)
     found = dict(enumerate(products))
     return {slot: found.get(slot) for slot, leaf in enumerate(run.leaves) if leaf is not None}
 
@@ -49,7 +52,7 @@ def _check_parameter_products(run: Execution, mat: Tensor) -> None:
 def _parameter_product(run: Execution, name: str, mat: Tensor) -> Tensor:
     assert isinstance(run.rule, ParametricRule)
     with torch.no_grad():
-        return run.rule.param_jac_t_mat_prod(run.call, name, mat)
+        return run.rule.param_jac_t_mat_prod(run.view, name, mat)
 
 
 @implements
@@ -57,7 +60,7 @@ def accepts(case: RuleCase) -> None:
     """``check()`` passes, and the rule is stateless."""
     run = shared_execution(case)
     before = dict(vars(run.rule))
-    run.rule.check(run.call)
+    run.rule.check(run.view)
     _use(run)
     require(dict(vars(run.rule)) == before, "The rule changed its own attributes: keep no state.")
 
@@ -83,7 +86,7 @@ def jac_mat_prod(case: RuleCase) -> None:
     run = shared_execution(case)
     mat = run.input_columns()
     with torch.no_grad():
-        found = run.rule.jac_mat_prod(run.call, mat)
+        found = run.rule.jac_mat_prod(run.view, mat)
     expected = oracle.product(run.jacobians[0], mat)
     close(found, expected, "jac_mat_prod", case.tolerances.float64)
 
@@ -94,7 +97,7 @@ def jac_adjoint(case: RuleCase) -> None:
     run = shared_execution(case)
     mat, inp = run.columns(), run.input_columns()
     with torch.no_grad():
-        left = (run.rule.jac_mat_prod(run.call, inp) * mat).flatten(1).sum(1)
+        left = (run.rule.jac_mat_prod(run.view, inp) * mat).flatten(1).sum(1)
     back = _transposed(run, mat)[0]
     right = torch.zeros_like(left) if back is None else (back * inp).flatten(1).sum(1)
     close(left, right, "⟨J u, w⟩ against ⟨u, Jᵀ w⟩", case.tolerances.float64)
@@ -115,7 +118,7 @@ def param_jac_mat_prod(case: RuleCase) -> None:
     for name, theta in run.parameters.items():
         mat = draw((2, *theta.shape), 5)
         with torch.no_grad():
-            found = run.rule.param_jac_mat_prod(run.call, name, mat)
+            found = run.rule.param_jac_mat_prod(run.view, name, mat)
         expected = oracle.product(run.jacobians[name], mat)
         close(found, expected, f"param_jac_mat_prod of {name!r}", case.tolerances.float64)
 
@@ -129,7 +132,7 @@ def param_jac_adjoint(case: RuleCase) -> None:
     for name, theta in run.parameters.items():
         u = draw((len(mat), *theta.shape), 6)
         with torch.no_grad():
-            left = (run.rule.param_jac_mat_prod(run.call, name, u) * mat).flatten(1).sum(1)
+            left = (run.rule.param_jac_mat_prod(run.view, name, u) * mat).flatten(1).sum(1)
         right = (_parameter_product(run, name, mat).sum(1) * u).flatten(1).sum(1)
         what = f"⟨J u, w⟩ against ⟨u, Jᵀ w⟩ of {name!r}"
         close(left, right, what, case.tolerances.float64)
@@ -137,61 +140,74 @@ def param_jac_adjoint(case: RuleCase) -> None:
 
 @implements
 def param_jac_batch_sum(case: RuleCase) -> None:
-    """Summed over samples, by hand and by ``ops.per_sample_sum``: the gradient of the batch."""
+    """Summed over samples, by hand and by ``batch_sum``: the gradient of the batch."""
     run = shared_execution(case)
+    assert isinstance(run.rule, ParametricRule)
     mat = run.columns()
     for name in run.parameters:
         expected = oracle.transposed_product(run.jacobians[name], mat)
         found = _parameter_product(run, name, mat).sum(1)
         close(found, expected, f"Σ_n of {name!r}", case.tolerances.float64)
-        run.call.memo.clear()
         with torch.no_grad():
-            summed = ops.per_sample_sum(run.rule, run.call, name, mat)
-        close(summed, expected, f"ops.per_sample_sum of {name!r}", case.tolerances.float64)
+            summed = ops.batch_sum(run.rule.param_product(run.view, name, mat))
+        close(summed, expected, f"batch_sum of {name!r}", case.tolerances.float64)
 
 
-_DEFINITIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "square_sum": lambda m: m.square().sum((0, 1)),
-    "per_sample_square_sum": lambda m: m.square().sum(0),
-    "squared_norm": lambda m: m.flatten(2).square().sum(2),
-    "per_sample_sum": lambda m: m.sum(1),
-    "per_sample": lambda m: m,
+# Each operation as a function of a product and of ``M`` itself, formed by the oracle.
+_DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tensor], Tensor]]] = {
+    "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
+    "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
+    "squared_norm": (ops.squared_norm, lambda m: m.flatten(2).square().sum(2)),
+    "norm": (ops.norm, lambda m: m.flatten(2).norm(dim=2)),
+    "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
+    "dense": (ops.dense, lambda m: m),
+    "gram": (ops.gram, lambda m: torch.einsum("vnp,wmp->vnwm", m.flatten(2), m.flatten(2))),
+    "weighted_sum": (
+        lambda p: ops.weighted_sum(p, draw((2, p.columns, p.samples), 12)),
+        lambda m: torch.einsum("kvn,vn...->k...", draw((2, *m.shape[:2]), 12), m),
+    ),
+    "project": (
+        lambda p: ops.project(p, draw((2, *p.shape), 13)),
+        lambda m: m.flatten(2) @ draw((2, *m.shape[2:]), 13).flatten(1).T,
+    ),
+    "inner": (lambda p: ops.inner(p, p), lambda m: m.flatten(2).square().sum(2)),
 }
 
 
 @implements
 def operations(case: RuleCase) -> None:
-    """Each operation against its definition through ``M``, also where memory is short."""
+    """Each operation against its definition through ``M``, alone and together, in short memory."""
     run = shared_execution(case)
     mat = run.columns()
+    assert isinstance(run.rule, ParametricRule)
+    together = frozenset({ops.batch_sum, ops.square_sum})
     for name in run.parameters:
-        product = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
-        for budget in (ops.memory_budget(), 1):
+        formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
+        for budget, needs in product((memory_budget(), 1), (frozenset(), together)):
             with _budget(budget), torch.no_grad():
-                for operation, definition in _DEFINITIONS.items():
-                    run.call.memo.clear()
-                    found = getattr(ops, operation)(run.rule, run.call, name, mat)
-                    what = f"ops.{operation} of {name!r} within {budget} bytes"
-                    close(found, definition(product), what, case.tolerances.float64)
-    run.call.memo.clear()
+                for what, (operation, definition) in _DEFINITIONS.items():
+                    given = run.rule.param_product(run.view, name, mat)
+                    given.needs = needs
+                    label = f"{what} of {name!r} within {budget} bytes"
+                    close(operation(given), definition(formed), label, case.tolerances.float64)
 
 
 @contextmanager
 def _budget(size: int) -> Iterator[None]:
-    before = ops.memory_budget()
-    ops.set_memory_budget(size)
+    before = memory_budget()
+    set_memory_budget(size)
     try:
         yield
     finally:
-        ops.set_memory_budget(before)
+        set_memory_budget(before)
 
 
 @implements
 def subsampled_call(case: RuleCase) -> None:
-    """Products of ``call.subsample([2, 0])``."""
+    """Products of ``view.subsample([2, 0])``."""
     run = shared_execution(case)
     mat, chosen = run.columns(), [2, 0]
-    view = run.call.subsample(chosen)
+    view = run.view.subsample(chosen)
     run.rule.check(view)
     with torch.no_grad():
         if not run.rule.transparent and any(leaf is not None for leaf in run.leaves):
@@ -213,7 +229,8 @@ def leaves_arguments_alone(case: RuleCase) -> None:
     """Everything that goes in comes out as it was."""
     run = execute(case)
     mat = run.columns()
-    held = [mat, *run.call.inputs, *run.call.outputs, *run.module.parameters()]
+    stored = run.view.stored
+    held = [mat, *stored.inputs, *stored.outputs, *run.module.parameters()]
     before = [tensor.detach().clone() for tensor in held]
     if not run.rule.transparent:
         _transposed(run, mat)

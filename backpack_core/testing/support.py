@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
+from backpack_core.contract.extension import Extension, FirstOrderExtension
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
-from backpack_core.extend import extend, is_extended
-from backpack_core.extension import Extension, FirstOrderExtension
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import registry
-from backpack_core.rules import LayerRule
+from backpack_core.plugins.registry import registry
+from backpack_core.recording import extend, is_extended
 from backpack_core.testing import catalogue
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.extensions_run import Problem, installed_extensions

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from backpack_core.loss_rule import LossRule
-from backpack_core.registry import registry
-from backpack_core.rules import (
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.rules import (
     AffinePairsRule,
     AffineRule,
     ElementwiseRule,
     LayerRule,
     ParametricRule,
 )
+from backpack_core.plugins.registry import registry
 
 if TYPE_CHECKING:
     from backpack_core.testing.support import Row

@@ -13,8 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from types import TracebackType
+from typing import cast
 
-import torch
 from torch.nn import Module
 
 from backpack import extensions as extensions
@@ -23,13 +23,17 @@ from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extensions.backprop_extension import BackpropExtension as BackpropExtension
 from backpack.presence import warn_about_incumbent
 from backpack.storage import HookWithIO, hook_store_io, memory_cleanup, store_io
+from backpack_compat.converter import convert
 from backpack_core import __version__ as __version__
 from backpack_core import context as contexts
-from backpack_core.calls import ModuleCall
+from backpack_core import disable as _disable
+from backpack_core._torch import graph_task_id
+from backpack_core.contract.extension import Extension
 from backpack_core.errors import BackpackWarning, NotExtendedError
-from backpack_core.extend import M
-from backpack_core.extend import extend as _extend
-from backpack_core.extension import Extension
+from backpack_core.record.switch import is_disabled
+from backpack_core.record.view import View
+from backpack_core.recording import M
+from backpack_core.recording import extend as _extend
 
 __all__ = [
     "backpack",
@@ -80,24 +84,23 @@ class backpack(contexts.backpack):
         except NotExtendedError as error:
             warnings.warn(str(error), BackpackWarning, stacklevel=2)
 
-    def _visiting(self) -> ModuleCall | None:
+    def _visiting(self) -> View | None:
         """The call that the backward pass is at."""
-        task = torch._C._current_graph_task_id()
-        for context in self._entered:
-            current_pass = context.passes.get(task)
+        for context, _ in self._entered:
+            current_pass = context.passes.get(graph_task_id())
             if current_pass is not None:
-                call: ModuleCall | None = current_pass.visiting
-                return call
+                view: View | None = current_pass.visiting
+                return view
         return None
 
 
-class disable(contexts.disable):
+class disable(_disable):
     """Record nothing in forward passes inside this ``with`` block."""
 
     @staticmethod
     def should_store_io() -> bool:
         """Whether forward passes record inputs and outputs."""
-        return not contexts.is_disabled()
+        return not is_disabled()
 
 
 def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
@@ -113,7 +116,9 @@ def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
     """
     if debug:
         print("[DEBUG] Extending", module)
-    module = _extend(module, debug=debug, use_converter=use_converter)
+    if use_converter:
+        module = cast(M, convert(module))
+    module = _extend(module, debug=debug)
     store_io(module)
     return module
 

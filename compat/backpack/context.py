@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from torch.nn import Module
 
-from backpack_core import context as core
 from backpack_core import unextend
-from backpack_core.extension import Extension
+from backpack_core.contract.extension import Extension
+from backpack_core.engine import active as core
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:
@@ -45,7 +45,8 @@ class CTX:
     def set_active_exts(active_exts: Iterable[Extension]) -> None:
         """Set the active extensions."""
         extensions = tuple(active_exts)
-        _set(extensions=extensions, groups=core._group(extensions))
+        groups, graph_extensions = core.group(extensions)
+        _set(extensions=extensions, groups=groups, graph_extensions=graph_extensions)
 
     @staticmethod
     def get_active_exts() -> tuple[Extension, ...]:

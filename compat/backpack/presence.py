@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from backpack_compat.namesakes import namesakes
 from backpack_core.errors import BackpackWarning
-from backpack_core.namesakes import namesakes
 
 
 def warn_about_incumbent() -> None:

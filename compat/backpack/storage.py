@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import CTX, ExtendedHandle
-from backpack_core import context as core
-from backpack_core.calls import ModuleCall
+from backpack_core.engine.active import current
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.extend import is_extended
+from backpack_core.record.switch import is_disabled
+from backpack_core.record.view import View
+from backpack_core.recording import is_extended
 
 _NAMES = re.compile(r"input\d+|output")
 
@@ -35,7 +36,7 @@ def hook_store_io(module: Module, input: tuple[Any, ...], output: Any) -> None:
         input: Its positional arguments.
         output: What it returned; of a tuple, the first element.
     """
-    if core.is_disabled() or not torch.is_grad_enabled():
+    if is_disabled() or not torch.is_grad_enabled():
         return
     memory_cleanup(module)
     first = output[0] if isinstance(output, tuple) else output
@@ -72,7 +73,7 @@ class FreeAfterVisit:
 
     def __call__(self, grad: Tensor) -> None:
         """Free, unless another backward pass is announced."""
-        module, context = self._module(), core.current(self._thread)
+        module, context = self._module(), current(self._thread)
         if module is not None and not (context is not None and context.retain_graph):
             memory_cleanup(module)
 
@@ -80,7 +81,7 @@ class FreeAfterVisit:
 def hook_await_visit(module: Module, input: tuple[Any, ...], output: Any) -> None:
     """Forward hook: free what is stored when the backward pass has visited the module."""
     first = output[0] if isinstance(output, tuple) else output
-    if isinstance(first, Tensor) and first.grad_fn is not None and not core.is_disabled():
+    if isinstance(first, Tensor) and first.grad_fn is not None and not is_disabled():
         first.register_hook(FreeAfterVisit(module))
 
 
@@ -105,29 +106,29 @@ class HookWithIO:
     """
 
     def __init__(
-        self, hook: Callable[[Module], None], visiting: Callable[[], ModuleCall | None]
+        self, hook: Callable[[Module], None], visiting: Callable[[], View | None]
     ) -> None:
         self.hook = hook
         self._visiting = visiting
 
     def __call__(self, module: Module) -> None:
         """Set them, and run the hook."""
-        call = self._visiting()
-        with nullcontext() if call is None else _io(call):
+        view = self._visiting()
+        with nullcontext() if view is None else _io(view):
             self.hook(module)
 
 
 @contextmanager
-def _io(call: ModuleCall) -> Iterator[None]:
+def _io(view: View) -> Iterator[None]:
     """Inputs and output of a call on its module; what was overwritten in place is left out."""
-    module = call.module
+    module = view.call.module
     before = _stored(module)
     memory_cleanup(module)
-    for position in range(len(call.inputs)):
+    for position in range(len(view.stored.inputs)):
         with suppress(OverwrittenInputError):
-            module.__dict__[f"input{position}"] = call.tensor_input(position)
+            module.__dict__[f"input{position}"] = view.tensor_input(position)
     with suppress(OverwrittenInputError):
-        module.__dict__["output"] = call.output
+        module.__dict__["output"] = view.output
     try:
         yield
     finally:

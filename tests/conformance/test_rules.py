@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import CORE, registry
+from backpack_core.plugins.registry import CORE, registry
 from backpack_core.testing import parametrize_loss_checks, parametrize_rule_checks
 from tests.conformance import (
     cases_activation,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import ModuleCall, backpack, extend
-from backpack_core.calls import live_calls
+from backpack_core import View, backpack, extend
 from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.record.call import live_calls
 from tests.cases import Net, classification
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import LayerRule, ModuleCall, backpack, extend
+from backpack_core import LayerRule, View, backpack, extend
 from backpack_core.errors import (
     ShapeError,
     UnsupportedError,

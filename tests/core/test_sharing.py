@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
+from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
-from backpack_core.module_extension import ModuleExtension
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

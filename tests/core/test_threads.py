@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, disable
-from backpack_core.context import _STACKS, current
+from backpack_core.context import _STACKS
+from backpack_core.engine.active import current
 from backpack_core.errors import NotExtendedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
@@ -190,8 +191,8 @@ def test_exception_on_a_device_thread() -> None:
 
 def test_first_use_in_two_threads_at_once() -> None:
     """Plugins are loaded once, and nobody goes on with half of them."""
-    from backpack_core import plugins
-    from backpack_core.registry import registry
+    from backpack_core.plugins import loading as plugins
+    from backpack_core.plugins.registry import registry
 
     plugins.reset()
     meet = threading.Barrier(2, timeout=30)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack
-from backpack_core.calls import live_calls
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
+from backpack_core.record.call import live_calls
 from tests.firstorder.problems import NETS, gradients, make
 
 

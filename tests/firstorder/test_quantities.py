@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import backpack, memory_budget, set_memory_budget
-from backpack_core.extension import FirstOrderExtension
+from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.extensions import (
     BatchDotGrad,
     BatchGrad,

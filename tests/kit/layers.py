@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core import AffineRule, ElementwiseRule, LayerRule, ModuleCall, ParametricRule
+from backpack_core import AffineRule, ElementwiseRule, LayerRule, ParametricRule, View
 from backpack_core.testing import RuleCase
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import LayerRule, ModuleCall, ops
+from backpack_core import LayerRule, View, ops
 from backpack_core.testing import RuleCase, check_rule
 from tests.kit.layers import (
     Centre,

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
+from backpack_core import FirstOrderExtension, LayerRule, View, ops
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
-from backpack_core.kronecker import KroneckerEigenbasis
 from backpack_core.testing import (
     Arguments,
     ExtensionCase,
@@ -23,6 +22,7 @@ from backpack_core.testing import (
 )
 from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
+from backpack_secondorder.kronecker import KroneckerEigenbasis
 
 
 class Largest(FirstOrderExtension):

@@ -10,7 +10,7 @@ from torch import nn
 
 from backpack_core import is_extended
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import CORE, registry
+from backpack_core.plugins.registry import CORE, registry
 from backpack_core.testing import catalogue, support
 from backpack_core.testing.support_page import page
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.calls import ModuleCall, iter_tensors
-from backpack_core.rules import LayerRule, ParametricRule
+from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.record.structure import iter_tensors
+from backpack_core.record.view import View
 
 TOLERANCE = 1e-10
 

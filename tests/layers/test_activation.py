@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.calls import ModuleCall
+from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.rules import ElementwiseRule
+from backpack_core.record.view import View
 from backpack_layers import activation as curved
 from backpack_layers import piecewise_linear as linear
 from tests.layers.execution import TOLERANCE, check_rule, close, pullback, record

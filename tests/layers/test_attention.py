@@ -17,8 +17,8 @@ from handmade import (
 )
 from torch import Tensor, nn
 
-from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.attention import MultiheadAttentionRule
 
 EMBED, HEADS, QUERIES, KEYS = 4, 2, 3, 5

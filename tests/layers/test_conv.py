@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import contractions
+from backpack_core.contract import contractions
 from backpack_core.errors import UnsupportedError
 from backpack_layers.conv import ConvRule, ConvTransposeRule
 from tests.layers.execution import check_rule, record

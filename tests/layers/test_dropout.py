@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.rules import LayerRule
 from backpack_layers.dropout import SATURATION, AlphaDropoutRule, DropoutRule
 from tests.layers.execution import check_rule, record
 

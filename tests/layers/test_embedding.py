@@ -9,8 +9,8 @@ import torch
 from handmade import assert_equal, check_input, check_parameters, columns, draw, make_call
 from torch import Tensor, nn
 
-from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.embedding import (
     EmbeddingBagRule,
     EmbeddingRule,

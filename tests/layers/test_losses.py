@@ -10,9 +10,9 @@ import torch
 from handmade import assert_equal, draw, make_call
 from torch import Tensor, nn
 
-from backpack_core.calls import ModuleCall
+from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import LossRule
+from backpack_core.record.view import View
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, extend
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.extensions import DiagGGNExact
-from backpack_core.rules import LayerRule
 from backpack_layers.max_pooling import MaxPoolRule, MaxUnpoolRule
 from backpack_layers.pooling import AdaptiveAvgPoolRule, AvgPoolRule, LPPoolRule
 from tests.layers.execution import check_rule, record

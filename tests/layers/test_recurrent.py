@@ -19,8 +19,8 @@ from handmade import (
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from backpack_core.calls import ModuleCall
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.recurrent import GRURule, LSTMRule, RecurrentRule, RNNRule
 
 INPUT, HIDDEN, STEPS = 3, 2, 4

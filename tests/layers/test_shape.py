@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.rules import LayerRule
 from backpack_layers.shape import (
     ChannelShuffleRule,
     PixelShuffleRule,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core.rules import LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_layers.softmax import GLURule, LogSoftmaxRule, SoftmaxRule
 from tests.layers.execution import check_rule, record
 

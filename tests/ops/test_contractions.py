@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backpack_core import contractions, memory_budget, set_memory_budget
+from backpack_core import memory_budget, set_memory_budget
+from backpack_core.contract import contractions
 from tests.oracle import assert_close
 
 

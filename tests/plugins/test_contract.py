@@ -19,10 +19,10 @@ from backpack_core import (
     extend,
     hookimpl,
     hookspecs,
-    plugins,
 )
 from backpack_core.errors import PluginError
-from backpack_core.registry import registry
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.registry import registry
 
 ROOT = Path(__file__).parents[2]
 AUTHORS = ROOT / "docs" / "authors"

@@ -9,7 +9,7 @@ import torch
 from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
 from torch import nn
 
-from backpack_core import backpack, extend, plugins
+from backpack_core import backpack, extend
 from backpack_core.cli import doctor, isolation
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
@@ -18,7 +18,8 @@ from backpack_core.errors import (
     PluginError,
     PluginLoadError,
 )
-from backpack_core.registry import registry
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.registry import registry
 from backpack_core.testing.fake_distribution import FakeDistribution
 
 CASES = pytest.mark.parametrize("sick", SICK.values(), ids=SICK.keys())

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import plugins
 from backpack_core.cli.support import status
-from backpack_core.registry import registry
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.registry import registry
 
 
 class Odd(nn.Module):

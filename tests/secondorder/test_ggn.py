@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import SecondOrderExtension, backpack, contractions, extend
+from backpack_core import SecondOrderExtension, backpack, extend
+from backpack_core.contract import contractions
 from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     KFLR,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import ModuleCall
+from backpack_core import View
 from backpack_core.errors import BridgeError, UnsupportedError, UsageError
 from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA, SqrtGGNExact
-from backpack_core.kronecker import KroneckerFactors
 from backpack_core.plugins import temporary_plugin
 from backpack_layers.linear import LinearRule
+from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.propagators import LossSqrt
 from tests import oracle
 from tests.cases import Net, Problem, classification

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import disable
-from backpack_core.calls import live_calls
 from backpack_core.errors import OverwrittenInputError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.record.call import live_calls
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.secondorder.problems import CHAINS, NETS, SETTINGS, chain_curvature, hessians, make

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import GraphModule
 from torch.nn import Module
 
-from backpack_core.converter import RuleTracer, convert
+from backpack_compat.converter import RuleTracer, convert
 
 
 class BackpackTracer(RuleTracer):

@@ -17,14 +17,17 @@ from backpack.extensions.saved_quantities import SavedQuantities
 from backpack_core import (
     Extension,
     FirstOrderExtension,
+    GraphExtension,
     LayerRule,
     LossRule,
-    ModuleCall,
     Propagator,
     SecondOrderExtension,
+    View,
 )
+from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.product import Reading
+from backpack_core.contract.propagator import OutputGradient
 from backpack_core.errors import UnsupportedError
-from backpack_core.extension import FailMode, OutputGradient, as_subsampling
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -56,7 +59,7 @@ class IncumbentNames(Extension):
 
     def expects_backpropagation_quantities(self) -> bool:
         """Whether something beside the gradient travels backwards."""
-        return not isinstance(self.propagator, OutputGradient)
+        return not isinstance(self.propagator, OutputGradient) or isinstance(self, GraphExtension)
 
     def set_module_extension(  # type: ignore[override]  # other argument names
         self, module: type[Module], extension: ModuleExtension, overwrite: bool = False
@@ -71,6 +74,8 @@ class IncumbentNames(Extension):
         Raises:
             ValueError: There is a choice already, and ``overwrite`` is off.
         """
+        if isinstance(self, GraphExtension):
+            return  # exact for every module: there is nothing to add
         super().set_module_extension(module, extension, overwrite)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
@@ -88,14 +93,20 @@ class HandedOn(Propagator):
     def __repr__(self) -> str:
         return f"the quantity of {type(self.extension).__name__}"
 
-    def start(self, rule: LossRule, call: ModuleCall) -> Any:
+    def start(self, rule: LossRule, view: View) -> Any:
         """A loss without a module extension starts nothing."""
-        self.extension.missing(call)
+        self.extension.missing(view)
 
-    def propagate(self, rule: LayerRule, call: ModuleCall, quantity: Any) -> dict[int, Any]:
+    def propagate(self, rule: LayerRule, view: View, quantity: Any) -> dict[int, Any]:
         """A module without a module extension stops the quantity."""
-        self.extension.missing(call)
+        self.extension.missing(view)
         return {}
+
+    def product(self, rule: Any, view: View, name: str, quantity: Any) -> Reading:
+        """Nothing is read but by module extensions."""
+        reading = Reading(view.parameter_itself(name).shape)
+        reading.name, reading.path, reading.module = name, view.path, view.call.module
+        return reading
 
     def merge(self, first: Any, second: Any) -> Any:
         """The extension's own way to accumulate."""
@@ -148,23 +159,23 @@ class BackpropExtension(IncumbentNames):
     def expects_backpropagation_quantities(self) -> bool:
         """Whether something beside the gradient travels backwards."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
+    def read(self, product: Any) -> Any:
         """Only called where the table has no entry.
 
         Raises:
             UnsupportedError: Always; the fail mode says what becomes of it.
         """
-        raise self._error(call)
+        raise self._error(product.module)
 
-    def missing(self, call: ModuleCall) -> None:
+    def missing(self, view: View) -> None:
         """React to a module that the table does not have, as the fail mode says."""
         if self._fail_mode == FAIL_ERROR:
-            raise self._error(call)
+            raise self._error(view.call.module)
 
-    def _error(self, call: ModuleCall) -> UnsupportedError:
+    def _error(self, module: Module | None) -> UnsupportedError:
         return UnsupportedError(
             f"Extension saving to {self.savefield} does not have an extension for Module "
-            f"{type(call.module)}: add one to its table, or with set_module_extension."
+            f"{type(module)}: add one to its table, or with set_module_extension."
         )
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:

@@ -14,7 +14,7 @@ from backpack.extensions.hbp_options import (
     ExpectationApproximation,
     LossHessianStrategy,
 )
-from backpack_core import Extension, LayerRule, ModuleCall
+from backpack_core import Extension, LayerRule, View
 from backpack_core.errors import UnsupportedError
 from backpack_firstorder import individual, moments
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
@@ -226,9 +226,9 @@ class HBP(IncumbentNames):
         base = known[found]
         return kfac.KFAC(self.get_num_mc_samples()) if base is kfac.KFAC else base()
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
+    def read(self, product: Any) -> Any:
         """The factors."""
-        return self._base.read(rule, call, name, mat)
+        return self._base.read(product)
 
     def combine(self, first: Any, second: Any) -> Any:
         """Factors for the columns of both."""

@@ -15,7 +15,8 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
-    _loss_call,
+    _loss_view,
+    _parametric,
     _prepared,
     _rule,
 )
@@ -23,7 +24,7 @@ from backpack.extensions.hbp_options import LossHessianStrategy
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
 from backpack_core import Extension, LossRule
-from backpack_secondorder import diag_hessian, kfac, kfra, products
+from backpack_secondorder import diag_hessian, kfac, kfra
 
 Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives where there are parameters
 
@@ -205,8 +206,11 @@ class CoreModule(_PerParameter):
     def _value(
         self, param: str, ext: Any, module: Module, g_inp: Any, g_out: Any, backproped: Any
     ) -> Any:
-        call = _prepared(module, g_out).subsample(ext.get_subsampling())
-        return self._extension(ext).read(_rule(module), call, param, backproped)
+        view = _prepared(module, g_out).subsample(ext.get_subsampling())
+        extension = self._extension(ext)
+        quantity = extension.propagator.adopt(backproped, None)
+        reading = extension.propagator.product(_parametric(module, param), view, param, quantity)
+        return extension.read(reading)
 
     def backpropagate(
         self, ext: Any, module: Module, g_inp: Any, g_out: Any, backproped: Any
@@ -214,10 +218,10 @@ class CoreModule(_PerParameter):
         """What the extension's propagator does at this layer or loss."""
         propagator, rule = self._extension(ext).propagator, _rule(module)
         if isinstance(rule, LossRule):
-            call = _loss_call(module, g_out).subsample(ext.get_subsampling())
-            return propagator.present(propagator.start(rule, call))
-        call = _prepared(module, g_out).subsample(ext.get_subsampling())
-        sent = propagator.propagate(rule, call, propagator.adopt(backproped, None))
+            view = _loss_view(module, g_out).subsample(ext.get_subsampling())
+            return propagator.present(propagator.start(rule, view))
+        view = _prepared(module, g_out).subsample(ext.get_subsampling())
+        sent = propagator.propagate(rule, view, propagator.adopt(backproped, None))
         return propagator.present(sent[0])
 
 
@@ -245,19 +249,22 @@ class HBPBaseModule(CoreModule):
         return kfra.KFRA() if strategy == LossHessianStrategy.SUM else kfac.KFLR()
 
 
-class GGNMPBase(CoreModule):
+class _Product(_PerParameter):
+    """Products are taken from the graph of the loss: no layer needs a class of its own for them."""
+
+    def __init__(self, derivatives: BaseDerivatives, params: list[str] | None = None) -> None:
+        self.derivatives = derivatives
+        self._fill(params)
+        super().__init__(params)
+
+
+class GGNMPBase(_Product):
     """Products with the generalised Gauss-Newton matrix of one layer."""
 
-    core_extension = products.GGNMP
 
-
-class HMPBase(CoreModule):
+class HMPBase(_Product):
     """Products with the Hessian of one layer."""
 
-    core_extension = products.HMP
 
-
-class PCHMPBase(CoreModule):
+class PCHMPBase(_Product):
     """Products with the positive-curvature Hessian of one layer."""
-
-    core_extension = products.PCHMP

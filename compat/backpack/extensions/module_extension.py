@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack_core import module_extension as core
+from backpack_core.contract import module_extension as core
 
 
 class ModuleExtension(core.ModuleExtension):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from backpack.core.derivatives.basederivatives import _rule
 from backpack.utils.parameters import squares
-from backpack_core import AffineRule, ModuleCall
+from backpack_core import AffineRule, View
 
 
 def get_conv_module(N: int) -> type[Module]:

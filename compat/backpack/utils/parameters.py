@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor, typename
 from torch.nn import Linear, Module
 
-from backpack.core.derivatives.basederivatives import _parametric, call_of
-from backpack_core import ops
+from backpack.core.derivatives.basederivatives import _parametric, view_of
+from backpack_core.contract.operations import per_sample_square_sum, square_sum
 
 
 def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -52,5 +52,5 @@ def extract_bias_diagonal(module: Linear, S: Tensor, sum_batch: bool = True) -> 
 
 def squares(module: Module, name: str, columns: Tensor, sum_batch: bool) -> Tensor:
     """Squared transposed Jacobian products, summed over columns."""
-    operation = ops.square_sum if sum_batch else ops.per_sample_square_sum
-    return operation(_parametric(module, name), call_of(module), name, columns)
+    operation = square_sum if sum_batch else per_sample_square_sum
+    return operation(_parametric(module, name).param_product(view_of(module), name, columns))

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
-from backpack_core.record.view import View
-from backpack_core.errors import UnsupportedError
-from backpack_core.contract.rules import AffinePairsRule
 from backpack_core.contract.arguments import arguments, by_slot, root, tensor
+from backpack_core.contract.rules import AffinePairsRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 
 NAMES = ("query", "key", "value")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from backpack_core.record.view import View
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 
 
 def require_axes(view: View, dims: int, layout: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Linear
 
-from backpack_core.record.view import View
 from backpack_core.contract.rules import AffineRule
+from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 
 

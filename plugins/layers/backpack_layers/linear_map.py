@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from backpack_core.record.view import View
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.view import View
 
 
 def over_columns(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from backpack_core.record.view import View
-from backpack_core.errors import UnsupportedError
+from backpack_core.contract.arguments import tensor
 from backpack_core.contract.loss import LossRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
@@ -19,7 +20,6 @@ from backpack_layers._loss import (
     setting,
     spread,
 )
-from backpack_core.contract.arguments import tensor
 
 
 class CrossEntropyLossRule(LossRule):

@@ -7,15 +7,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from backpack_core.record.view import View
+from backpack_core.contract.arguments import arguments, tensor
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
     setting,
     spread,
 )
-from backpack_core.contract.arguments import arguments, tensor
 
 
 class MSELossRule(ElementwiseLossRule):

@@ -21,9 +21,9 @@ from torch.nn import (
     MaxUnpool3d,
 )
 
-from backpack_core.record.view import View
-from backpack_core.errors import OverwrittenInputError
 from backpack_core.contract.rules import LayerRule
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 
 

@@ -25,8 +25,8 @@ from torch.nn import (
 )
 
 from backpack_core import ScaleProduct
-from backpack_core.record.view import View
 from backpack_core.contract.rules import ProductRule
+from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
 
 
@@ -83,9 +83,7 @@ class NormalizationRule(ProductRule):
             return factor.expand(len(mat), *view.output_shape)
         return factor * self._normalised(view)
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         if self.fixed_statistics(view):
             return torch.zeros_like(mat)
         u, scale = self._rows_of(view, self._normalised(view)), self._statistics(view)[1]

@@ -24,8 +24,8 @@ from torch.nn import (
     ZeroPad3d,
 )
 
-from backpack_core.record.view import View
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule
 

@@ -23,9 +23,9 @@ from torch.nn import (
     Threshold,
 )
 
-from backpack_core.record.view import View
-from backpack_core.errors import OverwrittenInputError
 from backpack_core.contract.rules import ElementwiseRule, ParametricRule
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.record.view import View
 
 
 class ReLURule(ElementwiseRule):

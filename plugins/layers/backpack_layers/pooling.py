@@ -19,9 +19,9 @@ from torch.nn import (
     LPPool3d,
 )
 
-from backpack_core.record.view import View
-from backpack_core.errors import UnsupportedError
 from backpack_core.contract.rules import LayerRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import LinearMapRule, over_columns, transposed
 
@@ -120,9 +120,7 @@ class LPPoolRule(LayerRule):
             lambda m: self._sum(view, m), view.input ** (p - 1) * mat
         )
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         p, x, u = _power(view), view.input, self._sums(view)
         slope = grad_output * _root_slope(u, p)
         change = over_columns(lambda m: self._sum(view, m), x ** (p - 1) * mat)

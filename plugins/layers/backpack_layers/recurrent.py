@@ -11,9 +11,6 @@ from torch import Tensor
 from torch.nn import GRU, LSTM, RNN, Module, RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack_core.record.view import View
-from backpack_core.errors import UnsupportedError
-from backpack_core.contract.rules import AffinePairsRule
 from backpack_core.contract.arguments import (
     arguments,
     by_slot,
@@ -21,6 +18,9 @@ from backpack_core.contract.arguments import (
     slots,
     tensor,
 )
+from backpack_core.contract.rules import AffinePairsRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LocalResponseNorm
 
-from backpack_core.record.view import View
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.view import View
 from backpack_layers.linear_map import over_columns
 
 
@@ -30,9 +30,7 @@ class LocalResponseNormRule(LayerRule):
         change = over_columns(lambda m: _neighbours(view, m), mat * x)
         return mat * power - 2 * norm.alpha * norm.beta * (x * power / d) * change
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         norm, x, d = _norm(view), view.input, _denominator(view)
         factor = grad_output * d ** (-norm.beta - 1)
         change = 2 * norm.alpha * over_columns(lambda m: _neighbours(view, m), mat * x)

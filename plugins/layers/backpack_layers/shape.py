@@ -20,9 +20,9 @@ from torch.nn import (
     UpsamplingNearest2d,
 )
 
-from backpack_core.record.view import View
-from backpack_core.errors import UnsupportedError
 from backpack_core.contract.rules import LayerRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule, over_columns
 

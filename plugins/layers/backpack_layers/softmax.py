@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
-from backpack_core.record.view import View
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.view import View
 
 
 class SoftmaxRule(LayerRule):
@@ -28,9 +28,7 @@ class SoftmaxRule(LayerRule):
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return self._jac_t_mat_prod(view, mat)
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         # The sign of Softmin occurs twice.
         y, axis = view.output, _axis(view)
         change = _softmax_product(y, mat, axis)
@@ -53,9 +51,7 @@ class LogSoftmaxRule(LayerRule):
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat - (view.output.exp() * mat).sum(_axis(view), keepdim=True)
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         axis = _axis(view)
         change = _softmax_product(view.output.exp(), mat, axis)
         return -change * grad_output.sum(axis, keepdim=True)
@@ -80,9 +76,7 @@ class GLURule(LayerRule):
         s = b.sigmoid()
         return da * s + db * (a * s * (1 - s))
 
-    def _second_derivative_mat_prod(
-        self, view: View, grad_output: Tensor, mat: Tensor
-    ) -> Tensor:
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         (a, b), (da, db) = self._halves(view, view.input), self._halves(view, mat)
         s = b.sigmoid()
         slope = s * (1 - s)

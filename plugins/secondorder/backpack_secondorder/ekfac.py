@@ -24,6 +24,7 @@ class EKFAC(SecondOrderExtension):
     """
 
     savefield = "ekfac"
+
     def __init__(
         self,
         mc_samples: int | None = 1,

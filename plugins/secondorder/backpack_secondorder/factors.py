@@ -153,7 +153,14 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
     """:func:`input_covariance`: columns may come in chunks, but the inputs stay what they are."""
     assert product.inp is not None
     is_differentiable = torch.is_grad_enabled()
-    key = ("covariance", product.name, product.inp.shape, sharing, product.like.dtype, is_differentiable)
+    key = (
+        "covariance",
+        product.name,
+        product.inp.shape,
+        sharing,
+        product.like.dtype,
+        is_differentiable,
+    )
     if key not in product.kept:
         product.kept[key] = input_covariance(product.inp, product.like, sharing)
     factor: Tensor = product.kept[key]

@@ -129,7 +129,9 @@ class Hessian:
     def as_block(self) -> Hessian:
         """The same with all that did not branch in the dense block."""
         spread = self.spread
-        formed = self if spread is None else replace(self, spread=None).merge(Hessian(spread.columns()))
+        formed = (
+            self if spread is None else replace(self, spread=None).merge(Hessian(spread.columns()))
+        )
         kept: dict[Root, Tensor] = {}
         block = self.block
         for root, mat in formed.signed_columns():

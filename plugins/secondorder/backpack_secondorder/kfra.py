@@ -114,7 +114,9 @@ class AverageReading(Reading):
         """
         rule, view, name, shape = self._layer, self._view, self.name, self.shape
         if not isinstance(rule, AffineRule):
-            return KroneckerFactors([_block(rule, view, name, self._average)], ParameterOrder(shape))
+            return KroneckerFactors(
+                [_block(rule, view, name, self._average)], ParameterOrder(shape)
+            )
         average = _affine_form(rule, view, self._average)  # [S, G, O, S, G, O]
         if len(average) == 1:
             # [G, O, G, O], and no view of what travels on.

@@ -68,7 +68,9 @@ class BlockProduct:
 
     def __repr__(self) -> str:
         """What it multiplies with."""
-        return f"<block of {self._operator!r} for a parameter of shape {list(self._parameter.shape)}>"
+        return (
+            f"<block of {self._operator!r} for a parameter of shape {list(self._parameter.shape)}>"
+        )
 
 
 class ProductExtension(GraphExtension):
@@ -205,9 +207,7 @@ class _OfLoss(_Collecting):
 class _OfResiduals(_Collecting):
     """For ``PCHMP``."""
 
-    def __init__(
-        self, subsampling: tuple[int, ...] | None, modify: Literal["clip", "abs"]
-    ) -> None:
+    def __init__(self, subsampling: tuple[int, ...] | None, modify: Literal["clip", "abs"]) -> None:
         super().__init__(subsampling)
         self._modify = modify
 

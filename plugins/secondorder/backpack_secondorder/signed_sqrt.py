@@ -181,9 +181,7 @@ class SignedSqrt(Propagator):
             return quantity
         formed = quantity.as_columns()
         assert formed.columns is not None
-        return replace(
-            formed, columns=spread_samples(formed.columns, self.subsampling, batch_size)
-        )
+        return replace(formed, columns=spread_samples(formed.columns, self.subsampling, batch_size))
 
     def narrow(self, quantity: Hessian, axis: int = 0) -> Hessian:
         """The chosen samples."""
@@ -208,9 +206,7 @@ class SignedSqrt(Propagator):
             )
         return value
 
-    def _pull_back(
-        self, rule: LayerRule, view: View, quantity: Hessian, position: int
-    ) -> Hessian:
+    def _pull_back(self, rule: LayerRule, view: View, quantity: Hessian, position: int) -> Hessian:
         """Through a call with a single live input."""
 
         def push(mat: Tensor) -> Tensor:
@@ -245,9 +241,7 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
     return quantity.block is not None or width > size_out + size_in
 
 
-def _may_spread(
-    diagonal: Tensor | None, rule: LayerRule, view: View, position: int
-) -> bool:
+def _may_spread(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
     """Whether one Jacobian serves all samples, and fits."""
     if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
         return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backpack_core import SecondOrderExtension
-from backpack_core.errors import UsageError
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.errors import UsageError
 from backpack_secondorder.propagators import LossSqrt
 
 

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import LayerRule, LossRule, ModuleCall, ParametricRule, ops
-from backpack_core.calls import Edge
+from backpack_core import LayerRule, LossRule, ParametricRule, View
+from backpack_core._torch import version_of
+from backpack_core.contract.operations import batch_sum, dense
 from backpack_core.errors import SampleMixingError, StoredIOError
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Call, Edge, Stored
 
 Grads = Any  # tuple[Tensor, ...] | None
 Subsampling = Sequence[int] | None
@@ -42,7 +44,7 @@ def in_backward_mode(method: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def call_of(module: Module, g_out: Grads = None) -> ModuleCall:
+def view_of(module: Module, g_out: Grads = None) -> View:
     """The forward execution whose inputs and output are set on a module.
 
     Args:
@@ -62,21 +64,30 @@ def call_of(module: Module, g_out: Grads = None) -> ModuleCall:
             "ask before the backward pass has freed them (or inside a hook)."
         )
     tensors = tuple(t for t in inputs if isinstance(t, Tensor))
-    outputs = (attributes["output"].detach(),)
-    grad = g_out[0] if g_out else None
-    return ModuleCall(
-        module=module,
+    nowhere: Any = None  # there is a graph, but nothing is sent into it
+    stored = Stored(
         args=tuple(inputs),
         kwargs={},
         inputs=tensors,
-        edges=tuple(Edge(None, 0, 0) if t.requires_grad else None for t in tensors),
-        outputs=outputs,
-        frame=None,
-        thread=threading.get_ident(),
-        training=module.training,
-        grad_output=grad,
-        _versions=tuple(t._version for t in (*tensors, *outputs)),
+        outputs=(outputs := (attributes["output"].detach(),)),
+        versions=tuple(version_of(t) for t in (*tensors, *outputs)),
+        owned={name: (t, version_of(t)) for name, t in module.named_parameters()},
+        parameters=tuple(name for name, _ in module.named_parameters()),
     )
+    resolved = registry.resolve(module)
+    call = Call(
+        module,
+        resolved.rule,
+        resolved.provenance,
+        tuple(Edge(nowhere, 0) if t.requires_grad else None for t in tensors),
+        stored,
+        threading.get_ident(),
+        module.training,
+        ((), ()),
+        is_rewired=False,
+        is_readable=False,
+    )
+    return View(call, 0, g_out[0] if g_out else None)
 
 
 class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
@@ -172,8 +183,8 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         return mat.reshape(-1, *_output_shape(module, None))
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        call = _prepared(module, g_out)
-        return _rule(module).jac_mat_prod(call, mat)
+        view = _prepared(module, g_out)
+        return _rule(module).jac_mat_prod(view, mat)
 
     def _jac_t_mat_prod(
         self,
@@ -183,14 +194,14 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         mat: Tensor,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        call = _prepared(module, g_out).subsample(subsampling)
-        product = _rule(module).jac_t_mat_prod(call, mat)[0]
+        view = _prepared(module, g_out).subsample(subsampling)
+        product = _rule(module).jac_t_mat_prod(view, mat)[0]
         assert product is not None
         return product
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        call = _prepared(module, g_out)
-        return _rule(module).second_derivative_mat_prod(call, g_out[0], mat)
+        view = _prepared(module, g_out)
+        return _rule(module).second_derivative_mat_prod(view, g_out[0], mat)
 
 
 class BaseParameterDerivatives(BaseDerivatives, ABC):
@@ -231,10 +242,10 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
                     module, g_inp, g_out, columns, sum_batch=sum_batch, subsampling=subsampling
                 )
                 return result
-            call = _prepared(module, g_out).subsample(subsampling)
+            view = _prepared(module, g_out).subsample(subsampling)
             rule = _parametric(module, param_str)
-            operation = ops.per_sample_sum if sum_batch else ops.per_sample
-            return operation(rule, call, param_str, columns)
+            operation = batch_sum if sum_batch else dense
+            return operation(rule.param_product(view, param_str, columns))
 
         return _columns(product, mat, _output_shape(module, subsampling), "output")
 
@@ -313,7 +324,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     def _sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
-        return _loss(module).sqrt_hessian(_loss_call(module, g_out).subsample(subsampling))
+        return _loss(module).sqrt_hessian(_loss_view(module, g_out).subsample(subsampling))
 
     def _sqrt_hessian_sampled(
         self,
@@ -323,17 +334,17 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         mc_samples: int = 1,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        call = _loss_call(module, g_out).subsample(subsampling)
-        return _loss(module).sqrt_hessian_sampled(call, mc_samples)
+        view = _loss_view(module, g_out).subsample(subsampling)
+        return _loss(module).sqrt_hessian_sampled(view, mc_samples)
 
     def _make_hessian_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
-        rule, call = _loss(module), _loss_call(module, g_out)
-        return lambda mat: rule.hessian_mat_prod(call, mat)
+        rule, view = _loss(module), _loss_view(module, g_out)
+        return lambda mat: rule.hessian_mat_prod(view, mat)
 
     def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        return _loss(module).sum_hessian(_loss_call(module, g_out))
+        return _loss(module).sum_hessian(_loss_view(module, g_out))
 
 
 def _input(module: Module) -> torch.Size:
@@ -392,19 +403,19 @@ def _loss(module: Module) -> LossRule:
     return rule
 
 
-def _prepared(module: Module, g_out: Grads) -> ModuleCall:
+def _prepared(module: Module, g_out: Grads) -> View:
     """The module's call, checked for settings that have no exact answer."""
-    call, rule = call_of(module, g_out), _rule(module)
-    rule.check(call)
-    if rule.mixes_samples(call):
+    view, rule = view_of(module, g_out), _rule(module)
+    rule.check(view)
+    if rule.mixes_samples(view):
         raise SampleMixingError(
-            f"{call.path} makes every sample of the batch influence every other: call eval()."
+            f"{view.path} makes every sample of the batch influence every other: call eval()."
         )
-    return call
+    return view
 
 
-def _loss_call(module: Module, g_out: Grads) -> ModuleCall:
-    call = _prepared(module, g_out)
-    if call.grad_output is None:
-        call.grad_output = torch.ones_like(call.outputs[0])
-    return call
+def _loss_view(module: Module, g_out: Grads) -> View:
+    view = _prepared(module, g_out)
+    if view.grad_output is None:
+        view = view_of(module, (torch.ones_like(view.stored.outputs[0]),))
+    return view

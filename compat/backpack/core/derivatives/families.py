@@ -21,7 +21,7 @@ from backpack.core.derivatives.basederivatives import (
     _rule,
     in_backward_mode,
 )
-from backpack_core import AffineRule, ElementwiseRule, ModuleCall
+from backpack_core import AffineRule, ElementwiseRule, View
 from backpack_core.errors import UsageError
 
 
@@ -33,8 +33,8 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """``φ'(x)``. Shape of the input."""
-        call = _prepared(module, g_out).subsample(subsampling)
-        return _elementwise(module).derivative(call)
+        view = _prepared(module, g_out).subsample(subsampling)
+        return _elementwise(module).derivative(view)
 
     @in_backward_mode
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
@@ -104,10 +104,10 @@ class NLLLossDerivatives(BaseLossDerivatives):
         target = torch.zeros_like(x)
         if isinstance(loss, CrossEntropyLoss):
             target = target.select(1, 0).long()
-        call = _call(loss, x, target)
+        view = _call(loss, x, target)
         rule = _loss(loss)
-        rule.check(call)
-        return rule.sqrt_hessian_sampled(call, mc_samples) * sqrt(mc_samples)
+        rule.check(view)
+        return rule.sqrt_hessian_sampled(view, mc_samples) * sqrt(mc_samples)
 
 
 class CrossEntropyDerivatives(NLLLossDerivatives):
@@ -128,9 +128,9 @@ class BCEWithLogitsDerivatives(NLLLossDerivatives):
         super().__init__(use_autograd)
 
 
-def _call(loss: Module, x: Tensor, target: Tensor) -> ModuleCall:
+def _call(loss: Module, x: Tensor, target: Tensor) -> View:
     value = loss(x, target)
-    return ModuleCall(
+    return View(
         module=loss,
         args=(x, target),
         kwargs={},

@@ -10,12 +10,12 @@ from backpack_core import (
     Columns,
     LayerRule,
     LossRule,
-    ModuleCall,
     SecondOrderExtension,
+    View,
     ops,
 )
+from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.errors import UnsupportedError
-from backpack_core.extension import FailMode, as_subsampling
 from torch import Tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from backpack_core import ElementwiseRule, ModuleCall, ParametricRule
+from backpack_core import ElementwiseRule, ParametricRule, View
 from torch import Tensor, nn
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from backpack_core import ModuleCall, ParametricRule
+from backpack_core import ParametricRule, View
 from torch import Tensor, nn
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backpack_core import FirstOrderExtension, LayerRule, ModuleCall, ops
+from backpack_core import FirstOrderExtension, LayerRule, View, ops
 from backpack_core.errors import UnsupportedError
 from torch import Tensor
 

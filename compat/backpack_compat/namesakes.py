@@ -13,6 +13,12 @@ INCUMBENT = "backpack-for-pytorch"
 _MARK = "presence.py"
 
 
+def examine() -> tuple[str, str, str] | None:
+    """For ``backpack doctor``: who is concerned, what is wrong, and what to do."""
+    found = namesakes()
+    return None if found is None else (f"{OURS}, {INCUMBENT}", *found)
+
+
 def namesakes() -> tuple[str, str] | None:
     """What to know where both distributions are installed.
 

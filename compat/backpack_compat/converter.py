@@ -16,12 +16,12 @@ from torch import nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
 
-from backpack_core.context import logger
-from backpack_core.conversions import converted, is_only_reader
+from backpack_core.engine.active import logger
+from backpack_compat.conversions import converted, is_only_reader
 from backpack_core.errors import BackpackWarning
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
 
 # What shape queries give are numbers, through which nothing is differentiated.
 _NO_OPERATION = frozenset({"size", "dim", "getattr"})

@@ -1,0 +1,1 @@
+"""What the compatibility layer needs beside the names of the incumbent."""
