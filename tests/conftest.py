@@ -10,7 +10,7 @@ import torch
 from backpack_core import traversal
 from backpack_core.context import _STACKS
 
-pytest_plugins = ["backpack_core.testing.pytest_plugin"]
+pytest_plugins = ["backpack_core.testing.pytest_plugin", "tests.nets.plugin"]
 
 
 @pytest.fixture(autouse=True)
