@@ -136,12 +136,14 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
     return (replace(first, settings={**first.settings, "merged": True}), *terms[1:]), Plan()
 
 
-def _names(random: Random, draft: Draft, has_curvature: bool) -> list[str]:
+def _names(random: Random, draft: Draft, terms: tuple[Term, ...]) -> list[str]:
     by_family: dict[str, list[str]] = {}
     for name, quantity in QUANTITIES.items():
         by_family.setdefault(quantity.family, []).append(name)
     first = random.sample(by_family["first"], random.randint(1, 4))
-    if not has_curvature and random.random() < 0.9:
+    has_curvature = all(LOSSES[term.kind].has_curvature for term in terms)
+    is_extended = all(term.kind != "functional" for term in terms)
+    if not is_extended or (not has_curvature and random.random() < 0.9):
         return first
     ggn = random.sample(by_family["ggn"], random.randint(1, 3))
     if draft.is_smooth:
@@ -152,7 +154,7 @@ def _names(random: Random, draft: Draft, has_curvature: bool) -> list[str]:
 
 def draw_requests(random: Random, draft: Draft, terms: tuple[Term, ...]) -> tuple[Request, ...]:
     """Extensions for one backward pass, in random order."""
-    names = _names(random, draft, all(LOSSES[term.kind].has_curvature for term in terms))
+    names = _names(random, draft, terms)
     random.shuffle(names)
     requests = [Request(n, draw_options(n, random, draft.recipe.batch)) for n in names]
     if "BatchGrad" in names and random.random() < 0.1:

@@ -91,7 +91,7 @@ class Draft:
 
     def _kind(self) -> Kind:
         unread = [n for n, v in self.values.items() if not v.is_floating_point()]
-        wants_tokens = (bool(unread) and self.random.random() < 0.5) or not self.numbers
+        wants_tokens = (bool(unread) and self.random.random() < 0.12) or not self.numbers
         strict = self.is_smooth and self.random.random() < 0.97
         kinds = [
             kind
@@ -219,7 +219,7 @@ def draw_sources(random: Random, length: int = 0) -> dict[str, Source]:
         length: A length that sequences have more often than others.
     """
     sources = {}
-    families = ["flat", "flat", "sequence", "sequence", "image", "tokens"]
+    families = ["flat", "flat", "sequence", "sequence", "sequence", "image", "image", "tokens"]
     for number in range(random.choice([1, 1, 1, 2])):
         family = "sequence" if length and random.random() < 0.6 else random.choice(families)
         requires_grad = not length and random.random() < 0.05

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.nets.kinds import Shapes, axes, divisor, function, need
+from tests.nets.kinds import Shapes, axes, divisor, function, need, on_axes
 from tests.nets.recipe import Settings
 
 
@@ -20,7 +20,7 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x**3
+        return x.pow(3)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -90,7 +90,14 @@ function(
     weight=0.5,
     traits="hessian",
 )
-function("blend", lambda s, x: Blend.apply(0.3, x), weight=0.5)
+
+
+def _blend(settings: Settings, x: Tensor) -> Any:
+    apply: Any = Blend.apply
+    return apply(0.3, x)
+
+
+function("blend", _blend, weight=0.5)
 
 ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
     "softmax": lambda x, a: x.softmax(a),
@@ -229,7 +236,7 @@ def _time_first(settings: Settings, x: Tensor) -> Tensor:
     return x.transpose(0, 1).cumsum(0).transpose(0, 1)
 
 
-function("time_first", _time_first, lambda r, shapes: axes(shapes[0], 2, 3) or {}, weight=0.5)
+function("time_first", _time_first, on_axes(2, 3), weight=0.5)
 
 
 def _self_attention(settings: Settings, x: Tensor) -> Tensor:
@@ -245,7 +252,7 @@ function("self_attention", _self_attention, _draw_self_attention)
 function(
     "merged_heads",
     lambda s, x: torch.bmm(m := x.flatten(0, 1)[:, None], m.mT.softmax(1)).view(len(x), -1),
-    lambda r, shapes: axes(shapes[0], 2) or {},
+    on_axes(2),
     weight=0.4,
 )
 
@@ -311,10 +318,18 @@ def _product(settings: Settings, x: Tensor, y: Tensor) -> Tensor:
 
 
 function("product", _product, _draw_products, arity=2, weight=5)
+
+
+def _draw_vectors(random: Random, shapes: Shapes) -> dict[str, Any]:
+    axes(shapes[0], 1)
+    axes(shapes[1], 1)
+    return {}
+
+
 function(
     "outer",
     lambda s, x, y: torch.einsum("ni,nj->nij", x, y),
-    lambda r, shapes: axes(shapes[0], 1) or axes(shapes[1], 1) or {},
+    _draw_vectors,
     arity=2,
     weight=2,
 )
@@ -323,9 +338,16 @@ function(
     lambda s, x, y: x * y.flatten(1).mean(1).view(-1, *[1] * (x.dim() - 1)),
     arity=2,
 )
+
+
+def _draw_long(random: Random, shapes: Shapes) -> dict[str, Any]:
+    need(max(shapes[0]) > 2)
+    return {}
+
+
 function(
     "layer_norm",
     lambda s, x: F.layer_norm(x, x.shape[1:]),
-    lambda r, shapes: need(max(shapes[0]) > 2) or {},
+    _draw_long,
 )
 function("detach", lambda s, x: x.detach(), weight=0.4)

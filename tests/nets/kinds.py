@@ -120,6 +120,16 @@ def axes(shape: Shape, *numbers: int) -> None:
     need(len(shape) in numbers)
 
 
+def on_axes(*numbers: int) -> Draw:
+    """Nothing to draw, for samples with one of these numbers of axes."""
+
+    def draw(random: Random, shapes: Shapes) -> dict[str, Any]:
+        axes(shapes[0], *numbers)
+        return {}
+
+    return draw
+
+
 def divisor(random: Random, number: int) -> int:
     """A divisor of a number."""
     return random.choice([d for d in range(1, number + 1) if number % d == 0])

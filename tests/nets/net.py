@@ -98,8 +98,9 @@ class DrawnNet(nn.Module):
         """Give a layer the weight of another one, where it fits."""
         parts = dict(self.parts.items())
         part, other = parts.get(step.part), parts.get(step.settings.get("tie", ""))
-        is_linear = isinstance(part, nn.Linear) and isinstance(other, nn.Linear)
-        if is_linear and part.weight.shape == other.weight.shape:
+        if not isinstance(part, nn.Linear) or not isinstance(other, nn.Linear):
+            return
+        if part.weight.shape == other.weight.shape:
             part.weight = other.weight
 
     def _freeze(self, step: Step) -> None:

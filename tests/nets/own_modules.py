@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.nets.kinds import Shapes, axes, module, need
+from tests.nets.kinds import Run, Shapes, module, need, on_axes
 from tests.nets.recipe import Settings
 
 
@@ -219,25 +220,15 @@ module(
 module("Positions", lambda s, shapes: Positions(*shapes[0]), weight=0.7)
 
 
-def _draw_sequence(random: Random, shapes: Shapes) -> dict[str, Any]:
-    axes(shapes[0], 2)
-    return {}
-
-
-def _draw_image(random: Random, shapes: Shapes) -> dict[str, Any]:
-    axes(shapes[0], 3)
-    return {}
-
-
 def _draw_long(random: Random, shapes: Shapes) -> dict[str, Any]:
     need(shapes[0][0] > 1)
     return {}
 
 
-module("ClassToken", lambda s, shapes: ClassToken(shapes[0][-1]), _draw_sequence, weight=0.7)
+module("ClassToken", lambda s, shapes: ClassToken(shapes[0][-1]), on_axes(2), weight=0.7)
 module("Tap", lambda s, shapes: Tap())
 module("Halves", lambda s, shapes: Halves(), _draw_long)
-module("Tokens", lambda s, shapes: Tokens(), _draw_image)
+module("Tokens", lambda s, shapes: Tokens(), on_axes(3))
 
 
 def _run_mapping(part: nn.Module, settings: Settings, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -254,14 +245,15 @@ def _run_keywords(part: nn.Module, settings: Settings, x: Tensor, gate: Tensor) 
     return result
 
 
-for _kind, _run in ((Mapping, _run_mapping), (Pair, _run_pair), (Keywords, _run_keywords)):
+def _with_pair(kind: Callable[[int], nn.Module], name: str, run: Run) -> None:
     module(
-        _kind.__name__,
-        lambda s, shapes, kind=_kind: kind(shapes[0][-1]),
-        run=_run,
-        arity=2,
-        traits="matching",
+        name, lambda s, shapes: kind(shapes[0][-1]), run=run, arity=2, traits="matching", weight=1.5
     )
+
+
+_with_pair(Mapping, "Mapping", _run_mapping)
+_with_pair(Pair, "Pair", _run_pair)
+_with_pair(Keywords, "Keywords", _run_keywords)
 
 
 def _run_of_net(part: nn.Parameter, settings: Settings, x: Tensor) -> Tensor:

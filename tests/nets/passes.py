@@ -65,6 +65,12 @@ class Run:
         with budget(self.recipe.plan.budget):
             PASSES[self.recipe.plan.passes](self, extensions)
 
+    def forget(self) -> None:
+        """Cut the circle of parameters and gradients that have a graph."""
+        for parameter in self.used.values():
+            parameter.grad = None
+            parameter.__dict__.clear()
+
     def loss(self, variant: int = 0, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """A forward pass.
 

@@ -43,6 +43,8 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
     """
     beside = [BESIDE[term.kind] for term in recipe.terms if term.kind in BESIDE]
     found = {term.trap if recipe.batch > 1 else term.trap_of_one for term in beside} - {""}
+    if any(term.kind == "functional" for term in recipe.terms):
+        found.add("beside")
     if losses.is_nonlinear:
         found.add("outer")
     for step, before, after in net.watched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -22,10 +23,17 @@ def _draw_embedding(random: Random, shapes: Shapes) -> dict[str, Any]:
 
 
 module("Embedding", _embedding, _draw_embedding, weight=1, traits="tokens hessian")
+
+
+def _draw_embedding_bag(random: Random, shapes: Shapes) -> dict[str, Any]:
+    axes(shapes[0], 1)
+    return {"tokens": 4, "width": random.randint(2, 4)}
+
+
 module(
     "EmbeddingBag",
     lambda s, shapes: nn.EmbeddingBag(s["tokens"], s["width"], mode="sum"),
-    lambda random, shapes: axes(shapes[0], 1) or _draw_embedding(random, shapes),
+    _draw_embedding_bag,
     weight=0.2,
     traits="tokens",
 )
@@ -35,7 +43,7 @@ TAKES = ("sequence", "last", "states", "both")
 
 def _draw_recurrent(random: Random, shapes: Shapes) -> dict[str, Any]:
     axes(shapes[0], 2)
-    settings = {
+    settings: dict[str, Any] = {
         "name": random.choice(["LSTM", "GRU", "RNN"]),
         "hidden": random.randint(1, 3),
         "layers": random.choice([1, 1, 2]),
@@ -50,7 +58,7 @@ def _draw_recurrent(random: Random, shapes: Shapes) -> dict[str, Any]:
 
 def _recurrent(settings: Settings, shapes: Shapes) -> nn.Module:
     extra = {"proj_size": settings["proj_size"]} if "proj_size" in settings else {}
-    kind: Any = getattr(nn, settings["name"])
+    kind: Callable[..., nn.Module] = getattr(nn, settings["name"])
     return kind(
         shapes[0][-1],
         settings["hidden"],
@@ -74,7 +82,7 @@ def _run_recurrent(part: nn.Module, settings: Settings, x: Tensor) -> Any:
     return sequence, states[0][-1]
 
 
-module("Recurrent", _recurrent, _draw_recurrent, _run_recurrent, weight=4)
+module("Recurrent", _recurrent, _draw_recurrent, _run_recurrent, weight=6)
 
 
 def _draw_cell(random: Random, shapes: Shapes) -> dict[str, Any]:
@@ -136,8 +144,8 @@ def _draw_cross_attention(random: Random, shapes: Shapes) -> dict[str, Any]:
     return _draw_attention(random, shapes)
 
 
-module("Attention", _attention, _draw_attention, _run_attention, weight=3)
-module("CrossAttention", _attention, _draw_cross_attention, _run_attention, arity=2)
+module("Attention", _attention, _draw_attention, _run_attention, weight=5)
+module("CrossAttention", _attention, _draw_cross_attention, _run_attention, arity=2, weight=3)
 
 
 def _encoder_layer(settings: Settings, shapes: Shapes) -> nn.Module:

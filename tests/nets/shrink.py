@@ -41,13 +41,17 @@ def shrink(
             except Unstable:
                 continue
             found = judged(candidate)
-            is_same = (found.outcome, found.what) == (verdict.outcome, verdict.what)
-            if is_same and trap_name(recipe) == trap_name(prepared.recipe):
+            if _signature(candidate, found) == _signature(prepared, verdict):
                 prepared, verdict = candidate, found
                 break
         else:
             break
     return prepared, verdict
+
+
+def _signature(prepared: Prepared, verdict: Verdict) -> tuple[object, ...]:
+    trap = trap_name(prepared.recipe), prepared.truth.traps
+    return verdict.outcome, verdict.what, trap
 
 
 def _simpler(recipe: Recipe) -> Iterator[Recipe]:

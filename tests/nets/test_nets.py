@@ -8,6 +8,7 @@ they were refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,13 +25,17 @@ LARGEST_BLOCK = 250
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames:
         return
-    count = metafunc.config.getoption(
-        "--traps" if "trap" in metafunc.function.__name__ else "--nets"
-    )
-    first = metafunc.config.getoption("--seed")
+    option = "--traps" if "trap" in metafunc.function.__name__ else "--nets"
+    first, count = metafunc.config.getoption("--seed"), metafunc.config.getoption(option)
     size = min(LARGEST_BLOCK, max(1, -(-count // BLOCKS)))
-    blocks = [range(s, min(s + size, first + count)) for s in range(first, first + count, size)]
-    metafunc.parametrize("seeds", blocks, ids=lambda block: f"{block[0]}-{block[-1]}")
+    blocks: list[Any] = [
+        range(s, min(s + size, first + count)) for s in range(first, first + count, size)
+    ]
+    ids = [f"{block[0]}-{block[-1]}" for block in blocks]
+    if not blocks:
+        skip = pytest.mark.skip(reason=f"runs with {option}=N")
+        blocks, ids = [pytest.param(range(0), marks=skip)], ["none"]
+    metafunc.parametrize("seeds", blocks, ids=ids)
 
 
 def check(

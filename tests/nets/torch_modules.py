@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 from torch import nn
 
-from tests.nets.kinds import Make, Shapes, axes, divisor, module, need
+from tests.nets.kinds import Make, Shapes, axes, divisor, module, need, on_axes
 from tests.nets.recipe import Settings
 
 
@@ -27,7 +28,7 @@ module(
 def _draw_convolution(random: Random, shapes: Shapes) -> dict[str, Any]:
     axes(shapes[0], 2, 3)
     groups = divisor(random, shapes[0][0]) if random.random() < 0.3 else 1
-    settings = {
+    settings: dict[str, Any] = {
         "out": groups * random.randint(1, 3),
         "kernel": random.randint(1, 3),
         "stride": random.choice([1, 1, 2]),
@@ -110,7 +111,7 @@ module(
     "GroupNorm",
     lambda s, shapes: nn.GroupNorm(s["groups"], shapes[0][0], affine=s["affine"]),
     _draw_group_norm,
-    weight=2,
+    weight=3,
 )
 
 
@@ -126,7 +127,7 @@ module(
         shapes[0][0], affine=s["affine"]
     ),
     _draw_instance_norm,
-    weight=2,
+    weight=4,
 )
 
 
@@ -145,7 +146,7 @@ module("BatchNorm", _batch_norm, _draw_batch_norm, weight=2, traits="hessian")
 module(
     "LocalResponseNorm",
     lambda s, shapes: nn.LocalResponseNorm(2),
-    lambda random, shapes: axes(shapes[0], 2, 3) or {},
+    on_axes(2, 3),
     weight=0.3,
 )
 
@@ -227,7 +228,7 @@ def _draw_pool(random: Random, shapes: Shapes) -> dict[str, Any]:
 
 
 def _pool(settings: Settings, shapes: Shapes) -> nn.Module:
-    kind: Any = getattr(nn, f"{settings['name']}{len(shapes[0]) - 1}d")
+    kind: Callable[..., nn.Module] = getattr(nn, f"{settings['name']}{len(shapes[0]) - 1}d")
     if settings["name"] == "LPPool":
         return kind(2, settings["size"])
     if "stride" in settings:
@@ -304,7 +305,7 @@ module(
 module(
     "Upsample",
     lambda s, shapes: nn.Upsample(scale_factor=2),
-    lambda random, shapes: axes(shapes[0], 2, 3) or {},
+    on_axes(2, 3),
     weight=0.5,
     traits="hessian",
 )

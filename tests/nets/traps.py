@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.nets.kinds import Shapes, axes, divisor, function, module, need
+from tests.nets.kinds import Shapes, axes, divisor, function, module, need, on_axes
 from tests.nets.own_modules import Dense, Gated, Scale
 from tests.nets.recipe import Settings
 
@@ -27,7 +27,7 @@ MIXING: dict[str, Callable[[Tensor], Tensor]] = {
     "cumulative": lambda x: x.cumsum(0),
     "softmax": lambda x: x.softmax(0),
     "largest": lambda x: x - x.amax(0, keepdim=True),
-    "norm": lambda x: x / (1 + x.norm()),
+    "norm": lambda x: x.div(1 + x.norm()),
     "mixup": lambda x: 0.7 * x + 0.3 * x.flip(0),
     "previous": lambda x: x + 0.5 * x.roll(1, 0),
 }
@@ -46,11 +46,6 @@ function("mix", lambda s, x: MIXING[s["name"]](x), _named(MIXING), weight=6, tra
 function("reorder", lambda s, x: WHOLE[s["name"]](x), _named(WHOLE), weight=2, traits="trap whole")
 
 
-def _sequence(random: Random, shapes: Shapes) -> dict[str, Any]:
-    axes(shapes[0], 2)
-    return {}
-
-
 def _positions(part: nn.Module, settings: Settings, x: Tensor) -> Tensor:
     """A table of positions, looked up once for all samples."""
     return x + part(torch.arange(x.shape[1]))
@@ -64,7 +59,7 @@ def _coordinates(part: nn.Module, settings: Settings, x: Tensor) -> Tensor:
 module(
     "PositionTable",
     lambda s, shapes: nn.Embedding(8, shapes[0][-1]),
-    _sequence,
+    on_axes(2),
     _positions,
     weight=3,
     traits="trap",
@@ -72,7 +67,7 @@ module(
 module(
     "CoordinateNet",
     lambda s, shapes: nn.Linear(1, shapes[0][-1]),
-    _sequence,
+    on_axes(2),
     _coordinates,
     weight=2,
     traits="trap",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from tests.nets.scope import NEED_BATCH, WATCHED, trained, traps
 
 # Where two ways to compute the same by plain autograd differ by more, rounding decides.
 AGREEMENT = 1e-9
+SHIFT = 1e-13
 # Individual gradients that are all smaller are rounding.
 SMALLEST = 1e-6
 
@@ -129,17 +130,26 @@ class Truth:
         )
         return dict(zip(self.parameters, found, strict=True))
 
-    def _leaves(self) -> Values:
-        return {name: z.clone().requires_grad_() for name, z in self.outputs.items()}
+    def _leaves(self, shift: float = 0.0) -> Values:
+        shifted = {n: z + shift * z.abs().max() for n, z in self.outputs.items()}
+        return {n: z.requires_grad_() for n, z in shifted.items()}
+
+    def _loss_gradients(self, shift: float = 0.0) -> Tensor:
+        """Gradient of the loss in the outputs of each sample. Shape ``[N, D]``."""
+        leaves = list((by_name := self._leaves(shift)).values())
+        found = torch.autograd.grad(self._loss(by_name), leaves)
+        return torch.cat([g.flatten(1) for g in found], 1)
+
+    def _shaped(self, n: int, flat: Tensor) -> list[Tensor]:
+        """A vector ``[D]`` in the shapes of the outputs of sample ``n``."""
+        parts = flat.split([z.numel() for z in self.rows[n]])
+        return [part.reshape(z.shape) for part, z in zip(parts, self.rows[n], strict=True)]
 
     @cached_property
     def individual_gradients(self) -> dict[str, Tensor]:
         """The part of each sample in the gradient. Shape ``[N, *θ]``."""
-        leaves = self._leaves()
-        weights = torch.autograd.grad(
-            self._loss(leaves), list(leaves.values()), materialize_grads=True, allow_unused=True
-        )
-        found = [self._pull(n, [w[n] for w in weights]) for n in range(self.batch)]
+        weights = _stable(self._loss_gradients)
+        found = [self._pull(n, self._shaped(n, w)) for n, w in enumerate(weights)]
         return {name: torch.stack([f[name] for f in found]) for name in self.parameters}
 
     @cached_property
@@ -148,11 +158,7 @@ class Truth:
         result: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
         for n, row in enumerate(self.rows):
             units = torch.eye(sum(z.numel() for z in row))
-            found = []
-            for unit in units:
-                parts = unit.split([z.numel() for z in row])
-                shaped = [part.reshape(z.shape) for part, z in zip(parts, row, strict=True)]
-                found.append(self._pull(n, shaped))
+            found = [self._pull(n, self._shaped(n, unit)) for unit in units]
             for name in result:
                 result[name].append(torch.stack([f[name].flatten() for f in found]))
         return {name: torch.stack(rows) for name, rows in result.items()}
@@ -163,25 +169,30 @@ class Truth:
 
         Right for losses that do not couple samples.
         """
-        leaves = list((by_name := self._leaves()).values())
+        return _stable(self._loss_hessians)
+
+    def _loss_hessians(self, shift: float = 0.0) -> Tensor:
+        leaves = list((by_name := self._leaves(shift)).values())
         first = torch.autograd.grad(self._loss(by_name), leaves, create_graph=True)
         flat = torch.cat([g.flatten(1) for g in first], 1)
+        if not flat.requires_grad:
+            return torch.diag_embed(torch.zeros_like(flat))
         columns = []
         for d in range(flat.shape[1]):
-            if not flat.requires_grad:
-                columns.append(torch.zeros_like(flat))
-                continue
             second = torch.autograd.grad(
-                flat[:, d].sum(), leaves, retain_graph=True, materialize_grads=True,
+                flat[:, d].sum(),
+                leaves,
+                retain_graph=True,
                 allow_unused=True,
-            )  # fmt: skip
+                materialize_grads=True,
+            )
             columns.append(torch.cat([g.flatten(1) for g in second], 1))
         return torch.stack(columns, 1).detach()
 
-    def ggn(self, name: str, other: str | None = None) -> Tensor:
+    def ggn(self, name: str) -> Tensor:
         """Block of each sample's generalised Gauss-Newton matrix. Shape ``[N, P, P]``."""
-        left, right = self.jacobians[name], self.jacobians[other or name]
-        return torch.einsum("nca,ncd,ndb->nab", left, self.loss_hessians, right)
+        jacobian = self.jacobians[name]
+        return torch.einsum("nca,ncd,ndb->nab", jacobian, self.loss_hessians, jacobian)
 
     def ggn_diagonal(self, name: str) -> Tensor:
         """Its diagonal. Shape ``[N, *θ]``."""
@@ -225,6 +236,18 @@ class Truth:
             for n, weight in enumerate(weights):
                 total = total + (self._differentiable[n][name] * weight).sum()
         return {name: _derivative(total, p) for name, p in self.parameters.items()}
+
+
+def _stable(function: Callable[[float], Tensor]) -> Tensor:
+    """The value of a function at no shift of its arguments.
+
+    Raises:
+        Unstable: A shift by rounding errors changes it by more than that.
+    """
+    value = function(0.0)
+    if not difference(function(SHIFT), value, SMALLEST) < AGREEMENT:
+        raise Unstable("The loss is ill-conditioned.")
+    return value
 
 
 def _derivative(value: Tensor, parameter: nn.Parameter, vector: Tensor | None = None) -> Tensor:

@@ -142,6 +142,9 @@ def attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
             return after or Verdict("refused", _head(error), str(error))
         except Exception as error:
             return Verdict("crash", _head(error), traceback.format_exc())
+        finally:
+            if run is not None:
+                run.forget()
     return fault or Verdict("exact")
 
 
@@ -206,7 +209,8 @@ def _faults_of(prepared: Prepared, run: Run, request: Request, field: str) -> It
 
 
 def _faults_of_derivatives(prepared: Prepared, run: Run) -> Iterator[Verdict]:
-    parts = [(run.used[name].grad_batch * w).sum() for name, w in prepared.weights.items()]
+    used: dict[str, Any] = {**run.used}
+    parts = [(used[name].grad_batch * w).sum() for name, w in prepared.weights.items()]
     if not any(part.requires_grad for part in parts):
         return
     parameters = [run.used[name] for name in prepared.weights]
