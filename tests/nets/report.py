@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the plugin of pytest reads this file before anything else is imported
+if TYPE_CHECKING:  # tests/conftest.py only adds up numbers
     from tests.nets.verdict import Prepared, Verdict
 
 # Faults of one kind that are shrunk in a block; of the others the seed is told.
