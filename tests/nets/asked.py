@@ -177,4 +177,4 @@ def draw_plan(draft: Draft, requests: tuple[Request, ...]) -> Plan:
     if passes == "for_some" and any(r.name == "ClippedSumGrad" for r in requests):
         passes = "single"  # whose norms are meant is a matter of its own
     budget = random.choice([1, 64, 300, 2000]) if random.random() < 0.4 else 0
-    return Plan(passes, budget, random.randint(1, 5))
+    return Plan(passes, budget, random.randint(1, 6))

@@ -10,6 +10,7 @@ for _name in (
     "torch_modules",
     "sequence_modules",
     "own_modules",
+    "changed_modules",
     "functions",
     "in_place",
     "traps",

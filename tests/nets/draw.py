@@ -58,7 +58,7 @@ class Draft:
     def draw_step(self) -> None:
         """Try steps until one fits."""
         for _ in range(ATTEMPTS):
-            is_new = self.is_tame or self.random.random() > 0.07
+            is_new = self.is_tame or self.random.random() > 0.1
             try:
                 step = self._new(self._kind()) if is_new else self._again()
             except Unfit:
@@ -282,6 +282,8 @@ def draw_with_trap(seed: int) -> Prepared:
             requests = draw_requests(random, draft, terms)
             if place == "loss":
                 terms, plan = trap_the_loss(draft, terms)
+            elif random.random() < 0.2:
+                plan = Plan(random.choice(["after_interruption", "after_failure", "after_another"]))
             return Prepared(draft.recipe.with_(terms=terms, requests=requests, plan=plan))
         except (Unfit, Unstable):
             continue

@@ -11,39 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.nets.kinds import Shapes, axes, divisor, function, need, on_axes
+from tests.nets.own_functions import Blend, Blocked, Clamp, Cube
 from tests.nets.recipe import Settings
-
-
-class Cube(torch.autograd.Function):
-    """A function of the user's, with a backward pass that is not differentiated any further."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.pow(3)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * grad
-
-
-class Clamp(Cube):
-    """The same under a name that torch uses for something else."""
-
-
-class Blend(torch.autograd.Function):
-    """A number as first argument, and two outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, factor: float, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.factor = factor
-        return factor * x, x - factor
-
-    @staticmethod
-    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.factor * first + second
-
 
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
@@ -67,6 +36,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "detached_part": lambda x: x + x.detach(),
     "cube": Cube.apply,
     "clamp_in_name_only": Clamp.apply,
+    "blocked": lambda x: x + Blocked.apply(x),
     "hardtanh": F.hardtanh,
     "erf": torch.erf,
 }

@@ -5,12 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from backpack_core import Extension, backpack, disable, extend, memory_budget, set_memory_budget
+from backpack_core import (
+    Extension,
+    FirstOrderExtension,
+    LayerRule,
+    ModuleCall,
+    backpack,
+    disable,
+    extend,
+    memory_budget,
+    set_memory_budget,
+)
 from tests.nets.losses import Losses
 from tests.nets.net import DrawnNet, data
 from tests.nets.recipe import Recipe
@@ -18,11 +29,28 @@ from tests.nets.scope import trained
 from tests.nets.truth import fresh
 
 # What these passes do to the net is felt by a checkpoint, and by every pass after them.
-CHANGING = frozenset({"with_other_weights", "then_replaced", "then_changed"})
+CHANGING = frozenset({"with_other_weights", "then_replaced", "then_changed", "with_updates"})
 
 
-class HookFailure(Exception):
-    """What the failing extension hook raises."""
+class Interruption(Exception):
+    """What a backward pass is interrupted with."""
+
+
+class Interrupting(FirstOrderExtension):
+    """Raises at one of its readings, when others have read the same parameter."""
+
+    savefield = "nothing"
+    precedence: ClassVar[int] = -1
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> None:
+        """Count down."""
+        self.left -= 1
+        if not self.left:
+            raise Interruption
 
 
 @contextmanager
@@ -107,16 +135,16 @@ class Run:
         return hook
 
     def fail(self, loss: Tensor, extensions: Sequence[Extension], **retain: bool) -> None:
-        """A backward pass that the extension hook interrupts, if it is called often enough."""
+        """A backward pass that a hook or an extension interrupts, if it is called often enough."""
 
         def act() -> None:
-            raise HookFailure
+            raise Interruption
 
-        try:
-            with backpack(*extensions, extension_hook=self.countdown(act), **retain):
-                loss.backward(**retain)
-        except HookFailure:
-            pass
+        at = self.recipe.plan.hook_acts_at
+        hook = self.countdown(act) if at % 2 else None
+        more = () if at % 2 else (Interrupting(at // 2),)
+        with suppress(Interruption), backpack(*extensions, *more, extension_hook=hook, **retain):
+            loss.backward(**retain)
         self.net.zero_grad()
 
 
@@ -176,6 +204,20 @@ def after_plain(run: Run, extensions: Sequence[Extension]) -> None:
     loss.backward(retain_graph=True)
     run.net.zero_grad()
     run.backward(loss, extensions)
+
+
+@listed
+def after_thawing(run: Run, extensions: Sequence[Extension]) -> None:
+    """Behind a pass in which no parameter was frozen."""
+    frozen = [p for p in run.net.parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    run.backward(run.loss(), extensions)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    run.net.zero_grad()
+    single(run, extensions)
 
 
 @listed
@@ -253,6 +295,19 @@ def then_changed(run: Run, extensions: Sequence[Extension]) -> None:
             if buffer.is_floating_point():
                 setattr(module, name, buffer + 1)
     run.backward(loss, extensions)
+
+
+@listed
+def with_updates(run: Run, extensions: Sequence[Extension]) -> None:
+    """Every parameter is updated as soon as its gradient is there."""
+
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(0.3 * torch.sign(parameter))
+
+    for parameter in run.used.values():
+        parameter.register_post_accumulate_grad_hook(update)
+    run.backward(run.loss(), extensions)
 
 
 @listed

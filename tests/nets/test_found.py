@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,13 +110,22 @@ FOUND: dict[str, Recipe] = {
         shape=(2, 3),
         ask=(Request("DiagGGNExact", {"subsampling": [0]}),),
     ),
+    # What another pass leaves behind
+    "left-memo": chain(
+        linear(), linear(), ask=DIAGONAL, passes="after_failure_on_one_graph", hook_acts_at=2
+    ),
+    "left-frozen": chain(
+        ("Linear", {"out": 3, "bias": True, "frozen": "weight"}), passes="after_thawing"
+    ),
+    "left-inside": chain(linear(), ask=CLIPPED, passes="around_another"),
     # Single causes
     "memory-fields": chain(
         linear(), ask=(*GRADIENTS, Request("BatchGrad", {"savefield": "second"}))
     ),
     "memory-gradient": chain(("Positions", {}), batch=1, passes="by_grad"),
     "number-first": chain(linear(), ("blend", {}), ask=DIAGONAL),
-    "pass-inside": chain(linear(), ask=CLIPPED, passes="around_another"),
+    "subclass": chain(("StandardizedConv", {}), shape=(2, 4)),
+    "with-a-graph": chain(recurrent("RNN", "last"), shape=(2, 3), ask=(Request("GGNMP"),)),
     "cdist": chain(linear(), ("product", {"name": "cdist"}), shape=(2, 3), ask=DIAGONAL),
     "name-of-a-node": chain(
         linear(), ("elementwise", {"name": "clamp_in_name_only"}), ask=(Request("DiagHessian"),)
@@ -131,6 +141,10 @@ FOUND: dict[str, Recipe] = {
 }
 
 
+# One module, called twice.
+FOUND["left-memo"] = FOUND["left-memo"].with_(
+    steps=tuple(replace(step, part="p") for step in FOUND["left-memo"].steps)
+)
 # A module reads the half that the loss does not depend on.
 FOUND["unused-part"] = FOUND["unused-part"].with_(
     steps=(*FOUND["unused-part"].steps, Step("Identity", ("v1b",), ("v2",), {}, "p2"))

@@ -172,9 +172,9 @@ def _faults(
     yield from _faults_of_gradients(prepared, run, run.names)
     for request in requests:
         yield from _faults_of(prepared, run, request, fields[str(request)])
-    for name, parameter in run.used.items():
+    for name, parameter in run.net.named_parameters():
         for field in fields.values():
-            if name not in prepared.truth.parameters and _is_nonzero(getattr(parameter, field, 0)):
+            if name not in prepared.truth.parameters and _is_something(parameter, field):
                 yield Verdict("wrong", f"{field} stray", f"{field} of {name} without a gradient")
     yield from _aliases(run, list(fields.values()))
     if "BatchGrad()" in fields:
@@ -204,6 +204,8 @@ def _faults_of(prepared: Prepared, run: Run, request: Request, field: str) -> It
         floor = max(quantity.floor(truth, name, request.options), NOISE / RTOL * largest, SMALLEST)
         value = quantity.read(truth, name, getattr(found[name], field))
         text = _mismatch(value, expected[name], floor)
+        if value.requires_grad and not run.creates_graph:
+            text = "with a graph", "requires a gradient"
         if text:
             yield Verdict("wrong", f"{request.name} {text[0]}", f"{request} of {name}: {text[1]}")
 
@@ -237,8 +239,11 @@ def _mismatch(ours: Tensor | None, expected: Tensor, floor: float) -> tuple[str,
     return "differs", f"relative error {error:.1e}, ours / expected: {factors}"
 
 
-def _is_nonzero(value: Any) -> bool:
-    return isinstance(value, Tensor) and bool((value != 0).any())
+def _is_something(parameter: Tensor, field: str) -> bool:
+    value: Any = getattr(parameter, field, None)
+    if callable(value) and not isinstance(value, Tensor):
+        value = value(torch.ones(1, *parameter.shape))
+    return value is not None and bool((value != 0).any())
 
 
 def _aliases(run: Run, fields: list[str]) -> Iterator[Verdict]:
