@@ -86,7 +86,7 @@ class Draft:
         inputs = self._inputs(kind)
         settings = kind.draw(self.random, tuple(map(self.shape, inputs)))
         part = f"p{len(self.recipe.steps)}" if kind.make else ""
-        settings.update(self._options(kind, inputs, settings))
+        settings.update(self._options(kind, inputs))
         return Step(kind.name, inputs, (), settings, part)
 
     def _kind(self) -> Kind:
@@ -121,9 +121,7 @@ class Draft:
             raise Unfit
         return (first, self.random.choice(others))
 
-    def _options(
-        self, kind: Kind, inputs: tuple[str, ...], settings: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _options(self, kind: Kind, inputs: tuple[str, ...]) -> dict[str, Any]:
         """What any step may have besides the settings of its kind."""
         options: dict[str, Any] = {}
         if self.is_tame:

@@ -163,6 +163,7 @@ def _fault_after_error(prepared: Prepared, run: Run) -> Verdict | None:
 def _head(error: BaseException) -> str:
     """Class and beginning of a message, without what differs from net to net."""
     text = re.sub(r"'[^']*'|\[[^\]]*\]|\d+(\.\d+)?(e-?\d+)?", "…", str(error).split("\n")[0])
+    text = re.sub(r"^[A-Z]\w+(?= (…|has|is|needs|starts))", "Module", text)
     return f"{type(error).__name__}: {text[:90]}"
 
 
