@@ -156,10 +156,14 @@ class Draft:
 
     def accept(self, step: Step) -> bool:
         """Run a step, and keep it if it gives something to go on with."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self._accept(step)
+
+    def _accept(self, step: Step) -> bool:
         known, before = set(self.net.parts), self.recipe
         try:
-            with torch.no_grad(), torch.random.fork_rng([]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with torch.no_grad(), torch.random.fork_rng([]):
                 found = self._try(step)
         except (Unfit, RuntimeError, ValueError, IndexError):
             self._forget(known)

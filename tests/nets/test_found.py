@@ -117,6 +117,9 @@ FOUND: dict[str, Recipe] = {
     "left-frozen": chain(
         ("Linear", {"out": 3, "bias": True, "frozen": "weight"}), passes="after_thawing"
     ),
+    "left-updates": chain(
+        recurrent("RNN", "sequence"), shape=(2, 3), ask=CLIPPED, passes="with_updates"
+    ),
     "left-inside": chain(linear(), ask=CLIPPED, passes="around_another"),
     # Single causes
     "memory-fields": chain(
@@ -129,6 +132,15 @@ FOUND: dict[str, Recipe] = {
     "cdist": chain(linear(), ("product", {"name": "cdist"}), shape=(2, 3), ask=DIAGONAL),
     "name-of-a-node": chain(
         linear(), ("elementwise", {"name": "clamp_in_name_only"}), ask=(Request("DiagHessian"),)
+    ),
+    "replayed-attention": chain(
+        ("NetParameter", {}), ATTENTION, shape=(2, 3), ask=(Request("GGNMP"),)
+    ),
+    "checkpoint-view": chain(
+        ("Linear", {"out": 4, "bias": True, "checkpoint": True}),
+        in_place("CELU"),
+        shape=(2, 3),
+        ask=(Request("GGNMP"),),
     ),
     "unused-part": chain(linear(4), ("chunk", {"axis": 1})),
     "replayed-prelu": chain(
@@ -144,6 +156,10 @@ FOUND: dict[str, Recipe] = {
 # One module, called twice.
 FOUND["left-memo"] = FOUND["left-memo"].with_(
     steps=tuple(replace(step, part="p") for step in FOUND["left-memo"].steps)
+)
+# The input wants a gradient as well.
+FOUND["checkpoint-view"] = FOUND["checkpoint-view"].with_(
+    sources={"x": Source((2, 3), requires_grad=True)}
 )
 # A module reads the half that the loss does not depend on.
 FOUND["unused-part"] = FOUND["unused-part"].with_(
