@@ -159,7 +159,7 @@ FOUND["left-memo"] = FOUND["left-memo"].with_(
 )
 # The input wants a gradient as well.
 FOUND["checkpoint-view"] = FOUND["checkpoint-view"].with_(
-    sources={"x": Source((2, 3), requires_grad=True)}
+    sources={"x": Source((1, 2, 3), requires_grad=True)}
 )
 # A module reads the half that the loss does not depend on.
 FOUND["unused-part"] = FOUND["unused-part"].with_(
