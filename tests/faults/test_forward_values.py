@@ -184,7 +184,7 @@ def check_change(problem: Problem, kind: str, change: Change, on_loss: bool = Fa
     change(problem.lossfunc if on_loss else problem.model)
     with backpack(*expectation.extensions):
         loss.backward()
-    expectation.compare(used)
+    expectation.compare(used, problem.rtol)
     known = {id(p) for p in used}
     expectation.absent(p for p in problem.model.parameters() if id(p) not in known)
 
