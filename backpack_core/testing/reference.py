@@ -349,16 +349,18 @@ class Reference:
         """``1/N Σ_n Σ_s x xᵀ`` of the rows that a weight of the kit's own modules multiplies.
 
         Returns:
-            Shape ``[I, I]``; ``None`` for other parameters.
+            Shape ``[I, I]``, the sum over all uses; ``None`` for other parameters.
         """
         theta = self.parameters[name]
+        total: Tensor | None = None
         for unit in self._traced[2]:
             if isinstance(unit.module, Mix | Readout) and theta is unit.module.weight:
                 (x,) = iter_tensors(unit.args)
                 x = self._chosen(x.detach())
                 rows = x.flatten(1) if isinstance(unit.module, Readout) else x.flatten(0, -2)
-                return rows.T @ rows / len(x)
-        return None
+                moment = rows.T @ rows / len(x)
+                total = moment if total is None else total + moment
+        return total
 
 
 def _averaged(jacobians: Tensor, inner: Tensor) -> Tensor:

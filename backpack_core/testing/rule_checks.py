@@ -12,13 +12,13 @@ from torch import Tensor
 from backpack_core.contract import operations as ops
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.rules import ParametricRule
-from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
 from backpack_core.testing.implementations import implements
+from backpack_core.tuning import memory_budget, set_memory_budget
 
 
 def _transposed(run: Execution, mat: Tensor) -> dict[int, Tensor | None]:

@@ -24,6 +24,7 @@ class EKFAC(SecondOrderExtension):
     """
 
     savefield = "ekfac"
+    needs = (corrected_eigenbasis,)
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ class FactorsExtension(SecondOrderExtension):
     """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
 
     columns_add = True
+    needs = (kronecker_factors,)
     weight_sharing: WeightSharing
 
     def read(self, product: SampleProduct) -> KroneckerFactors:

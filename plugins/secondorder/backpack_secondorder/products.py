@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack_core import GraphExtension, GraphReading, LossGraph, View
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.errors import ShapeError, UsageError
+from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_secondorder.operators import (
     CurvatureOperator,
     HessianOperator,
@@ -131,7 +131,8 @@ class PCHMP(ProductExtension):
     the loss, with the residual ``R_c`` of each (``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, at the module's input)
     made positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
     (``"abs"``). The result is positive semi-definite, but no projection of the Hessian. Operations
-    between modules have to be linear. Chen et al. (2018), arXiv:1802.06502.
+    between modules have to be linear, and residuals those of single samples: a module in which
+    samples influence each other is refused. Chen et al. (2018), arXiv:1802.06502.
     """
 
     savefield = "pchmp"
@@ -215,6 +216,12 @@ class _OfResiduals(_Collecting):
         """Keep losses, and the residuals of nonlinear calls."""
         super().observe(view)
         rule = view.call.rule
+        if rule.mixes_samples(view):
+            raise SampleMixingError(
+                f"{view.path} makes samples of the batch influence each other, so it has no "
+                "residual for each of them, which PCHMP is made of: call model.eval(), or use "
+                "GGNMP or HMP, which exist here."
+            )
         is_curved = not (rule.transparent or rule.hessian_is_zero)
         if rule.is_loss or is_curved:
             view = view.subsample(self._subsampling)
