@@ -217,6 +217,11 @@ def _compare_precision(
     given.compare(values, extensions, tolerance, needs=needs, coarse=True)
 
 
+def _compare_coarsely(case: RuleCase, dtype: torch.dtype, autocast: bool = False) -> None:
+    needs = (*COARSE, *(["double backward"] if case.twice_differentiable else []))
+    _compare_precision(case, dtype, case.tolerances.bfloat16, needs, autocast)
+
+
 def _cancels(extension: Extension) -> bool:
     found = quantity_of(extension.savefield)
     return found is not None and found.cancels
@@ -237,13 +242,13 @@ def float32(case: RuleCase) -> None:
 @implements
 def bfloat16(case: RuleCase) -> None:
     """Half precision, against the reference in double precision."""
-    _compare_precision(case, torch.bfloat16, case.tolerances.bfloat16, COARSE, autocast=False)
+    _compare_coarsely(case, torch.bfloat16)
 
 
 @implements
 def autocast(case: RuleCase) -> None:
     """Parameters in single precision, operations in half."""
-    _compare_precision(case, torch.float32, case.tolerances.bfloat16, COARSE, autocast=True)
+    _compare_coarsely(case, torch.float32, autocast=True)
 
 
 @implements

@@ -245,7 +245,10 @@ _QUANTITIES: dict[str, Quantity] = {
         lambda r, p: _block_product(r.ggn(p), r, p), _applied, needs="double backward"
     ),
     "hmp": Quantity(
-        lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="double backward"
+        lambda r, p: _block_product(r.hessian(p), r, p),
+        _applied,
+        needs="double backward",
+        cancels=True,
     ),
     "pchmp": positive_curvature_product(lambda values: values.clamp_min(0)),
     "ggn_gram": Quantity(_explicit_gram, _spectral, needs="curvature", cancels=True),

@@ -180,10 +180,10 @@ def operations(case: RuleCase) -> None:
     run = shared_execution(case)
     mat = run.columns()
     assert isinstance(run.rule, ParametricRule)
-    together = frozenset({ops.batch_sum, ops.square_sum})
+    plans = (set(), {ops.batch_sum, ops.square_sum}, {ops.dense})
     for name in run.parameters:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
-        for budget, needs in product((memory_budget(), 1), (frozenset(), together)):
+        for budget, needs in product((memory_budget(), 1), map(frozenset, plans)):
             with _budget(budget), torch.no_grad():
                 for what, (operation, definition) in _DEFINITIONS.items():
                     given = run.rule.param_product(run.view, name, mat)
