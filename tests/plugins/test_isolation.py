@@ -9,7 +9,7 @@ import torch
 from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
 from torch import nn
 
-from backpack_core import backpack, extend
+from backpack_core import backpack, extend, hookimpl
 from backpack_core.cli import doctor, isolation
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
@@ -200,7 +200,7 @@ def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
     class Sound(LayerRule):
         module_types = (Fine,)
 
-        def _jac_t_mat_prod(self, call, mat):
+        def _jac_t_mat_prod(self, view, mat):
             return mat
 
     class Unmade(Sound):
@@ -209,7 +209,7 @@ def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
 
     class Several:
         @staticmethod
-        @plugins.hookspecs.hookimpl
+        @hookimpl
         def backpack_layer_rules():
             return [Sound, Unmade]
 
