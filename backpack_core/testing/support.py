@@ -214,6 +214,7 @@ def _general(reason: str, extension: str, module: Module) -> str:
         (r"^\w+(?= starts at a loss)", "the extension"),
         (rf"({own}) of ({kind}) '[\w.]+'|\b({own})\b", "its rule"),
         (rf"({kind}) '[\w.]+'|\b({kind})\b", "the layer"),
+        (r"the operation '\w+' \(\w+\)", "an operation"),
         (r"(the parameter )?'[\w.]+'", "a parameter"),
         (rf"\b{extension}\b", "the extension"),
     ):

@@ -12,6 +12,7 @@ from backpack_core.contract.rules import (
     ElementwiseRule,
     LayerRule,
     ParametricRule,
+    ProductRule,
 )
 from backpack_core.plugins.registry import registry
 
@@ -104,7 +105,10 @@ def _capability(rule: LayerRule, layers: list[str]) -> list[str]:
 
 
 def _base(rule: LayerRule) -> str:
-    bases = (AffineRule, AffinePairsRule, ElementwiseRule, LossRule, ParametricRule, LayerRule)
+    bases = (
+        *(AffineRule, AffinePairsRule, ProductRule, ElementwiseRule, LossRule),
+        *(ParametricRule, LayerRule),
+    )
     return next(base.__name__ for base in bases if isinstance(rule, base))
 
 

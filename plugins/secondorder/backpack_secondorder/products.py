@@ -172,6 +172,7 @@ class _Collecting(GraphReading):
     def __init__(self, subsampling: tuple[int, ...] | None) -> None:
         self._subsampling = subsampling
         self._losses: list[View] = []
+        self._unknown: View | None = None
         self._terms: list[Term] = []
 
     def observe(self, view: View) -> None:
@@ -179,6 +180,11 @@ class _Collecting(GraphReading):
         if view.call.rule.is_loss:
             view.call.rule.check(view)
             self._losses.append(view.subsample(self._subsampling))
+        elif view.output_shape == ():
+            self._unknown = view
+
+    def _require_losses(self, who: str) -> None:
+        require_losses(self._losses, who, self._unknown)
 
     def _stored(self, operator: Operator, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         return {parameter: BlockProduct(operator, parameter) for parameter in graph.parameters}
@@ -189,7 +195,7 @@ class _OfOutputs(_Collecting):
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
-        require_losses(self._losses, "GGNMP")
+        self._require_losses("GGNMP")
         return self._stored(CurvatureOperator(graph, list(map(loss_term, self._losses))), graph)
 
 
@@ -200,7 +206,7 @@ class _OfLoss(_Collecting):
         """One matrix, a block for each parameter."""
         chosen = None
         if self._subsampling is not None:
-            require_losses(self._losses, "HMP with subsampling")
+            self._require_losses("HMP with subsampling")
             chosen = self._losses
         return self._stored(HessianOperator(graph, chosen), graph)
 
@@ -229,6 +235,6 @@ class _OfResiduals(_Collecting):
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
-        require_losses(self._losses, "PCHMP")
+        self._require_losses("PCHMP")
         graph.require_linear("the positive-curvature Hessian")
         return self._stored(CurvatureOperator(graph, self._terms), graph)
