@@ -246,8 +246,7 @@ def forget(net: Module) -> None:
 
 def _is_costly(quantity: Quantity, name: str) -> bool:
     """Dense Hessians of the readout say nothing about the layer."""
-    hessian = quantity.needs in ("double backward", "second derivative")
-    return hessian and name.startswith("readout")
+    return quantity.needs == "second derivative" and name.startswith("readout")
 
 
 def _finite(value: Any, what: str) -> None:
