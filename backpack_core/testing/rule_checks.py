@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,6 +174,13 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     "inner": (lambda p: ops.inner(p, p), lambda m: m.flatten(2).square().sum(2)),
 }
 
+# What else may be needed in the pass.
+_PLANS: tuple[frozenset[Any], ...] = (
+    frozenset(),
+    frozenset({ops.batch_sum, ops.square_sum}),
+    frozenset({ops.dense}),
+)
+
 
 @implements
 def operations(case: RuleCase) -> None:
@@ -180,10 +188,9 @@ def operations(case: RuleCase) -> None:
     run = shared_execution(case)
     mat = run.columns()
     assert isinstance(run.rule, ParametricRule)
-    plans = (set(), {ops.batch_sum, ops.square_sum}, {ops.dense})
     for name in run.parameters:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
-        for budget, needs in product((memory_budget(), 1), map(frozenset, plans)):
+        for budget, needs in product((memory_budget(), 1), _PLANS):
             with _budget(budget), torch.no_grad():
                 for what, (operation, definition) in _DEFINITIONS.items():
                     given = run.rule.param_product(run.view, name, mat)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backpack_core import LayerRule, LossGraph, View
+from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.engine.active import suspended
 from backpack_core.errors import NotExtendedError, OverwrittenInputError, UnsupportedError
 from backpack_core.plugins.loading import missing
@@ -143,7 +143,7 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
     """The residual of a call, made positive semi-definite; of a loss, its Hessian."""
     if not live_inputs(view):
         return []
-    if rule.is_loss:
+    if isinstance(rule, LossRule):
         if rule.hessian_is_psd:
             return [loss_term(view)]
         rows: Any = _rows_of_loss(view)
