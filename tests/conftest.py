@@ -1,8 +1,9 @@
-"""Double precision, a fixed seed, and nothing left behind by any test."""
+"""Double precision, a fixed seed, nothing left behind by any test; options of the random nets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,34 @@ from backpack_core.engine.active import active_contexts
 from backpack_core.errors import forget_warnings
 
 pytest_plugins = ["backpack_core.testing.pytest_plugin"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("random nets")
+    group.addoption("--nets", type=int, default=300, help="number of random nets")
+    group.addoption("--traps", type=int, default=0, help="number of random nets with a trap")
+    group.addoption("--seed", type=int, default=0, help="seed of the first of them")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What became of all random nets, whatever process judged them."""
+    for kind in ("nets", "traps"):
+        found = [
+            dict(report.user_properties)[kind]
+            for outcome in ("passed", "failed")
+            for report in terminalreporter.getreports(outcome)
+            if kind in dict(getattr(report, "user_properties", ())) and report.when == "call"
+        ]
+        if not found:
+            continue
+        from tests.nets.report import Tally  # a run without random nets does without it
+
+        total = Tally()
+        for counts in found:
+            total.merge(counts)
+        terminalreporter.section(f"random {kind}")
+        for line in total.lines():
+            terminalreporter.line(line)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,18 @@
+"""All kinds of steps: importing this module fills the table."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from tests.nets.kinds import KINDS as KINDS
+
+for _name in (
+    "torch_modules",
+    "sequence_modules",
+    "own_modules",
+    "changed_modules",
+    "functions",
+    "in_place",
+    "traps",
+):
+    import_module(f"tests.nets.{_name}")

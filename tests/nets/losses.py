@@ -1,0 +1,282 @@
+"""Losses: how they are drawn and made, their targets, and the sum of all terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.nets.kinds import need
+from tests.nets.net import generator
+from tests.nets.recipe import Recipe, Settings, Shape, Term
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """A kind of loss.
+
+    Attributes:
+        make: ``make(settings, shape)`` for a value of this shape, without the batch axis.
+        target: ``target(settings, value, random)``.
+        draw: Draws the settings for a shape, or raises :class:`~tests.nets.kinds.Unfit`.
+        before: What has to be applied to a value first; name and settings of a step.
+        weight: How often it is drawn.
+        has_curvature: Whether quantities of second order know it.
+    """
+
+    make: Callable[[Settings, Shape], nn.Module]
+    target: Callable[[Settings, Tensor, torch.Generator], Tensor]
+    draw: Callable[[Random, Shape], dict[str, Any]] = lambda random, shape: {}
+    before: tuple[str, Settings] | None = None
+    weight: float = 1.0
+    has_curvature: bool = True
+
+
+class OwnLoss(nn.Module):
+    """A loss of the user's: squared distances, with a reduction of its own."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, value: Tensor, target: Tensor) -> Tensor:
+        each = (value - target).square().flatten(1).sum(1)
+        if self.reduction == "none":
+            return each
+        return each.mean() if self.reduction == "mean" else each.sum()
+
+
+class FunctionalLoss(OwnLoss):
+    """Stands for a loss without a module: it is never extended."""
+
+
+def _simple(name: str, **options: Any) -> Callable[[Settings, Shape], nn.Module]:
+    kind: Any = getattr(nn, name)
+    return lambda settings, shape: kind(reduction=settings["reduction"], **options)
+
+
+def _near(settings: Settings, value: Tensor, random: torch.Generator) -> Tensor:
+    return torch.randn(value.shape, generator=random)
+
+
+def _probabilities(settings: Settings, value: Tensor, random: torch.Generator) -> Tensor:
+    return torch.rand(value.shape, generator=random)
+
+
+def _labels(settings: Settings, value: Tensor, random: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, value.shape, generator=random).to(value.dtype)
+
+
+def _signs(settings: Settings, value: Tensor, random: torch.Generator) -> Tensor:
+    return 2 * _labels(settings, value, random) - 1
+
+
+def _classes(settings: Settings, value: Tensor, random: torch.Generator) -> Tensor:
+    shape = (len(value), *value.shape[2:])
+    if settings.get("soft"):
+        return torch.rand(value.shape, generator=random).softmax(1)
+    target = torch.randint(0, value.shape[1], shape, generator=random)
+    if settings.get("ignored"):
+        target[torch.rand(shape, generator=random) < 0.4] = settings["ignored"]
+        target.view(-1)[0] = 0
+    return target
+
+
+def _draw_classes(random: Random, shape: Shape) -> dict[str, Any]:
+    need(shape[0] > 1)
+    settings: dict[str, Any] = {}
+    if random.random() < 0.25:
+        settings["soft"] = True
+    elif random.random() < 0.3:
+        settings["ignored"] = random.choice([1, -100])
+    if random.random() < 0.25:
+        settings["weights"] = True
+    if random.random() < 0.2:
+        settings["smoothing"] = 0.2
+    return settings
+
+
+def _weights(settings: Settings, shape: Shape) -> Tensor | None:
+    return torch.arange(shape[0]) / 2.0 + 0.5 if settings.get("weights") else None
+
+
+def _cross_entropy(settings: Settings, shape: Shape) -> nn.Module:
+    return nn.CrossEntropyLoss(
+        weight=_weights(settings, shape),
+        ignore_index=settings.get("ignored") or -100,
+        label_smoothing=settings.get("smoothing", 0.0),
+        reduction=settings["reduction"],
+    )
+
+
+def _nll(settings: Settings, shape: Shape) -> nn.Module:
+    return nn.NLLLoss(
+        weight=_weights(settings, shape),
+        ignore_index=settings.get("ignored") or -100,
+        reduction=settings["reduction"],
+    )
+
+
+def _draw_plain_classes(random: Random, shape: Shape) -> dict[str, Any]:
+    settings = _draw_classes(random, shape)
+    return {k: v for k, v in settings.items() if k in {"ignored", "weights"}}
+
+
+def _draw_flat_classes(random: Random, shape: Shape) -> dict[str, Any]:
+    need(len(shape) == 1 and shape[0] > 1)
+    return {}
+
+
+def _bce(settings: Settings, shape: Shape) -> nn.Module:
+    weight = torch.arange(shape[-1]) / 2.0 + 0.5 if settings.get("weights") else None
+    return nn.BCEWithLogitsLoss(weight=weight, pos_weight=weight, reduction=settings["reduction"])
+
+
+def _draw_bce(random: Random, shape: Shape) -> dict[str, Any]:
+    return {"weights": True} if random.random() < 0.3 else {}
+
+
+def _weight_penalty(value: Tensor, weights: list[Tensor]) -> Tensor:
+    return torch.stack([w.square().sum() for w in weights]).sum()
+
+
+def _contrastive(value: Tensor, weights: list[Tensor]) -> Tensor:
+    features = F.normalize(value.flatten(1) + 0.1, dim=1)
+    return F.cross_entropy(features @ features.mT, torch.arange(len(value)))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A functional term beside the extended losses.
+
+    Attributes:
+        function: ``function(value, weights)`` of an output of the net and its parameters.
+        trap: What it does to quantities, see :mod:`tests.nets.scope`.
+        trap_of_one: The same for a batch of one; empty where nothing is left of it.
+    """
+
+    function: Callable[[Tensor, list[Tensor]], Tensor]
+    trap: str
+    trap_of_one: str
+
+
+BESIDE: dict[str, Beside] = {
+    "weight_penalty": Beside(_weight_penalty, "weights", "weights"),
+    "output_penalty": Beside(lambda value, _: value.square().mean(), "beside", "beside"),
+    "entropy": Beside(
+        lambda value, _: (value.flatten(1).softmax(1) * value.flatten(1).log_softmax(1)).sum(),
+        "beside",
+        "beside",
+    ),
+    "contrastive": Beside(_contrastive, "coupled", ""),
+    "batch_statistic": Beside(lambda value, _: value.mean(0).square().sum(), "coupled", "beside"),
+}
+
+LOSSES: dict[str, LossKind] = {
+    "CrossEntropy": LossKind(_cross_entropy, _classes, _draw_classes, weight=8),
+    "MSE": LossKind(_simple("MSELoss"), _near, weight=4),
+    "BCEWithLogits": LossKind(_bce, _labels, _draw_bce, weight=2),
+    "Huber": LossKind(_simple("HuberLoss"), _near, weight=0.5),
+    "SmoothL1": LossKind(_simple("SmoothL1Loss"), _near, weight=0.5),
+    "L1": LossKind(_simple("L1Loss"), _near, weight=0.3),
+    "PoissonNLL": LossKind(_simple("PoissonNLLLoss"), _labels, weight=0.5),
+    "SoftMargin": LossKind(_simple("SoftMarginLoss"), _signs, weight=0.5),
+    "MultiLabelSoftMargin": LossKind(
+        _simple("MultiLabelSoftMarginLoss"), _labels, _draw_flat_classes, weight=0.5
+    ),
+    "NLL": LossKind(
+        _nll, _classes, _draw_plain_classes, ("along", {"name": "log_softmax", "axis": 1}), 0.7
+    ),
+    "BCE": LossKind(
+        _simple("BCELoss"), _probabilities, before=("elementwise", {"name": "sigmoid"}), weight=0.5
+    ),
+    "MultiMargin": LossKind(
+        _simple("MultiMarginLoss"), _classes, _draw_flat_classes, None, 0.4, has_curvature=False
+    ),
+    "Own": LossKind(
+        lambda s, shape: OwnLoss(s["reduction"]), _near, weight=0.7, has_curvature=False
+    ),
+    "functional": LossKind(
+        lambda s, shape: FunctionalLoss(s["reduction"]), _near, weight=0.7, has_curvature=False
+    ),
+}
+
+
+OUTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda loss: loss,
+    "sqrt": lambda loss: (loss.abs() + 0.1).sqrt(),
+    "square": torch.square,
+    "exp": lambda loss: (-loss).exp(),
+    "log1p": lambda loss: loss.abs().log1p(),
+}
+
+
+class Losses(nn.Module):
+    """The loss modules of a recipe, and the sum of its terms."""
+
+    def __init__(self, recipe: Recipe, shapes: Mapping[str, Shape]) -> None:
+        """Make the modules.
+
+        Args:
+            recipe: The recipe.
+            shapes: Shapes of the values without the batch axis, by name.
+        """
+        super().__init__()
+        self.terms = recipe.terms
+        self.outer = recipe.plan.outer
+        self.is_nonlinear = bool(self.outer)  # in the losses of samples; known when it has run
+        self.seed = recipe.seed
+        self.parts = nn.ModuleDict()
+        for term in self.terms:
+            if term.kind in LOSSES and term.part not in self.parts:
+                made = LOSSES[term.kind].make(term.settings, shapes[term.value])
+                self.parts[term.part] = made
+
+    def extendable(self) -> list[nn.Module]:
+        """The modules, without what stands for a function."""
+        return [m for m in self.parts.values() if not isinstance(m, FunctionalLoss)]
+
+    def forward(self, values: Mapping[str, Tensor], weights: Iterable[Tensor] = ()) -> Tensor:
+        """The loss.
+
+        Args:
+            values: Outputs of the net by name.
+            weights: The trained parameters of the net, for penalties.
+        """
+        weights = list(weights)
+        parts = [self.term(number, values, weights) for number in range(len(self.terms))]
+        total = torch.stack(parts).sum() if len(parts) > 2 else sum(parts[1:], parts[0])
+        return OUTER[self.outer](total)
+
+    def term(self, number: int, values: Mapping[str, Tensor], weights: list[Tensor]) -> Tensor:
+        """One term, reduced and scaled."""
+        term, value = self.terms[number], values[self.terms[number].value]
+        if term.kind in BESIDE:
+            return term.scale * BESIDE[term.kind].function(value, weights)
+        random = generator(self.seed, f"target {number}")
+        target = LOSSES[term.kind].target(term.settings, value.detach(), random)
+        if term.settings.get("merged"):
+            value, target = value.movedim(1, -1).flatten(0, -2), target.flatten()
+        result: Tensor = self.parts[term.part](value, target)
+        self.is_nonlinear |= term.by_hand == "logsumexp" and result.numel() > 1
+        reduced = reduce(term, result, random)
+        return reduced if term.scale == 1 else term.scale * reduced
+
+
+def reduce(term: Term, loss: Tensor, random: torch.Generator) -> Tensor:
+    """What the user does with a loss that is not reduced."""
+    if not term.by_hand:
+        return loss
+    if term.by_hand == "sum":
+        return loss.sum()
+    if term.by_hand == "mean":
+        return loss.mean()
+    if term.by_hand == "logsumexp":
+        return loss.flatten().logsumexp(0)
+    weights = torch.rand(len(loss), generator=random).view(-1, *[1] * (loss.dim() - 1))
+    return (weights * loss).sum()

@@ -1,0 +1,51 @@
+"""Autograd functions as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Cube(torch.autograd.Function):
+    """A function of the user's, with a backward pass that is not differentiated any further."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.pow(3)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class Clamp(Cube):
+    """The same under a name that torch uses for something else."""
+
+
+class Blend(torch.autograd.Function):
+    """A number as first argument, and two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.factor = factor
+        return factor * x, x - factor
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.factor * first + second
+
+
+class Blocked(torch.autograd.Function):
+    """No gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.cos(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None

@@ -1,0 +1,92 @@
+"""Which quantities have an exact value in a net with a trap, and which can only be refused.
+
+Traps of a recipe, after what its steps and terms do:
+
+- ``"mixing"``: samples influence each other behind a parameter. What belongs to one sample does not
+  exist; derivatives of the whole loss do.
+- ``"coupled"``: the loss has a functional term that couples samples.
+- ``"weights"``: it has one that depends on parameters alone.
+- ``"beside"``: it has one that is a sum over samples.
+- ``"outer"``: it is a nonlinear function of the extended losses.
+- ``"hook"``: a hook changes the gradient behind a parameter. Curvature has no meaning then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.nets.catalogue import KINDS
+from tests.nets.losses import BESIDE, Losses
+from tests.nets.net import DrawnNet
+from tests.nets.recipe import Recipe, Settings
+
+# Traits whose effect depends on what lies before and behind a step.
+WATCHED = frozenset({"mixing", "hook"})
+# Steps whose samples cannot be computed alone.
+NEED_BATCH = frozenset({"random", "mixing", "whole"})
+
+
+def trained(net: nn.Module) -> list[nn.Parameter]:
+    """The parameters that want a gradient."""
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozenset[str]:
+    """The traps of a recipe.
+
+    Args:
+        recipe: The recipe.
+        net: Its net, which has just run and watched.
+        losses: Its losses, which have just run.
+        loss: What became of it.
+    """
+    beside = [BESIDE[term.kind] for term in recipe.terms if term.kind in BESIDE]
+    found = {term.trap if recipe.batch > 1 else term.trap_of_one for term in beside} - {""}
+    if any(term.kind == "functional" for term in recipe.terms):
+        found.add("beside")
+    if losses.is_nonlinear:
+        found.add("outer")
+    for step, before, after in net.watched:
+        if _depends(loss, [after]) and _depends(before, trained(net)):
+            found |= WATCHED & KINDS[step.kind].traits
+    return frozenset(found - {"mixing"} if recipe.batch == 1 else found)
+
+
+def _depends(value: Tensor, on: list[Tensor] | list[nn.Parameter]) -> bool:
+    wanted = [tensor for tensor in on if tensor.requires_grad]
+    if not value.requires_grad or not wanted:
+        return False
+    found = torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
+    return any(g is not None for g in found)
+
+
+def has_value(family: str, is_sum: bool, options: Settings, traps: frozenset[str]) -> bool:
+    """Whether a quantity exists in spite of traps.
+
+    Args:
+        family: ``"first"``, ``"ggn"`` or ``"hessian"``.
+        is_sum: Whether it is a derivative of the whole loss.
+        options: Those of the request.
+        traps: The traps of the recipe.
+    """
+    is_whole = is_sum and "subsampling" not in options
+    if family == "first":
+        return not traps & {"mixing", "coupled", "weights"}
+    if family == "ggn":
+        return not traps or (traps == {"mixing"} and is_whole)
+    return "hook" not in traps and (not traps - {"beside"} or is_whole)
+
+
+def trap_name(recipe: Recipe) -> str:
+    """What the trap of a recipe is called in summaries."""
+    names = [
+        f"{step.kind} {step.settings.get('name', '')}".strip()
+        for step in recipe.steps
+        if "trap" in KINDS[step.kind].traits
+    ]
+    names += [term.kind for term in recipe.terms if term.kind in BESIDE]
+    names += ["merged loss" for term in recipe.terms if term.settings.get("merged")]
+    names += ["logsumexp" for term in recipe.terms if term.by_hand == "logsumexp"]
+    names += [f"outer {recipe.plan.outer}"] if recipe.plan.outer else []
+    return ", ".join(names)

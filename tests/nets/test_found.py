@@ -1,0 +1,173 @@
+"""The smallest recipes of faults that random nets have shown, by cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.nets.recipe import Plan, Recipe, Request, Settings, Shape, Source, Step, Term
+from tests.nets.verdict import Prepared, judge
+
+Called = tuple[str, Settings]
+GRADIENTS = (Request("BatchGrad"),)
+DIAGONAL = (Request("DiagGGNExact"),)
+ONE_BY_ONE = (Request("DiagGGNExact", {"chunk_size": 1}),)
+CLIPPED = (Request("ClippedSumGrad", {"factor": 0.3, "clipping": "flat"}),)
+
+
+def chain(
+    *calls: Called,
+    shape: Shape = (3,),
+    batch: int = 2,
+    ask: tuple[Request, ...] = GRADIENTS,
+    also: tuple[str, ...] = (),
+    **plan: Any,
+) -> Recipe:
+    """Operations one behind the other, and squared distances of the last value.
+
+    Args:
+        calls: Kinds and settings. ``v0``, ``v1``, … are their first outputs.
+        shape: That of a sample.
+        batch: Number of samples.
+        ask: The extensions.
+        also: Further values that have a loss.
+        plan: How the pass is run.
+    """
+    steps, before = [], "x"
+    for k, (kind, settings) in enumerate(calls):
+        inputs = (before, "x") if kind in {"merge_into", "assign"} else (before,)
+        inputs = (before, before) if kind == "product" else inputs
+        steps.append(Step(kind, inputs, (f"v{k}", f"v{k}b"), settings, f"p{k}"))
+        before = f"v{k}"
+    terms = [Term(value, "MSE", {"reduction": "sum"}) for value in (before, *also)]
+    return Recipe(0, batch, {"x": Source(shape)}, tuple(steps), tuple(terms), ask, Plan(**plan))
+
+
+def linear(out: int = 3, bias: bool = True) -> Called:
+    return "Linear", {"out": out, "bias": bias}
+
+
+def in_place(name: str) -> Called:
+    return "InplaceActivation", {"name": name}
+
+
+def recurrent(name: str, take: str, **options: Any) -> Called:
+    given = {"hidden": 3, "layers": 1, "bias": True, "bidirectional": False, **options}
+    return "Recurrent", {"name": name, "take": take, **given}
+
+
+ATTENTION = (
+    "Attention",
+    {"heads": 1, "bias": True, "weights": "none", "bias_kv": False, "mask": 0},
+)
+LAYER_NORM = ("LayerNorm", {"axes": 1, "affine": True, "bias": True})
+DROPOUT = ("Dropout", {"p": 0.5})
+INSTANCE_NORM = ("InstanceNorm", {"affine": True})
+
+FOUND: dict[str, Recipe] = {
+    # Columns in chunks
+    "chunks-in-place": chain(linear(), in_place("Mish"), ask=ONE_BY_ONE),
+    "chunks-dropout": chain(linear(4), ("Activation", {"name": "ReLU"}), DROPOUT, ask=ONE_BY_ONE),
+    "chunks-create-graph": chain(linear(4), DROPOUT, ask=ONE_BY_ONE, passes="differentiable"),
+    "chunks-budget": chain(linear(), in_place("SiLU"), shape=(4, 3), ask=DIAGONAL, budget=64),
+    # Views that are overwritten
+    "view-linear": chain(linear(), in_place("ReLU"), shape=(4, 3)),
+    "view-part": chain(
+        linear(), ("rewrite_part", {"name": "mul_", "axis": 1, "length": 1}), shape=(4, 3)
+    ),
+    "view-of-view": chain(INSTANCE_NORM, ("rewrite_view", {"name": "mul_"}), shape=(4, 3)),
+    "view-residual": chain(linear(), ("merge_into", {"name": "add_"}), shape=(4, 3)),
+    "view-assign": chain(INSTANCE_NORM, ("assign", {}), shape=(4, 3)),
+    "view-attention": chain(ATTENTION, in_place("ELU"), shape=(4, 3)),
+    "view-recurrent": chain(recurrent("LSTM", "sequence"), in_place("ELU"), shape=(4, 3)),
+    "view-curvature": chain(linear(), in_place("ReLU"), shape=(4, 3), ask=DIAGONAL),
+    "view-clipping": chain(linear(), linear(), in_place("ELU"), shape=(4, 3), ask=CLIPPED),
+    # Outputs that depend on each other
+    "outputs-gradients": chain(("Stages", {})),
+    "outputs-curvature": chain(("Stages", {}), ask=DIAGONAL),
+    "outputs-cell": chain(("Cell", {"name": "LSTMCell", "hidden": 2})),
+    "outputs-net": chain(("NetParameter", {}), linear(), also=("v0",)),
+    # Values of the forward pass
+    "forward-other-weights": chain(linear(), passes="with_other_weights"),
+    "forward-replaced": chain(linear(), passes="then_replaced"),
+    "forward-eps": chain(LAYER_NORM, passes="then_changed"),
+    "forward-statistics": chain(("BatchNorm", {"affine": True}), passes="then_changed"),
+    "forward-dropout": chain(linear(), DROPOUT, ask=DIAGONAL, passes="then_changed"),
+    "forward-alpha": chain(linear(), in_place("CELU"), ask=DIAGONAL, passes="then_changed"),
+    # Samples left out, and final states
+    "states-first": chain(
+        recurrent("GRU", "last"),
+        shape=(2, 3),
+        ask=(Request("BatchDiagGGNExact", {"subsampling": [0]}),),
+    ),
+    "states-second": chain(
+        recurrent("LSTM", "last"), shape=(2, 3), ask=(Request("GGNMP", {"subsampling": [1]}),)
+    ),
+    "states-bidirectional": chain(
+        recurrent("RNN", "states", bidirectional=True),
+        shape=(2, 3),
+        ask=(Request("DiagGGNExact", {"subsampling": [0]}),),
+    ),
+    # What another pass leaves behind
+    "left-memo": chain(
+        linear(), linear(), ask=DIAGONAL, passes="after_failure_on_one_graph", hook_acts_at=2
+    ),
+    "left-frozen": chain(
+        ("Linear", {"out": 3, "bias": True, "frozen": "weight"}), passes="after_thawing"
+    ),
+    "left-updates": chain(
+        recurrent("RNN", "sequence"), shape=(2, 3), ask=CLIPPED, passes="with_updates"
+    ),
+    "left-inside": chain(linear(), ask=CLIPPED, passes="around_another"),
+    # Single causes
+    "memory-fields": chain(
+        linear(), ask=(*GRADIENTS, Request("BatchGrad", {"savefield": "second"}))
+    ),
+    "memory-gradient": chain(("Positions", {}), batch=1, passes="by_grad"),
+    "number-first": chain(linear(), ("blend", {}), ask=DIAGONAL),
+    "subclass": chain(("StandardizedConv", {}), shape=(2, 4)),
+    "with-a-graph": chain(recurrent("RNN", "last"), shape=(2, 3), ask=(Request("GGNMP"),)),
+    "cdist": chain(linear(), ("product", {"name": "cdist"}), shape=(2, 3), ask=DIAGONAL),
+    "name-of-a-node": chain(
+        linear(), ("elementwise", {"name": "clamp_in_name_only"}), ask=(Request("DiagHessian"),)
+    ),
+    "replayed-attention": chain(
+        ("NetParameter", {}), ATTENTION, shape=(2, 3), ask=(Request("GGNMP"),)
+    ),
+    "checkpoint-view": chain(
+        ("Linear", {"out": 4, "bias": True, "checkpoint": True}),
+        in_place("CELU"),
+        shape=(2, 3),
+        ask=(Request("GGNMP"),),
+    ),
+    "unused-part": chain(linear(4), ("chunk", {"axis": 1})),
+    "replayed-prelu": chain(
+        ("NetParameter", {}),
+        ("PReLU", {"many": False}),
+        shape=(1,),
+        batch=3,
+        ask=(Request("GGNMP", {"subsampling": [2, 1]}),),
+    ),
+}
+
+
+# One module, called twice.
+FOUND["left-memo"] = FOUND["left-memo"].with_(
+    steps=tuple(replace(step, part="p") for step in FOUND["left-memo"].steps)
+)
+# The input wants a gradient as well.
+FOUND["checkpoint-view"] = FOUND["checkpoint-view"].with_(
+    sources={"x": Source((1, 2, 3), requires_grad=True)}
+)
+# A module reads the half that the loss does not depend on.
+FOUND["unused-part"] = FOUND["unused-part"].with_(
+    steps=(*FOUND["unused-part"].steps, Step("Identity", ("v1b",), ("v2",), {}, "p2"))
+)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_found(name: str) -> None:
+    verdict = judge(Prepared(FOUND[name]))
+    assert verdict.passes, f"{verdict.what}\n{verdict.details}"
