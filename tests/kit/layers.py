@@ -87,6 +87,17 @@ class Centre(Module):
         return x - x.mean(0)
 
 
+class CentreRule(LayerRule):
+    module_types = (Centre,)
+    hessian_is_zero = True
+
+    def mixes_samples(self, view: View) -> bool:
+        return True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat - mat.mean(1, keepdim=True)
+
+
 def case_of(layer: type[Module], rule: type[LayerRule], **options: object) -> RuleCase:
     """A layer on ``[N, 4]`` with a rule of the test's."""
     return RuleCase(layer, lambda n: torch.randn(n, 4), rule=rule, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -14,6 +15,7 @@ from backpack_core.contract.operations import batch_sum, dense, square_sum
 from backpack_core.testing import RuleCase, check_rule
 from tests.kit.layers import (
     Centre,
+    CentreRule,
     Cube,
     CubeRule,
     Gain,
@@ -44,6 +46,23 @@ class GainProduct(SampleProduct):
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         return self.out[columns, samples] * self.inp[samples]
+
+
+class RepeatedEntries(GroupedRule):
+    """The entries of one group in the place of both."""
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        if name == "bias":
+            return None
+        return lambda mat: mat[..., :1, :, :].repeat_interleave(2, -3).flatten(-3, -2)
+
+
+class ArrangesLeadingAxes(GroupedRule):
+    """Right for a matrix, wrong for several."""
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        shape = view.parameter_itself(name).shape
+        return lambda mat: mat.flatten().flip(0).reshape(*mat.shape[: mat.dim() - 3], *shape)
 
 
 class ProductOfOneSample(GainProduct):
@@ -181,6 +200,8 @@ FAULTS = [
     (case_of(Gain, WrongSign), "jac_t_mat_prod", "wrong sign"),
     (case_of(Grouped, ForgottenGroup), "affine_form", "W x \\+ b"),
     (case_of(Grouped, ForgottenGroup), "param_jac_t_mat_prod", "'weight'"),
+    (case_of(Grouped, RepeatedEntries), "affine_weight", "no permutation"),
+    (case_of(Grouped, ArrangesLeadingAxes), "affine_weight", "axes in front"),
     (case_of(Gain, MissingBatchSum), "param_jac_batch_sum", "batch_sum"),
     (case_of(Gain, MissingColumnSum), "operations", "square_sum"),
     (case_of(Gain, WrongSlice), "operations", "within 1 bytes"),
@@ -227,6 +248,15 @@ def test_right_rules_pass(case: RuleCase) -> None:
     results = check_rule(case)
     assert [r for r in results if not r.ok] == []
     assert len(results) > 25
+
+
+def test_a_right_rule_of_a_layer_that_mixes_samples_passes() -> None:
+    """Products with the matrices of the whole loss are compared, the rest is refused."""
+    results = check_rule(case_of(Centre, CentreRule))
+    assert {r.check: r.status for r in results} == {
+        "mixes_samples": "passed",
+        "mixing_is_refused": "passed",
+    }
 
 
 def test_unnecessary_work_is_not_promised() -> None:
