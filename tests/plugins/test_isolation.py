@@ -101,6 +101,60 @@ def test_a_machine_too_busy_to_start_is_no_fault_of_a_plugin(
         examine(limit=0.02)
 
 
+SPEAKS = """
+def well():
+    return None
+
+def ill():
+    return "backpack-plugin-speaks", "it is old", "Buy a new one."
+
+def broken():
+    raise ValueError("rotten")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("well", []),
+        ("ill", [("warning", "backpack-plugin-speaks", "it is old", "Buy a new one.")]),
+        (
+            "broken",
+            [
+                (
+                    "fault",
+                    "other-speaks",
+                    "what it has to say fails (ValueError: rotten)",
+                    "Update or uninstall other-speaks.",
+                )
+            ],
+        ),
+        (
+            "missing",
+            [
+                (
+                    "fault",
+                    "other-speaks",
+                    "what it has to say fails (AttributeError: module 'speaks' has no attribute "
+                    "'missing')",
+                    "Update or uninstall other-speaks.",
+                )
+            ],
+        ),
+    ],
+)
+def test_doctor_asks_distributions(
+    name: str,
+    expected: list[tuple[str, ...]],
+    fake_distribution: FakeDistribution,
+    only_fakes: None,
+) -> None:
+    info = fake_distribution("other-speaks", modules={"speaks": SPEAKS})
+    (info / "entry_points.txt").write_text(f"[backpack.doctor]\nspeaks = speaks:{name}\n")
+    found = examine(limit=60).findings
+    assert [(f.severity, f.who, f.problem, f.remedy) for f in found] == expected
+
+
 def check(diagnosis: Diagnosis, sick: Sick) -> None:
     assert len(diagnosis.findings) == 1, diagnosis.findings
     (finding,) = diagnosis.findings
