@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
+from torch.nn.utils import stateless
 
 from backpack_core.errors import add_library_folder
 
@@ -24,11 +25,13 @@ add_library_folder(torch.__file__)
 Node = torch.autograd.graph.Node
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-COPY_SLICES = "CopySlices"
+COPY_SLICES = "torch::autograd::CopySlices"
 
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
 # given out again to a module that was pickled.
 KEY = -1
+# The same among hooks of all modules, which share a table of options with those of one.
+GLOBAL_KEY = -2
 
 
 def graph_task_id() -> int:
@@ -69,6 +72,16 @@ def is_inside_function() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def running_calls(module: Module) -> int:
+    """How often a module is being called on this thread: more than once if it calls itself."""
+    count, frame = 0, sys._getframe(1)
+    code = Module._wrapped_call_impl.__code__
+    while frame is not None:
+        count += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 def has_saving_hooks() -> bool:
@@ -183,6 +196,16 @@ class ModuleHooks:
         if next(iter(hooks)) != KEY:
             hooks.move_to_end(KEY, last=False)
         return True
+
+
+@contextmanager
+def parametrized(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Let a module and those in it have other parameters and buffers for a ``with`` block.
+
+    ``torch.func.functional_call`` without the call: that runs hooks of the module once more.
+    """
+    with stateless._reparametrize_module(module, tensors, tie_weights=False):
+        yield
 
 
 @contextmanager

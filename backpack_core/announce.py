@@ -56,6 +56,7 @@ class Announcer(TorchFunctionMode):
             result = func(*bound.args, **bound.kwargs)
         finally:
             self._context.announced.remove(announced)
+            announced.leave()
         announced.finish()
         return result
 

@@ -144,7 +144,7 @@ def warn(message: str, category: type[Warning]) -> None:
     level, inner = 2, 2
     while frame is not None:
         if not frame.f_code.co_filename.startswith((*_LIBRARY, "<")):
-            inner = level - 1
+            inner = level
             break
         level += 1
         frame = frame.f_back  # type: ignore[assignment]

@@ -9,12 +9,10 @@ hooks are plain functions of this file, so that extended modules can be copied a
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import weakref
 from functools import cache
 from operator import attrgetter
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -44,9 +42,6 @@ from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
 
 M = TypeVar("M", bound=Module)
-
-_local = threading.local()
-
 
 def extend(module: M, debug: bool = False) -> M:
     """Make a module, and all modules in it, report to active extensions.
@@ -115,17 +110,27 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
 class Execution:
     """A module execution that has begun: what only the moment before the forward can tell."""
 
-    __slots__ = ("caller", "edges", "module", "returned", "tensors", "training", "versions")
+    __slots__ = ("edges", "returned", "tensors", "thread", "training", "versions")
 
-    def __init__(self, module: Module, tensors: tuple[Tensor, ...], caller: FrameType) -> None:
-        self.module = module
-        self.training = module.training
+    def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
+        self.training = training
         self.tensors = tensors
         self.versions = [version_of(t) for t in tensors]
         self.edges = [edge_of(t) for t in tensors]
-        self.caller = caller
+        self.thread = threading.get_ident()
         # Hooks of all modules run before ours, and may change what the module returned.
         self.returned: tuple[Any, ...] | None = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """One that never ended: an exception that hooks do not hear of came in between."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same for pickle."""
+        return type(None), ()
+
+
+# Where executions of a module are noted, on the module: what does not end must not outlive it.
+_EXECUTIONS = "_backpack_executions"
 
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,8 +138,13 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_recording() or not ModuleHooks.come_first(module):
         return
     tensors = tensors_in(args, _ordered(module, kwargs) if kwargs else kwargs)
-    execution = Execution(module, tensors, sys._getframe(1))
-    _executions().append(execution)
+    execution = Execution(module.training, tensors)
+    known = module.__dict__.get(_EXECUTIONS)
+    if known is None:
+        module.__dict__[_EXECUTIONS] = [execution]
+    else:
+        _forget_interrupted(module, known)
+        known.append(execution)
     if _torch.global_forward_hooks():
         _watch_global_hooks()
 
@@ -143,10 +153,8 @@ def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The forward hook: records the call on every differentiable output."""
-    if is_disabled():
-        return None
     execution = _take(module)
-    if execution is None or not torch.is_grad_enabled():
+    if execution is None or is_disabled() or not torch.is_grad_enabled():
         return None
     is_changed = execution.returned is not None and execution.returned[0] is not result
     if is_changed:
@@ -158,51 +166,40 @@ def after_forward(
     return map_tensors(result, lambda t: replaced.get(id(t), t)) if replaced else None
 
 
-def _executions() -> list[Execution]:
-    try:
-        executions: list[Execution] = _local.executions
-    except AttributeError:
-        executions = _local.executions = []
-    if executions and not _is_running(executions[-1].caller):
-        # An exception that no hook hears of (KeyboardInterrupt) ended it, and maybe others.
-        executions[:] = [e for e in executions if _is_running(e.caller)]
-    return executions
-
-
-def _is_running(caller: FrameType) -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame is caller:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def _take(module: Module) -> Execution | None:
     """The execution that ends now; ``None`` if recording was off when it began."""
-    executions: list[Execution] = getattr(_local, "executions", [])
-    depth = len(executions)
-    while depth and executions[depth - 1].module is not module:
-        depth -= 1
-    if not depth:
+    known: list[Execution] | None = module.__dict__.get(_EXECUTIONS)
+    if not known:
         return None
-    execution = executions[depth - 1]
-    del executions[depth - 1 :]  # those above it ended in exceptions
+    thread = threading.get_ident()
+    last = next((i for i in reversed(range(len(known))) if known[i].thread == thread), None)
+    execution = None if last is None else known.pop(last)
+    if not known:
+        module.__dict__.pop(_EXECUTIONS, None)
     return execution
+
+
+def _forget_interrupted(module: Module, known: list[Execution]) -> None:
+    """Drop executions that an exception ended which no hook hears of, as KeyboardInterrupt."""
+    thread, running = threading.get_ident(), _torch.running_calls(module) - 1
+    mine = [e for e in known if e.thread == thread]
+    for stale in mine[running:]:
+        known.remove(stale)
 
 
 def _watch_global_hooks() -> None:
     """See what a module returns before hooks of all modules change it."""
     hooks = _torch.global_forward_hooks()
-    if _torch.KEY not in hooks:
-        hooks[_torch.KEY] = _note_returned
-    hooks.move_to_end(_torch.KEY, last=False)
+    if _torch.GLOBAL_KEY not in hooks:
+        hooks[_torch.GLOBAL_KEY] = _note_returned
+    hooks.move_to_end(_torch.GLOBAL_KEY, last=False)
 
 
 def _note_returned(module: Module, args: Any, result: Any) -> None:
-    executions: list[Execution] = getattr(_local, "executions", [])
-    if executions and executions[-1].module is module:
-        executions[-1].returned = (result,)
+    for execution in reversed(module.__dict__.get(_EXECUTIONS, ())):
+        if execution.thread == threading.get_ident():
+            execution.returned = (result,)
+            return
 
 
 def _ordered(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,16 +7,15 @@ so.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
-from backpack_core._torch import quiet_vmap
+from backpack_core._torch import parametrized, quiet_vmap
 from backpack_core.contract.rules import ParametricRule
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.record.structure import iter_tensors, map_tensors
@@ -70,6 +69,8 @@ def _one_by_one(view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor]:
             sample = [t if axis is None else t[n] for t, axis in zip(inputs, axes, strict=True)]
             output = forward(parameter, tuple(sample))
             outputs.append(output)
+            if not output.requires_grad:  # it does not depend on the parameter
+                output = output + 0 * parameter.sum()
             products += [
                 torch.autograd.grad(
                     output, parameter, column, True, create_graph, materialize_grads=True
@@ -83,7 +84,7 @@ def _one_by_one(view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor]:
 
 def _batched_inputs(view: View) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Every input tensor, and the axis of the samples in it (``None`` where it has none)."""
-    given = view.call.stored.inputs
+    given = view.stored.inputs
     tensors = tuple(view.tensor_input(i) for i in range(len(given)))
     return tensors, tuple(0 if view.has_batch(t) else None for t in given)
 
@@ -92,7 +93,7 @@ def _replay(
     view: View, name: str | None, keep_buffers: bool = False
 ) -> Callable[[Tensor | None, tuple[Tensor, ...]], Tensor]:
     """The module's forward for one sample, as a function of a parameter and the input tensors."""
-    batched = [view.has_batch(t) for t in view.call.stored.inputs]
+    batched = [view.has_batch(t) for t in view.stored.inputs]
     args_, kwargs_ = view.args, view.kwargs
     names = [n for n, _ in view.module.named_parameters(remove_duplicate=False) if n != name]
     others = {n: view.parameter(n) for n in names}
@@ -106,8 +107,12 @@ def _replay(
         values = others if name is None or parameter is None else {**others, name: parameter}
         values = {**values, **{n: buffer.clone() for n, buffer in buffers.items()}}
         # A parameter under two names, or shared with a child, has a part for each.
-        output = functional_call(view.module, values, args, kwargs, tie_weights=False)
-        return list(iter_tensors(output))[view.index].squeeze(view.axis)
+        with parametrized(view.module, values):
+            output = view.module.forward(*args, **kwargs)
+        found = list(iter_tensors(output))[view.index]
+        if found._backward_hooks:  # they changed the gradient that has arrived already
+            found._backward_hooks.clear()
+        return found.squeeze(view.axis)
 
     return forward
 
@@ -117,10 +122,9 @@ def replaying(view: View) -> Iterator[None]:
     """Hooks off, errors of the replay explained, and what the forward stores on modules undone.
 
     A forward may store tensors (a hidden state, the weight that weight_norm computes); those of the
-    replay would be dead wrappers. Forward hooks act on the output behind the recorded one.
+    replay would be dead wrappers.
     """
     attributes = [(module, dict(module.__dict__)) for module in view.module.modules()]
-    view.module._forward_hooks = OrderedDict()
     try:
         with disable(), quiet_vmap():
             yield
@@ -161,7 +165,7 @@ def _recorded(view: View) -> Tensor:
         return view.output
     except OverwrittenInputError:
         with replaying(view), torch.no_grad():
-            output = list(iter_tensors(view.module(*view.args, **view.kwargs)))[view.index]
+            output = list(iter_tensors(view.module.forward(*view.args, **view.kwargs)))[view.index]
         return output.movedim(view.axis, 0)
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
@@ -101,6 +102,10 @@ class Propagator(ABC):
         if waiting is None and isinstance(rule, LossRule):
             return self.start(rule, view)
         return waiting
+
+    def nothing(self, view: View) -> Any | None:
+        """The quantity at an output that the loss does not depend on; ``None`` for an error."""
+        return None
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Any]:
         """What comes into being at a call, at its inputs; asked once per call. Default: nothing."""
@@ -204,6 +209,11 @@ class ColumnPropagator(Propagator):
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
         found: Columns | None = super().arrive(rule, view, waiting)
         return None if found is None else found.to(view.dtype)
+
+    def nothing(self, view: View) -> Columns | None:
+        """A column of zeros."""
+        assert view.grad_output is not None
+        return Columns.start("nothing", torch.zeros_like(view.grad_output).unsqueeze(0))
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """One transposed Jacobian product for all columns."""

@@ -8,7 +8,7 @@ autograd node between calls, until autograd gets there, and every call and node 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, Edge, Site, edge_of
+from backpack_core.record.call import INNER, Call, Edge, Site, edge_of
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 
@@ -45,7 +45,7 @@ class OutputHook:
         self.output_nr = output_nr
         self.hooks: Any = None
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grad: Tensor | None) -> None:
         """Called by autograd with the gradient of the output, before other hooks change it."""
         context = current(self.call.thread)
         if context is None:
@@ -55,12 +55,12 @@ class OutputHook:
         node = _torch.current_node()
         hooks = self.hooks()
         if hooks is None or len(hooks) == 1:
-            self._arrive(context, node, grad, ())
+            self._arrive(context, node, grad)
             return
         # What the user's hooks make of the gradient is what autograd goes on with.
         others = [hook for key, hook in hooks.items() if key != _torch.KEY]
 
-        def after(grads: tuple[Tensor, ...]) -> None:
+        def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()
             final = grads[self.output_nr]
             self._arrive(context, node, final, () if final is grad else others)
@@ -68,11 +68,17 @@ class OutputHook:
         handle = node.register_prehook(after)
 
     def _arrive(
-        self, context: Context, node: Node, grad: Tensor, changed_by: Iterable[Any]
+        self,
+        context: Context,
+        node: Node,
+        grad: Tensor | None,
+        changed_by: Sequence[Any] | None = None,
     ) -> None:
         site = Site(self.call, self.index, Edge(node, self.output_nr))
         with entered(context, site.edge) as current_pass:
             current_pass.arrive(site, grad, changed_by)
+            if changed_by is not None:
+                current_pass.cross(node)  # its own pre-hooks are running already
 
 
 class entered:
@@ -155,24 +161,32 @@ class BackwardPass(Traversal):
         if self.groups or context.graph_extensions:
             self._look_around(roots)
 
-    def arrive(self, site: Site, grad: Tensor, changed_by: Iterable[Any] = ()) -> None:
+    def arrive(
+        self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None = None
+    ) -> None:
         """Everything that happens at one output of one call.
 
         Args:
             site: The place.
-            grad: The gradient that autograd goes on with.
+            grad: The gradient that autograd goes on with; ``None`` for zero.
             changed_by: Hooks of the user's that changed it.
         """
         call = site.call
         self.context.seen.add("ran")
         self._is_differentiable = torch.is_grad_enabled()
-        if site.edge.node in self.survey.viewed and site.layout is None:
+        if not site.edge.level:
+            if self.survey.site_at(Edge(*site.edge[:2], INNER)) is None and self._knows(site):
+                return  # it is visited at the tensor that its output is a view of
             self._arrive_through_views(site.edge.node, {site.edge.output_nr: grad})
         axis = call.rule.batch_axis(View(call, site.index), site.index)
         kept = self.kept.setdefault(call, {})
+        is_reached = grad is not None
+        if grad is None:
+            grad = torch.zeros_like(call.stored.outputs[site.index])
         view = self.visiting = View(call, site.index, grad, site.edge.node, axis, kept)
+        view.is_reached = is_reached
         if self.groups or self.context.graph_extensions:
-            if (call, site.index) not in self.survey.sites:
+            if not self._knows(site):
                 self._look_around([site.edge])
             self._refuse_changes(view, changed_by)
             if not call.rule.is_loss:  # a loss matters only where something starts
@@ -200,8 +214,14 @@ class BackwardPass(Traversal):
         else:
             self._release_last.append(call)
 
+    def leave(self) -> None:
+        """The pass is over, however it ended."""
+        for task in [t for t, p in self.context.passes.items() if p is self]:
+            del self.context.passes[task]
+
     def finish(self) -> None:
         """Autograd is through: store what had to wait for that."""
+        self.leave()
         for call in self._release_last:
             call.release()
         # With backward(inputs=...), some uses of a parameter may not be reached; then it has none.
@@ -294,7 +314,7 @@ class BackwardPass(Traversal):
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
-        survey, known = self.survey, set(self.survey.viewed)
+        survey, known = self.survey, {node for node, _ in self.survey.viewed}
         is_first = not survey.sites
         bare = set(survey.bare)
         survey.add(edges)
@@ -311,11 +331,14 @@ class BackwardPass(Traversal):
                 "seen. Call backward() inside the block on one tensor that both lead to, or on "
                 "each loss by itself."
             )
-        for node in survey.viewed.keys() - known:
+        for node in {node for node, _ in survey.viewed} - known:
             self._when_reached(node, BackwardPass._reach_viewed)
         self._warn_of_bare(bare)
         if is_first and self._is_outermost:
             self._clear_fields()
+
+    def _knows(self, site: Site) -> bool:
+        return (site.call, site.index) in self.survey.sites
 
     def _reach_viewed(self, grads: tuple[Tensor | None, ...]) -> None:
         node = _torch.current_node()
@@ -328,9 +351,9 @@ class BackwardPass(Traversal):
             if site.layout is None or site.edge.node is not node or site.call in self._viewed:
                 continue
             grad = grads.get(site.edge.output_nr)
-            if grad is not None:
-                self._viewed.add(site.call)
-                self.arrive(site, look_through(grad.unsqueeze(0), site.layout).squeeze(0))
+            self._viewed.add(site.call)
+            seen = None if grad is None else look_through(grad.unsqueeze(0), site.layout).squeeze(0)
+            self.arrive(site, seen)
 
     def _warn_of_bare(self, known: set[int]) -> None:
         for key in self.survey.bare.keys() - known - self.survey.uses.keys():
@@ -353,8 +376,8 @@ class BackwardPass(Traversal):
                 for extension in extensions:
                     parameter.__dict__.pop(extension.savefield, None)
 
-    def _refuse_changes(self, view: View, changed_by: Iterable[Any]) -> None:
-        names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+    def _refuse_changes(self, view: View, changed_by: Sequence[Any] | None) -> None:
+        names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by or ()]
         if names and any(group.propagator.travels for group in self.groups):
             raise UnsupportedError(
                 f"The gradient of the output of {view.path} is changed by a hook on that tensor "

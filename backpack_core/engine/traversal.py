@@ -29,7 +29,7 @@ from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, Edge, Site, site_at
+from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.view import View
 
 
@@ -118,6 +118,8 @@ class Traversal(ABC):
             quantity = propagator.arrive(
                 site.call.rule, view, self._at_output(propagator, site, view, arrived)
             )
+            if quantity is None and not view.is_reached:
+                quantity = propagator.nothing(view)
             if quantity is None and not self._may_miss(carrier, view):
                 raise _nothing_arrived(view, first)
             if self.survey.is_shared:
@@ -284,7 +286,7 @@ class Traversal(ABC):
         if not will_execute(edge.node):
             return
         propagator = self.groups[slot].propagator
-        site = site_at(edge)
+        site = self.survey.site_at(edge)
         if site is not None:
             key = (slot, site.call, site.index)
             if key not in self._at_sites:
@@ -313,7 +315,7 @@ class Traversal(ABC):
             for position, quantity in crossed:
                 edge = edges.get(position)
                 if edge is not None and edge.node.name() != ACCUMULATE:
-                    self.deliver(slot, edge, wide=quantity)
+                    self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
 
     @staticmethod
     def _name(extension: Extension | None) -> str:

@@ -54,7 +54,8 @@ class Survey:
         uses: The parameters that they use, by ``id``.
         bare: Parameters that operations outside of any owning module use, by ``id``, with the
             node of one such operation.
-        viewed: Nodes whose output was changed in place through a view that a module returned.
+        viewed: Outputs of nodes that are reached past the views that modules returned of them, with
+            the edge of the outermost; by node and output number.
         faults: Why quantities of single samples do not exist, and where.
     """
 
@@ -65,7 +66,7 @@ class Survey:
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
     bare: dict[int, tuple[Parameter, Node]] = field(default_factory=dict)
-    viewed: dict[Node, None] = field(default_factory=dict)
+    viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _first: str = ""
     _seen: set[tuple[Node, Region | None]] = field(default_factory=set)
@@ -75,9 +76,41 @@ class Survey:
         todo: list[tuple[Edge, Region | None]] = [(edge, None) for edge in edges]
         while todo:
             edge, region = todo.pop()
+            if _is_parameter(edge, region):
+                continue
             region = _leave(edge, region)
-            site = site_at(edge)
+            self._note_views(edge, region)
+            site = self.site_at(edge)
             todo += self._enter(site, region) if site else self._pass(edge.node, region)
+
+    def site_at(self, edge: Edge) -> Site | None:
+        """The call that what is sent to an edge arrives at, in this graph."""
+        outer = None if edge.level else self.viewed.get((edge.node, edge.output_nr))
+        site = site_at(edge if outer is None else outer)
+        if site is not None and not site.edge.level:
+            known = self.sites.get((site.call, site.index))
+            if known is not None and known.layout is not None:
+                return None  # the call is visited at the tensor that its output is a view of
+        return site
+
+    def _note_views(self, edge: Edge, region: Region | None) -> None:
+        """See whether an output is reached past the views of it that modules returned."""
+        place = (edge.node, edge.output_nr)
+        if edge.level or place in self.viewed:
+            return
+        level, entered = 0, list(_calls(region))
+        for position, (call, _, layout) in enumerate(viewed_at(*place), start=1):
+            if call not in entered and not call.is_released and layout.is_whole:
+                level = position
+        if level:
+            self._see_through(Edge(*place, level))
+
+    def _see_through(self, edge: Edge) -> None:
+        self.viewed[edge.node, edge.output_nr] = edge
+        for level in range(1, edge.level + 1):
+            site = site_at(Edge(edge.node, edge.output_nr, level))
+            if site is not None and (site.call, site.index) in self.sites:
+                self.sites[site.call, site.index] = site
 
     def _enter(self, site: Site, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
         """Enter a call; yield where to go on."""
@@ -113,15 +146,15 @@ class Survey:
                 self._note_parameter(edge.node.variable, node, region)  # type: ignore[attr-defined]
                 continue
             if edge.level:
-                self.viewed[edge.node] = None
+                self._see_through(edge)
+                edge = Edge(edge.node, edge.output_nr)
             yield edge, region
 
     def _note_parameter(self, parameter: Tensor, node: Node, region: Region | None) -> None:
         """Note a parameter that no enclosing call owns."""
-        while region is not None:
-            if any(parameter is own for _, own, _ in parameters_of(region.call)):
+        for call in _calls(region):
+            if any(parameter is own for _, own, _ in parameters_of(call)):
                 return
-            region = region.parent
         if isinstance(parameter, Parameter):
             self.bare[id(parameter)] = (parameter, node)
 
@@ -173,8 +206,9 @@ def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
     is_copy = node.name() == COPY_SLICES
     for position, (child, number) in enumerate(node.next_functions):
         if child is not None:
-            through_view = is_copy and not position
-            yield position, viewed_at(child, number) if through_view else Edge(child, number)
+            # An operation in place on a view is one on the tensor behind.
+            level = len(viewed_at(child, number)) if is_copy and not position else 0
+            yield position, Edge(child, number, level)
 
 
 def leads_to_parameters(node: Node) -> bool:
@@ -191,6 +225,27 @@ def parameters_of(call: Call) -> Iterator[tuple[str, Tensor, bool]]:
         tensor, _ = owned[name]
         if tensor.requires_grad:
             yield name, tensor, call.rule.covers(call.module, name)
+
+
+def _is_parameter(edge: Edge, region: Region | None) -> bool:
+    """Whether an edge leads to how a parameter of the enclosing call was computed.
+
+    Under ``functional_call`` a parameter may be the result of a computation: then it is what gets
+    the quantity, as a leaf would.
+    """
+    if region is None:
+        return False
+    owned, names = region.call.stored.owned, region.call.stored.parameters
+    return any(
+        owned[n][0].grad_fn is edge.node and owned[n][0].output_nr == edge.output_nr for n in names
+    )
+
+
+def _calls(region: Region | None) -> Iterator[Call]:
+    """The calls that a region lies in, innermost first."""
+    while region is not None:
+        yield region.call
+        region = region.parent
 
 
 def _leave(edge: Edge, region: Region | None) -> Region | None:
@@ -241,9 +296,8 @@ def _uncovered(call: Call) -> BackpackError | None:
     """Refuse a call whose parts have parameters that nobody would look at."""
     if call.rule.transparent or not call.module._modules:
         return None
-    known = {id(tensor) for _, tensor, _ in parameters_of(call)}
     for name, parameter in call.module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
+        if parameter.requires_grad and name not in call.stored.parameters:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
                 f"{type(call.rule).__name__} knows nothing of. If it belongs to a "

@@ -28,9 +28,9 @@ class Edge(NamedTuple):
     Attributes:
         node: The node.
         output_nr: Which of its outputs.
-        level: How many calls returned a view of that output and had it overwritten in place
-            afterwards; counted from the output outwards. Zero nearly always; see
-            :func:`viewed_at`.
+        level: Zero, as somebody outside of all calls sees it; ``n > 0`` for the ``n``-th call, from
+            the inside, that returned a view of the output; ``INNER`` under those; ``INSIDE`` under
+            the call that returned the output itself.
     """
 
     node: Node
@@ -46,6 +46,11 @@ class Layout(NamedTuple):
     offset: int
     base_size: torch.Size
     base_stride: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every number of the tensor is seen."""
+        return self.size.numel() == self.base_size.numel()
 
 
 class Stored(NamedTuple):
@@ -212,11 +217,13 @@ class Site(NamedTuple):
     def below(self) -> Edge:
         """The same output as the graph inside the call made it."""
         node, output_nr, level = self.edge
-        return Edge(node, output_nr, level - 1 if level else _INSIDE)
+        if level > 1:
+            return Edge(node, output_nr, level - 1)
+        return Edge(node, output_nr, INNER if level == 1 else INSIDE)
 
 
-# The level of a node's output under the record of the call that returned it.
-_INSIDE: Final = -1
+INNER: Final = -1
+INSIDE: Final = -2
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
@@ -247,20 +254,20 @@ def site_at(edge: Edge) -> Site | None:
     """The call whose output an edge stands for; ``None`` where it is a node between calls."""
     node, output_nr, level = edge
     if level > 0:
-        call, index, layout = node.metadata[_VIEWED][output_nr][level - 1]  # type: ignore[attr-defined]
+        call, index, layout = viewed_at(node, output_nr)[level - 1]
         return Site(call, index, edge, layout)
-    table = None if level else node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table = None if level == INSIDE else node.metadata.get(_SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
     return None if found is None else Site(*found, edge)
 
 
-def viewed_at(node: Node, output_nr: int) -> Edge:
-    """The edge of an output that later in-place operations reach through views of it.
+def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
+    """Calls that returned views of an output, those inside of others first.
 
     Where a module returns a view (``Linear`` of three axes does), and that is changed in place
-    afterwards, autograd drops the view's own node from the graph: the operation becomes one on the
-    tensor behind, and the gradient of what the module returned is a part of that tensor's.
+    afterwards, autograd drops the view's own node from the graph, or leads some of its users past
+    it: the gradient of what the module returned is then found at the tensor behind.
     """
-    table = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
-    calls = () if table is None else table.get(output_nr, ())
-    return Edge(node, output_nr, len(calls))
+    table: Any = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
+    found: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
+    return found

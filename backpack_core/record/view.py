@@ -35,6 +35,7 @@ class View:
         axis: Which axis of the output holds the samples in truth; views show it in front.
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
+        is_reached: Whether any gradient arrived; autograd leaves some undefined that are zero.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them.
         full: The view with all samples.
@@ -52,6 +53,7 @@ class View:
         "index",
         "indices",
         "is_differentiable",
+        "is_reached",
         "kept",
         "node",
         "stored",
@@ -73,6 +75,7 @@ class View:
         self.axis = axis
         self.kept: dict[Any, Any] = {} if kept is None else kept
         self.is_differentiable = torch.is_grad_enabled()
+        self.is_reached = True
         self.full = self
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None

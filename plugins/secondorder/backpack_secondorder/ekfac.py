@@ -52,4 +52,4 @@ class EKFAC(SecondOrderExtension):
 
     def read(self, product: SampleProduct) -> KroneckerEigenbasis:
         """The basis and its eigenvalues."""
-        return corrected_eigenbasis(product, self.weight_sharing)
+        return corrected_eigenbasis(product, self.weight_sharing).clone()

@@ -79,6 +79,10 @@ class KroneckerEigenbasis:
         self.values = values
         self.order = order
 
+    def clone(self) -> KroneckerEigenbasis:
+        """The same in memory of its own."""
+        return KroneckerEigenbasis([q.clone() for q in self.vectors], self.values.clone(), self.order)
+
     def with_values(self, values: Tensor) -> KroneckerEigenbasis:
         """Other eigenvalues for the same eigenvectors."""
         return KroneckerEigenbasis(self.vectors, values, self.order)
