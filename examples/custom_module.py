@@ -72,11 +72,11 @@ class GainRule(ParametricRule):
     module_types = (Gain,)
     params = ("weight",)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:  # [V, N, *] -> [V, N, *]
-        return mat * call.parameter("weight")
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:  # [V, N, *] -> [V, N, *]
+        return mat * view.parameter("weight")
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return (mat * call.input).flatten(2).sum(2, keepdim=True)  # [V, N, 1]
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return (mat * view.input).flatten(2).sum(2, keepdim=True)  # [V, N, 1]
 
 
 # --- the check ----------------------------------------------------------------------------------

@@ -78,7 +78,14 @@ def _of_others() -> Iterator[Finding]:
     from importlib_metadata import entry_points
 
     for entry_point in entry_points(group="backpack.doctor"):
-        found = entry_point.load()()
+        owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
+        try:
+            found = entry_point.load()()
+        except Exception as error:
+            problem = f"what it has to say fails ({type(error).__name__}: {error})"
+            remedy = f"Update or uninstall {owner}."
+            yield Finding("fault", owner, entry_point.name, problem, remedy)
+            continue
         if found is not None:
             who, problem, remedy = found
             yield Finding("warning", who, "", problem, remedy)

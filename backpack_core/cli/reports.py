@@ -31,7 +31,8 @@ class Report:
         value: What it names.
         distribution: The distribution that declares it.
         version: Its version.
-        state: As :attr:`backpack_core.discovery.Plugin.state`, or ``"hangs"`` or ``"died"``.
+        state: As that of a :class:`~backpack_core.plugins.discovery.Plugin`, or ``"hangs"`` or
+            ``"died"``.
         error: Name of the exception's class.
         message: The exception's message.
         where: File and line of the last frame of its traceback.

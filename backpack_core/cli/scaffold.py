@@ -19,8 +19,8 @@ REPOSITORY = "~/.cache/backpack-core/templates"
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 # Classes of these names would hide what the generated files import.
 _TAKEN = {
-    *("extension-case", "first-order-extension", "layer-rule", "module-call", "parametric"),
-    *("quantity", "rule-case", "tensor"),
+    *("callable", "extension-case", "first-order-extension", "parametric", "quantity"),
+    *("rule-case", "sample-product", "tensor", "view"),
 }
 _AUTHOR = re.compile(r"[\w .,&()@+-]*")
 _GIT = (

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +13,15 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from backpack_core.contract.extension import Extension, FirstOrderExtension
+from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
+from backpack_core.contract.product import AffineProduct
 from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.recording import extend, is_extended
+from backpack_core.testing.watch import declared_form, is_fast
 
 Rows = tuple[list[str], list[list[str]]]
 
@@ -55,8 +56,8 @@ def model_report(target: str, chosen: tuple[str, ...] = ()) -> Rows:
 
     Returns:
         Header and rows: path, type, rule, plugin, and for each extension one of ``rule``, ``fast``
-        (the rule with a contraction of its own), ``autodiff``, ``refused``; ``-`` where there is
-        nothing to compute.
+        (the rule, by contractions), ``autodiff``, ``graph`` (from the graph of the loss),
+        ``refused``; ``-`` where there is nothing to compute.
 
     Raises:
         UsageError: An extension is not installed.
@@ -117,9 +118,11 @@ def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
 def status(module: Module, resolved: Resolved, extension: type[Extension]) -> str:
     """How one extension is computed at one module, as far as that is known without data."""
     rule, needs = resolved.rule, _needs(extension)
-    parameters = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
+    if issubclass(extension, GraphExtension):
+        return "graph" if _has_residual(resolved, module, needs) else "refused"
     if _mixes_samples(rule, module):
         return "refused"
+    parameters = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
     if isinstance(rule, LossRule):
         return "-" if issubclass(extension, FirstOrderExtension) else "rule"
     if needs == "second derivative" and not _has_second_derivative(resolved):
@@ -134,7 +137,7 @@ def status(module: Module, resolved: Resolved, extension: type[Extension]) -> st
         return "refused"
     if parameters - covered:
         return "autodiff"
-    return "fast" if _is_fast(rule, extension) else "rule"
+    return "fast" if is_fast(extension, declared_form(type(rule))) else "rule"
 
 
 def _is_trained(module: Module, name: str) -> bool:
@@ -165,6 +168,14 @@ def _mixes_samples(rule: LayerRule, module: Module) -> bool:
         return False
 
 
+def _has_residual(resolved: Resolved, module: Module, needs: str) -> bool:
+    """Whether what is read from the graph finds what it needs of single modules, if anything."""
+    rule = resolved.rule
+    if needs != "second derivative" or resolved.is_fallback or rule.is_loss:
+        return True
+    return _has_second_derivative(resolved) and not _mixes_samples(rule, module)
+
+
 def _has_second_derivative(resolved: Resolved) -> bool:
     rule = resolved.rule
     if resolved.is_fallback:
@@ -181,7 +192,7 @@ def _has_second_derivative(resolved: Resolved) -> bool:
 
 
 def _has_structure(rule: LayerRule, module: Module, names: set[str]) -> bool:
-    if isinstance(rule, AffinePairsRule):
+    if issubclass(declared_form(type(rule)), AffineProduct):
         return True
     linear = set(rule.linear_in_params) if isinstance(rule, ParametricRule) else set()
     return all(name in linear and module.get_parameter(name).dim() == 1 for name in names)

@@ -179,7 +179,7 @@ def value_loss_scaled(case: ExtensionCase) -> None:
 @implements
 def value_residual(case: ExtensionCase) -> None:
     """A functional sum between modules; an extension of chains may refuse."""
-    _value_or_refusal(case, _problem(case, residual=True), "gradient", "curvature", "sampling")
+    _value_or_refusal(case, _problem(case, residual=True), "structure")
 
 
 @implements
@@ -213,21 +213,17 @@ def value_frozen(case: ExtensionCase) -> None:
 
 @implements
 def value_called_twice(case: ExtensionCase) -> None:
-    """A module that is called twice; refused where the quantity is not a function of the sum."""
-    given = _problem(case, twice=True)
-    if case.extension_factory().shared_parameters:
-        _value_or_refusal(case, given, "gradient", "curvature", "sampling")
-    else:
-        _value_or_refusal(case, given)
+    """A module that is called on its own output: the net is not linear in its parameters."""
+    _value_or_refusal(case, _problem(case, twice=True), "structure", "second derivative")
 
 
-def _value_or_refusal(case: ExtensionCase, given: Problem, *must: str) -> None:
-    """The value, or ``UnsupportedError`` unless the quantity's needs are among ``must``."""
+def _value_or_refusal(case: ExtensionCase, given: Problem, *may: str) -> None:
+    """The value, or ``UnsupportedError`` for some needs, and where nobody says what it is."""
     quantity = _quantity(case)
     try:
         _compare(case, given)
     except UnsupportedError:
-        if quantity is not None and quantity.needs in must:
+        if quantity is not None and quantity.needs not in may:
             raise
 
 

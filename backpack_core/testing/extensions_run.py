@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.errors import MissingPluginError, UnsupportedError
+from backpack_core.errors import MissingPluginError, OverwrittenInputError, UnsupportedError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.structure import iter_tensors
@@ -25,7 +25,7 @@ from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, r
 from backpack_core.testing.quantities import Needs, Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 
-ALL_NEEDS = get_args(Needs)
+ALL_NEEDS: tuple[str, ...] = get_args(Needs)
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 
@@ -155,7 +155,7 @@ class Problem:
 
     def _judge(self, extension: Extension, error: Exception) -> None:
         name = type(extension).__name__
-        if not isinstance(error, (UnsupportedError, MissingPluginError)):
+        if not isinstance(error, (UnsupportedError, MissingPluginError, OverwrittenInputError)):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
         quantity = quantity_of(extension.savefield)
         if quantity is not None and quantity.needs not in self.may_refuse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,9 +14,8 @@ from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import ColumnPropagator
 from backpack_core.contract.rules import AffineRule, ParametricRule
-from backpack_core.errors import SampleMixingError, UnsupportedError
+from backpack_core.errors import UnsupportedError
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
@@ -39,6 +39,8 @@ from backpack_core.testing.traits import traits
 
 # What half precision is good enough for.
 COARSE = ("gradient", "curvature", "sampling")
+# What has no oracle where autograd cannot differentiate twice.
+TWICE = frozenset({"double backward", "second derivative"})
 
 
 def build_net(
@@ -107,6 +109,8 @@ def _may_refuse(case: RuleCase) -> frozenset[str]:
     curved = differentiable and "second derivative" not in own
     if not linear or curved or case.overwrites_input:
         may.add("second derivative")
+    if not case.twice_differentiable:
+        may |= TWICE
     if not isinstance(rule, AffineRule):
         may.add("structure")
     return frozenset(may)
@@ -135,7 +139,7 @@ def _exact(
     **options: Any,
 ) -> None:
     """Compare in double precision, as far as torch gives an oracle."""
-    missing = () if case.twice_differentiable else ("second derivative",)
+    missing = frozenset() if case.twice_differentiable else TWICE
     needs = [need for need in ALL_NEEDS if need not in missing]
     given.compare(values, extensions, case.tolerances.float64, needs=needs, **options)
 
@@ -213,6 +217,11 @@ def _compare_precision(
     given.compare(values, extensions, tolerance, needs=needs, coarse=True)
 
 
+def _compare_coarsely(case: RuleCase, dtype: torch.dtype, autocast: bool = False) -> None:
+    needs = (*COARSE, *(["double backward"] if case.twice_differentiable else []))
+    _compare_precision(case, dtype, case.tolerances.bfloat16, needs, autocast)
+
+
 def _cancels(extension: Extension) -> bool:
     found = quantity_of(extension.savefield)
     return found is not None and found.cancels
@@ -226,20 +235,20 @@ def _with_needs(extensions: Sequence[Extension], needs: Sequence[str]) -> list[E
 @implements
 def float32(case: RuleCase) -> None:
     """Single precision, against the reference in double precision."""
-    needs = (*COARSE, *(["second derivative"] if case.twice_differentiable else []))
+    needs = (*COARSE, *(TWICE if case.twice_differentiable else ()))
     _compare_precision(case, torch.float32, case.tolerances.float32, needs, autocast=False)
 
 
 @implements
 def bfloat16(case: RuleCase) -> None:
     """Half precision, against the reference in double precision."""
-    _compare_precision(case, torch.bfloat16, case.tolerances.bfloat16, COARSE, autocast=False)
+    _compare_coarsely(case, torch.bfloat16)
 
 
 @implements
 def autocast(case: RuleCase) -> None:
     """Parameters in single precision, operations in half."""
-    _compare_precision(case, torch.float32, case.tolerances.bfloat16, COARSE, autocast=True)
+    _compare_coarsely(case, torch.float32, autocast=True)
 
 
 @implements
@@ -261,12 +270,9 @@ def retain_graph(case: RuleCase) -> None:
 def called_twice(case: RuleCase) -> None:
     """The layer, and the layers around it, are called on two inputs; outputs are added."""
     given = problem(case, twice=True)
-    extensions = [
-        extension
-        for extension in usable(case)
-        if extension.shared_parameters and isinstance(extension.propagator, ColumnPropagator)
-    ]
-    extensions = _with_needs(extensions, COARSE)
+    # Some structures have no meaning over branches, or for the sum of two uses.
+    given = replace(given, may_refuse=given.may_refuse | {"structure"})
+    extensions = given.usable(usable(case))
     _, values = given.run(extensions)
     _exact(case, given, values, extensions)
 
@@ -312,16 +318,15 @@ def no_live_calls(case: RuleCase) -> None:
 
 @implements
 def mixing_is_refused(case: RuleCase) -> None:
-    """Every extension raises, and says that samples mix."""
-    net, arguments = build_net(case, SAMPLES, torch.float64)
-    loss = SoftmaxLoss()
-    given = Problem(lambda dtype: (net, arguments, loss), Reference(net, arguments, loss))
+    """Every extension raises and says that samples mix, but those that read the loss as a whole."""
+    given = problem(case)
     for extension in installed_extensions():
+        name = type(extension).__name__
         try:
-            given.run([extension])
-        except SampleMixingError:
-            continue
+            _, values = given.run([extension])
         except UnsupportedError as error:
-            require("sample" in str(error), f"{type(extension).__name__} refuses, but: {error}")
+            require("sample" in str(error), f"{name} refuses, but: {error}")
             continue
-        require(False, f"{type(extension).__name__} gave a value, though samples mix.")
+        whole = not extension.propagator.per_sample
+        require(whole, f"{name} gave a value, though samples mix.")
+        _exact(case, given, values, [extension])

@@ -51,7 +51,7 @@ _PRODUCTS = (
             "param_jac_mat_prod": "parameter Jacobian of each sample",
             "param_jac_adjoint": "the two are adjoint",
             "param_jac_batch_sum": "summed over samples, it is the gradient of the batch",
-            "operations": "every operation registered for the rule equals its definition",
+            "operations": "every operation on the rule's products equals its definition",
         },
     )
     + _rows(
@@ -80,7 +80,7 @@ _PRODUCTS = (
         "separate, kept, affine",
         {
             "affine_form": "affine_input and affine_output reproduce the layer, W x + b",
-            "affine_weight": "weight_to_matrix and from_matrix are inverse",
+            "affine_weight": "the arrangement of each parameter is a permutation of its entries",
         },
     )
     + _rows(
@@ -119,7 +119,10 @@ _NETWORK = _rows(
         "pickle": "a pickled and restored extended net gives the same",
         "no_live_calls": "no record survives its graph, with and without a backward pass",
     },
-) + _rows("mixing", {"mixing_is_refused": "extensions raise, since samples mix"})
+) + _rows(
+    "mixing",
+    {"mixing_is_refused": "what is read of single samples raises; of the loss, it is right"},
+)
 
 RULE_CHECKS: tuple[Promise, ...] = _PRODUCTS + _NETWORK
 

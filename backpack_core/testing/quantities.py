@@ -20,7 +20,9 @@ from backpack_core.testing.compare import relative_error
 if TYPE_CHECKING:
     from backpack_core.testing.reference import Reference
 
-Needs = Literal["gradient", "curvature", "sampling", "second derivative", "structure"]
+Needs = Literal[
+    "gradient", "curvature", "sampling", "double backward", "second derivative", "structure"
+]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Quantity:
         observed: What to compare with it, made from the value that was stored; default: the value.
         needs: What a net must offer for the extension to have a value there. Every layer has a
             gradient and curvature; one without the rest may refuse. "sampling" is curvature that
-            starts at random columns: exact only for the kit's own loss.
+            starts at random columns: exact only for the kit's own loss. "double backward" is
+            autograd's own, "second derivative" that of the rules.
         cancels: Whether it is a small difference of large numbers, which half precision does not
             resolve, or needs eigenvalues, which torch has none of there: it is not checked.
         arguments: What the extension's constructor needs, where it has no defaults.
@@ -238,9 +241,14 @@ _QUANTITIES: dict[str, Quantity] = {
         lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="second derivative"
     ),
     "diag_h_batch": Quantity(lambda r, p: _diagonal(r.hessian(p), r, p), needs="second derivative"),
-    "ggnmp": Quantity(lambda r, p: _block_product(r.ggn(p), r, p), _applied, needs="curvature"),
+    "ggnmp": Quantity(
+        lambda r, p: _block_product(r.ggn(p), r, p), _applied, needs="double backward"
+    ),
     "hmp": Quantity(
-        lambda r, p: _block_product(r.hessian(p), r, p), _applied, needs="second derivative"
+        lambda r, p: _block_product(r.hessian(p), r, p),
+        _applied,
+        needs="double backward",
+        cancels=True,
     ),
     "pchmp": positive_curvature_product(lambda values: values.clamp_min(0)),
     "ggn_gram": Quantity(_explicit_gram, _spectral, needs="curvature", cancels=True),

@@ -6,7 +6,7 @@ Conventions are those of the documentation: a mean loss carries its ``1/N``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,78 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core.plugins.registry import registry
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
 from backpack_core.testing.network import CLASSES, Mix, Readout, fixed_mixing
 from backpack_core.testing.quantities import Quantity
+from backpack_core.testing.units import Unit, own_blocks, wholes
 
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Unit:
-    """One call of a module that a rule differentiates as a whole.
-
-    Attributes:
-        module: The module.
-        args: What it received, with the graph behind.
-        kwargs: The same by name.
-        outputs: What it returned, in the same graph.
-    """
-
-    module: Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outputs: list[Tensor]
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors that depend on parameters."""
-        return [t for t in iter_tensors((self.args, dict(self.kwargs))) if t.requires_grad]
-
-    def curvature(self, x: Tensor, gradients: Iterable[Tensor]) -> Tensor:
-        """``Σ_o g_o ∂²f_o/∂x²`` of one input, sample by sample. Shape ``[N, D, D]`` (flat).
-
-        Args:
-            x: The input, which alone is not held fixed.
-            gradients: ``g``, one for each output.
-        """
-        leaf = x.detach().requires_grad_()
-
-        def passed(tensor: Tensor) -> Tensor:
-            return (leaf if tensor is x else tensor.detach()).clone()
-
-        args, kwargs = map_tensors((self.args, dict(self.kwargs)), passed)
-        with disable():
-            outputs = iter_tensors(seeded(lambda: self.module(*args, **kwargs), FORWARD))
-        pairs = zip(outputs, gradients, strict=True)
-        value = torch.stack([(y * g).sum() for y, g in pairs if y.is_floating_point()]).sum()
-        return _own_blocks(oracle.hessian(value, leaf), x.dim()).detach()
-
-
-def _own_blocks(jacobian: Tensor, rank: int) -> Tensor:
-    """Of each sample in itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``.
-
-    Args:
-        jacobian: Of all samples in all.
-        rank: Number of axes of the output, that of samples included.
-    """
-    samples = len(jacobian)
-    flat = jacobian.reshape(samples, jacobian.shape[1:rank].numel(), samples, -1)
-    return torch.stack([flat[n, :, n] for n in range(samples)])
-
-
-def _wholes(module: Module) -> Iterator[Module]:
-    """The outermost modules with a rule of their own."""
-    resolved = registry.resolve(module)
-    if resolved.is_fallback or resolved.rule.transparent:
-        for child in module.children():
-            yield from _wholes(child)
-    else:
-        yield module
 
 
 @dataclass(eq=False)
@@ -137,7 +74,7 @@ class Reference:
             units.append(Unit(module, args, kwargs, list(iter_tensors(output))))
 
         with ExitStack() as hooks:
-            for module in dict.fromkeys(_wholes(self.net)):
+            for module in dict.fromkeys(wholes(self.net)):
                 before = module.register_forward_pre_hook(enter, with_kwargs=True)
                 after = module.register_forward_hook(leave, with_kwargs=True)
                 hooks.callback(before.remove)
@@ -322,7 +259,7 @@ class Reference:
             jacobian = oracle.jacobians(outputs[0], {0: output})[0]
             if jacobian.any():
                 average = self._averaged_hessian(following)
-                blocks = self._chosen(_own_blocks(jacobian, outputs[0].dim()))
+                blocks = self._chosen(own_blocks(jacobian, outputs[0].dim()))
                 return None if average is None else _averaged(blocks, average)
         size = output[0].numel()  # the loss does not depend on it
         return output.new_zeros(size, size)
@@ -349,16 +286,18 @@ class Reference:
         """``1/N Σ_n Σ_s x xᵀ`` of the rows that a weight of the kit's own modules multiplies.
 
         Returns:
-            Shape ``[I, I]``; ``None`` for other parameters.
+            Shape ``[I, I]``, the sum over all uses; ``None`` for other parameters.
         """
         theta = self.parameters[name]
+        total: Tensor | None = None
         for unit in self._traced[2]:
             if isinstance(unit.module, Mix | Readout) and theta is unit.module.weight:
                 (x,) = iter_tensors(unit.args)
                 x = self._chosen(x.detach())
                 rows = x.flatten(1) if isinstance(unit.module, Readout) else x.flatten(0, -2)
-                return rows.T @ rows / len(x)
-        return None
+                moment = rows.T @ rows / len(x)
+                total = moment if total is None else total + moment
+        return total
 
 
 def _averaged(jacobians: Tensor, inner: Tensor) -> Tensor:

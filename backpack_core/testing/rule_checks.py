@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,13 @@ from torch import Tensor
 from backpack_core.contract import operations as ops
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.rules import ParametricRule
-from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
 from backpack_core.testing.implementations import implements
+from backpack_core.tuning import memory_budget, set_memory_budget
 
 
 def _transposed(run: Execution, mat: Tensor) -> dict[int, Tensor | None]:
@@ -173,6 +174,13 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     "inner": (lambda p: ops.inner(p, p), lambda m: m.flatten(2).square().sum(2)),
 }
 
+# What else may be needed in the pass.
+_PLANS: tuple[frozenset[Any], ...] = (
+    frozenset(),
+    frozenset({ops.batch_sum, ops.square_sum}),
+    frozenset({ops.dense}),
+)
+
 
 @implements
 def operations(case: RuleCase) -> None:
@@ -180,10 +188,9 @@ def operations(case: RuleCase) -> None:
     run = shared_execution(case)
     mat = run.columns()
     assert isinstance(run.rule, ParametricRule)
-    together = frozenset({ops.batch_sum, ops.square_sum})
     for name in run.parameters:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
-        for budget, needs in product((memory_budget(), 1), (frozenset(), together)):
+        for budget, needs in product((memory_budget(), 1), _PLANS):
             with _budget(budget), torch.no_grad():
                 for what, (operation, definition) in _DEFINITIONS.items():
                     given = run.rule.param_product(run.view, name, mat)

@@ -18,6 +18,7 @@ import torch
 from torch.nn import Module
 
 from backpack_core.contract.extension import Extension, FirstOrderExtension
+from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
 from backpack_core.plugins import ensure_loaded
@@ -25,7 +26,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.recording import extend, is_extended
 from backpack_core.testing import catalogue
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
-from backpack_core.testing.extensions_run import Problem, installed_extensions
+from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.network import Shrink, SoftmaxLoss, install_own_rules
 from backpack_core.testing.network_checks import build_net
 from backpack_core.testing.reference import Reference
@@ -37,8 +38,9 @@ class Cell:
     """One extension on one layer.
 
     Attributes:
-        kind: ``"rule"``: through the layer's rule; ``"fast"``: by a contraction registered for that
-            kind of rule; ``"autodiff"``: by automatic differentiation, for want of a rule;
+        kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
+            form of product that the rule gives; ``"autodiff"``: by automatic differentiation, for
+            want of a rule; ``"graph"``: from the graph of the loss, whatever the layer is;
             ``"refused"``; ``"-"``: there is nothing to compute.
         reason: Why it is refused.
     """
@@ -153,7 +155,7 @@ class _Targeted(Module):
 
 
 def _problem(net: Module, arguments: Arguments, loss: Module) -> Problem:
-    everything = frozenset({"gradient", "curvature", "sampling", "second derivative", "structure"})
+    everything = frozenset(ALL_NEEDS)
     return Problem(
         lambda dtype: (net, arguments, loss), Reference(net, arguments, loss), everything
     )
@@ -181,6 +183,8 @@ def _run_row(name: str, given: Problem, module: Module) -> Row:
 
 
 def _kind(given: Problem, module: Module, rule: LayerRule | None, extension: Extension) -> Kind:
+    if isinstance(extension, GraphExtension):
+        return "graph"
     own = [p for p in module.parameters() if p.requires_grad]
     if not own:
         if isinstance(extension, FirstOrderExtension):
@@ -193,7 +197,7 @@ _known: dict[tuple[Any, ...], Kind] = {}
 
 
 def _traced(given: Problem, module: Module, extension: Extension) -> Kind:
-    """Which functions compute the parameters, by watching one pass; once per kind of rule."""
+    """In which form the parameters are read, by watching one pass; once per kind of rule."""
     key = (type(extension), tuple(type(registry.resolve(m).rule) for m in module.modules()))
     if key not in _known:
         watch = Watch(set(module.modules()), extension)
@@ -210,6 +214,7 @@ def _general(reason: str, extension: str, module: Module) -> str:
         (r"^\w+(?= starts at a loss)", "the extension"),
         (rf"({own}) of ({kind}) '[\w.]+'|\b({own})\b", "its rule"),
         (rf"({kind}) '[\w.]+'|\b({kind})\b", "the layer"),
+        (r"the operation '\w+' \(\w+\)", "an operation"),
         (r"(the parameter )?'[\w.]+'", "a parameter"),
         (rf"\b{extension}\b", "the extension"),
     ):

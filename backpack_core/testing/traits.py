@@ -31,7 +31,7 @@ def traits(case: Case) -> frozenset[str]:
 
 def _of_execution(run: Execution) -> set[str]:
     rule = run.rule
-    found = {"mixing" if rule.mixes_samples(run.call) else "separate"}
+    found = {"mixing" if rule.mixes_samples(run.view) else "separate"}
     found.add("twice" if run.case.twice_differentiable else "once")
     found.add("overwritten" if run.case.overwrites_input else "kept")
     propagates = not rule.transparent and bool(run.leaves) and run.leaves[0] is not None

@@ -1,16 +1,18 @@
-"""Finds out in which form a quantity is computed, from one run."""
+"""Finds out how a quantity is computed: from one run, or from what is declared."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from torch.nn import Module
 
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.product import DenseProduct
+from backpack_core.contract.operations import Operation
+from backpack_core.contract.product import DenseProduct, SampleProduct
+from backpack_core.contract.rules import LayerRule, ParametricRule, ProductRule
 
-Kind = Literal["rule", "fast", "autodiff", "refused", "-"]
+Kind = Literal["rule", "fast", "autodiff", "graph", "refused", "-"]
 
 
 class Watch:
@@ -24,22 +26,48 @@ class Watch:
             extension: The extension; this instance stays watched.
         """
         self.modules = modules
-        self.kinds: set[Kind] = set()
+        self.forms: set[type] = set()
         self.read = extension.read
+        self._extension = type(extension)
         extension.read = self  # type: ignore[method-assign]
 
     def __call__(self, product: Any) -> Any:
         """In the place of ``read``."""
         if product.module in self.modules:
-            self.kinds.add(_kind(product))
+            self.forms.add(_form_of(product))
         return self.read(product)
 
     def kind(self) -> Kind:
         """What it amounts to."""
-        return next((kind for kind in ("autodiff", "fast") if kind in self.kinds), "rule")
+        if AutodiffRule in self.forms:
+            return "autodiff"
+        fast = any(is_fast(self._extension, form) for form in self.forms)
+        return "fast" if fast else "rule"
 
 
-def _kind(product: Any) -> Kind:
+def _form_of(product: Any) -> type:
+    """The form of a product, or of the products that a reading makes when it is asked."""
     if issubclass(product.rule, AutodiffRule):
-        return "autodiff"
-    return "rule" if isinstance(product, DenseProduct) else "fast"
+        return AutodiffRule
+    return type(product) if isinstance(product, SampleProduct) else declared_form(product.rule)
+
+
+def declared_form(rule: type[LayerRule]) -> type[SampleProduct]:
+    """The form of the products that a rule gives, as its ``_param_product`` is annotated."""
+    if not issubclass(rule, ProductRule):
+        return DenseProduct if issubclass(rule, ParametricRule) else SampleProduct
+    try:
+        found = get_type_hints(rule._param_product).get("return", SampleProduct)
+    except NameError:  # imported for type checkers only
+        return SampleProduct
+    return found if isinstance(found, type) and issubclass(found, SampleProduct) else SampleProduct
+
+
+def is_fast(extension: type[Extension], form: type[SampleProduct]) -> bool:
+    """Whether all that an extension needs has a version for a form, so that no ``M`` is formed."""
+    return bool(extension.needs) and all(_has_version(need, form) for need in extension.needs)
+
+
+def _has_version(operation: Operation[Any], form: type[SampleProduct]) -> bool:
+    dispatch = operation._dispatch.dispatch
+    return dispatch(form) is not dispatch(SampleProduct)

@@ -28,11 +28,11 @@ class GainRule(ParametricRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat * call.parameter("weight")
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight")
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return mat * call.input
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * view.input
 
 
 class Grouped(Module):
@@ -51,17 +51,14 @@ class Grouped(Module):
 class GroupedRule(AffineRule):
     module_types = (Grouped,)
 
-    def groups(self, call: ModuleCall) -> int:
-        return 2
+    def affine_input(self, view: View) -> Tensor:
+        return view.input.reshape(-1, 1, 2, 2)
 
-    def affine_input(self, call: ModuleCall) -> Tensor:
-        return call.input.reshape(-1, 1, 2, 2)
-
-    def affine_output(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
         return mat.reshape(*mat.shape[:2], 1, 2, 2)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        weight = call.parameter("weight").view(2, 2, 2)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        weight = view.parameter("weight").view(2, 2, 2)
         product = torch.einsum("goi,vngo->vngi", weight, mat.reshape(*mat.shape[:2], 2, 2))
         return product.flatten(2)
 
@@ -76,11 +73,11 @@ class Cube(Module):
 class CubeRule(ElementwiseRule):
     module_types = (Cube,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
-        return 3 * call.input**2
+    def derivative(self, view: View) -> Tensor:
+        return 3 * view.input**2
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
-        return 6 * call.input
+    def second_derivative(self, view: View) -> Tensor:
+        return 6 * view.input
 
 
 class Centre(Module):
@@ -88,6 +85,17 @@ class Centre(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
+
+
+class CentreRule(LayerRule):
+    module_types = (Centre,)
+    hessian_is_zero = True
+
+    def mixes_samples(self, view: View) -> bool:
+        return True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat - mat.mean(1, keepdim=True)
 
 
 def case_of(layer: type[Module], rule: type[LayerRule], **options: object) -> RuleCase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import LayerRule, View, ops
+from backpack_core import LayerRule, ProductRule, SampleProduct, View
+from backpack_core.contract.operations import batch_sum, dense, square_sum
 from backpack_core.testing import RuleCase, check_rule
 from tests.kit.layers import (
     Centre,
+    CentreRule,
     Cube,
     CubeRule,
     Gain,
@@ -24,34 +27,95 @@ from tests.kit.layers import (
 
 
 class WrongSign(GainRule):
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return -super()._jac_t_mat_prod(call, mat)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return -super()._jac_t_mat_prod(view, mat)
 
 
 class ForgottenGroup(GroupedRule):
-    def affine_input(self, call: ModuleCall) -> Tensor:
-        first = super().affine_input(call)[:, :, :1]
+    def affine_input(self, view: View) -> Tensor:
+        first = super().affine_input(view)[:, :, :1]
         return first.expand(-1, -1, 2, -1)
 
 
-class MissingBatchSum(GainRule):
+class GainProduct(SampleProduct):
+    """``out[v, n] ⊙ inp[n]``."""
+
+    def __init__(self, out: Tensor, inp: Tensor) -> None:
+        super().__init__(*out.shape[:2], inp.shape[1:], out)
+        self.out, self.inp = out, inp
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        return self.out[columns, samples] * self.inp[samples]
+
+
+class RepeatedEntries(GroupedRule):
+    """The entries of one group in the place of both."""
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        if name == "bias":
+            return None
+        return lambda mat: mat[..., :1, :, :].repeat_interleave(2, -3).flatten(-3, -2)
+
+
+class ArrangesLeadingAxes(GroupedRule):
+    """Right for a matrix, wrong for several."""
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        shape = view.parameter_itself(name).shape
+        return lambda mat: mat.flatten().flip(0).reshape(*mat.shape[: mat.dim() - 3], *shape)
+
+
+class ProductOfOneSample(GainProduct):
     """Its fast version of a sum over samples takes the first sample."""
 
 
-@ops.per_sample_sum.register
-def per_sample_sum_of_one(
-    rule: MissingBatchSum, call: ModuleCall, name: str, mat: Tensor
-) -> Tensor:
-    return rule.param_jac_t_mat_prod(call, name, mat)[:, 0]
+@batch_sum.register
+def batch_sum_of_one(product: ProductOfOneSample) -> Tensor:
+    return dense(product)[:, 0]
 
 
-class MissingColumnSum(GainRule):
+class ProductOfOneColumn(GainProduct):
     """Its fast version of a square sum leaves out all columns but the first."""
 
 
-@ops.square_sum.register
-def square_sum_of_one(rule: MissingColumnSum, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-    return rule.param_jac_t_mat_prod(call, name, mat)[0].square().sum(0)
+@square_sum.register
+def square_sum_of_one(product: ProductOfOneColumn) -> Tensor:
+    return dense(product)[0].square().sum(0)
+
+
+class OwnFormRule(ProductRule):
+    """The rule of ``Gain`` with a form of its own."""
+
+    module_types = (Gain,)
+    params = ("weight",)
+    linear_in_params = ("weight",)
+    hessian_is_zero = True
+    jacobian_is_constant = True
+    form: ClassVar[type[GainProduct]] = GainProduct
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight")
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        return self.form(mat, view.input)
+
+
+class MissingBatchSum(OwnFormRule):
+    form = ProductOfOneSample
+
+
+class MissingColumnSum(OwnFormRule):
+    form = ProductOfOneColumn
+
+
+class WrongSlice(OwnFormRule):
+    """Right as a whole, wrong piece by piece."""
+
+    class Product(GainProduct):
+        def part(self, columns: slice, samples: slice) -> Tensor:
+            return super().part(columns, slice(0, len(range(self.samples)[samples])))
+
+    form = Product
 
 
 class FalseZeroHessian(CubeRule):
@@ -74,9 +138,9 @@ class OneJacobianOfSeveral(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        scale = torch.linspace(1.0, 2.0, call.full.batch_size).unsqueeze(1)
-        return mat * (scale if call.indices is None else scale[list(call.indices)])
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        scale = torch.linspace(1.0, 2.0, view.full.batch_size).unsqueeze(1)
+        return mat * (scale if view.indices is None else scale[list(view.indices)])
 
 
 class ScaleByTheBatch(Module):
@@ -91,8 +155,8 @@ class OneJacobianHere(LayerRule):
     hessian_is_zero = True
     jacobian_is_constant = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat * (call.full.inputs[0].detach().sum() * 100).round().remainder(7)
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * (view.full.inputs[0].detach().sum() * 100).round().remainder(7)
 
 
 class FalseLinearity(GainRule):
@@ -102,33 +166,33 @@ class FalseLinearity(GainRule):
 class Leak(GainRule):
     """Keeps every call it sees."""
 
-    seen: ClassVar[list[ModuleCall]] = []
+    seen: ClassVar[list[View]] = []
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        self.seen.append(call)
-        return super()._param_jac_t_mat_prod(call, name, mat)
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        self.seen.append(view)
+        return super()._param_jac_t_mat_prod(view, name, mat)
 
 
 class State(GainRule):
-    def check(self, call: ModuleCall) -> None:
-        self.last = call
+    def check(self, view: View) -> None:
+        self.last = view
 
 
 class WritesToColumns(GainRule):
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat.mul_(call.parameter("weight"))
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat.mul_(view.parameter("weight"))
 
 
 class UndeclaredMixing(LayerRule):
     module_types = (Centre,)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat - mat.mean(1, keepdim=True)
 
 
 class WrongSecondDerivative(CubeRule):
-    def second_derivative(self, call: ModuleCall) -> Tensor:
-        return 3 * call.input
+    def second_derivative(self, view: View) -> Tensor:
+        return 3 * view.input
 
 
 # Rule, the check that must name the fault, and what its message must say.
@@ -136,8 +200,11 @@ FAULTS = [
     (case_of(Gain, WrongSign), "jac_t_mat_prod", "wrong sign"),
     (case_of(Grouped, ForgottenGroup), "affine_form", "W x \\+ b"),
     (case_of(Grouped, ForgottenGroup), "param_jac_t_mat_prod", "'weight'"),
-    (case_of(Gain, MissingBatchSum), "param_jac_batch_sum", "per_sample_sum"),
-    (case_of(Gain, MissingColumnSum), "operations", "ops.square_sum"),
+    (case_of(Grouped, RepeatedEntries), "affine_weight", "no permutation"),
+    (case_of(Grouped, ArrangesLeadingAxes), "affine_weight", "axes in front"),
+    (case_of(Gain, MissingBatchSum), "param_jac_batch_sum", "batch_sum"),
+    (case_of(Gain, MissingColumnSum), "operations", "square_sum"),
+    (case_of(Gain, WrongSlice), "operations", "within 1 bytes"),
     (case_of(Cube, FalseZeroHessian), "hessian_is_zero", "does not vanish"),
     (case_of(Cube, FalseConstantJacobian), "jacobian_is_constant", "mat, input 0, the layer's"),
     (case_of(ScaleOfEach, OneJacobianOfSeveral), "jacobian_is_constant", "mat, input 0"),
@@ -169,12 +236,27 @@ def assert_matches(pattern: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case_of(Gain, GainRule), case_of(Grouped, GroupedRule), case_of(Cube, CubeRule)]
+    "case",
+    [
+        case_of(Gain, GainRule),
+        case_of(Gain, OwnFormRule),
+        case_of(Grouped, GroupedRule),
+        case_of(Cube, CubeRule),
+    ],
 )
 def test_right_rules_pass(case: RuleCase) -> None:
     results = check_rule(case)
     assert [r for r in results if not r.ok] == []
     assert len(results) > 25
+
+
+def test_a_right_rule_of_a_layer_that_mixes_samples_passes() -> None:
+    """Products with the matrices of the whole loss are compared, the rest is refused."""
+    results = check_rule(case_of(Centre, CentreRule))
+    assert {r.check: r.status for r in results} == {
+        "mixes_samples": "passed",
+        "mixing_is_refused": "passed",
+    }
 
 
 def test_unnecessary_work_is_not_promised() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, LayerRule, View, ops
+from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.operations import dense, square_sum
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
@@ -22,7 +23,8 @@ from backpack_core.testing import (
 )
 from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
-from backpack_secondorder.kronecker import KroneckerEigenbasis
+from backpack_secondorder.factors import kronecker_factors
+from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors
 
 
 class Largest(FirstOrderExtension):
@@ -30,15 +32,15 @@ class Largest(FirstOrderExtension):
 
     savefield = "largest"
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return ops.per_sample(rule, call, name, mat)[0].amax(0)
+    def read(self, product: SampleProduct) -> Tensor:
+        return dense(product)[0].amax(0)
 
 
 class LargestOfTwo(Largest):
     """Looks at two samples only."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return ops.per_sample(rule, call, name, mat)[0, :2].amax(0)
+    def read(self, product: SampleProduct) -> Tensor:
+        return dense(product)[0, :2].amax(0)
 
 
 class Accumulating(Largest):
@@ -46,9 +48,14 @@ class Accumulating(Largest):
 
     savefield = "accumulating"
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        before = getattr(call.module.get_parameter(name), self.savefield, 0.0)
-        return before + super().read(rule, call, name, mat)
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: dict[str, Tensor] = {}
+
+    def read(self, product: SampleProduct) -> Tensor:
+        key = f"{product.path}.{product.name}"
+        self.before[key] = self.before.get(key, 0.0) + super().read(product)
+        return self.before[key]
 
 
 QUANTITY = Quantity(lambda reference, name: reference.gradients(name).amax(0))
@@ -61,16 +68,16 @@ def faults(case: ExtensionCase) -> set[str]:
 class EigenvaluesOfFactors(EKFAC):
     """Products of the factors' eigenvalues in place of the diagonal."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Any:
-        return ops.kronecker_factors(rule, call, name, mat, "kfc").eigenbasis()
+    def read(self, product: SampleProduct) -> KroneckerEigenbasis:
+        return kronecker_factors(product, "kfc").eigenbasis()
 
 
 class AnotherBasis(EKFAC):
     """The right diagonal, of the same matrix, in a basis that is none of eigenvectors."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Any:
-        found = super().read(rule, call, name, mat)
-        diagonal = ops.square_sum(rule, call, name, mat).reshape(found.values.shape)
+    def read(self, product: SampleProduct) -> KroneckerEigenbasis:
+        found = super().read(product)
+        diagonal = square_sum(product).reshape(found.values.shape)
         eyes = [torch.eye(len(vectors)) for vectors in found.vectors]
         return KroneckerEigenbasis(eyes, diagonal, found.order)
 
@@ -78,8 +85,8 @@ class AnotherBasis(EKFAC):
 class InnerIsSum(KFRA):
     """``A`` is not divided by the number of samples."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Any:
-        found = super().read(rule, call, name, mat)
+    def read(self, product: Any) -> KroneckerFactors:
+        found = super().read(product)
         return found.with_factors([found[0], *(3 * inner for inner in found[1:])])
 
 
@@ -154,8 +161,8 @@ def test_an_extension_that_accumulates_is_found() -> None:
 
 def test_without_an_oracle_values_must_be_finite() -> None:
     class Infinite(Largest):
-        def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-            return super().read(rule, call, name, mat) / 0
+        def read(self, product: SampleProduct) -> Tensor:
+            return super().read(product) / 0
 
     results = check_extension(ExtensionCase(Infinite), ["value_mean"])
     assert "finite" in results[0].message

@@ -36,7 +36,10 @@ def test_every_public_name_loads_from_its_home(package: ModuleType) -> None:
         _ = package.nothing_of_the_kind
 
 
-def test_extend_is_the_function_whatever_was_imported_first() -> None:
-    import backpack_core.extend
-
-    assert callable(backpack_core.extend)
+@pytest.mark.parametrize("package", [backpack_core, backpack_core.testing])
+def test_no_public_name_is_that_of_a_module(package: ModuleType) -> None:
+    """Importing the module would put it in the place of what the package exports."""
+    assert package.__file__
+    folder = Path(package.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert modules.isdisjoint(declared(package))

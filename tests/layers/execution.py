@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.product import AffineProduct
 from backpack_core.contract.rules import AffineRule, LayerRule, ParametricRule
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
+from tests.layers.handmade import make_call
 
 TOLERANCE = 1e-10
 COLUMNS = 3
@@ -20,9 +21,9 @@ COLUMNS = 3
 
 @dataclass
 class Execution:
-    """A call, its output, and its input as a leaf, even where the module works in place."""
+    """What a rule sees, the output, and the input as a leaf, even where the module overwrote it."""
 
-    call: ModuleCall
+    view: View
     leaf: Tensor
     output: Tensor
 
@@ -31,24 +32,9 @@ def record(module: Module, x: Tensor, *args: Any, **kwargs: Any) -> Execution:
     """Run ``module(x, *args, **kwargs)`` and build the call by hand."""
     module.to(x.dtype)
     leaf = x.clone().requires_grad_()
-    passed = leaf.clone()
-    inputs = (passed, *iter_tensors((args, kwargs)))
-    versions = [t._version for t in inputs]
-    result = module(passed, *args, **kwargs)
-    outputs = tuple(t.detach() for t in iter_tensors(result))
-    call = ModuleCall(
-        module=module,
-        args=(passed, *args),
-        kwargs=kwargs,
-        inputs=inputs,
-        edges=(None,) * len(inputs),
-        outputs=outputs,
-        frame=None,
-        thread=threading.get_ident(),
-        training=module.training,
-        _versions=(*versions, *(t._version for t in outputs)),
-    )
-    return Execution(call, leaf, next(iter_tensors(result)))
+    call, result = make_call(module, leaf.clone(), *args, **kwargs)
+    with torch.no_grad():  # as in a backward pass
+        return Execution(View(call), leaf, next(iter_tensors(result)))
 
 
 def close(found: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
@@ -84,34 +70,34 @@ def check_rule(
         twice: Whether torch differentiates the module twice.
         tolerance: Relative error that is allowed.
     """
-    call = run.call
-    rule.check(call)
-    assert not rule.mixes_samples(call)
+    view = run.view
+    rule.check(view)
+    assert not rule.mixes_samples(view)
     generator = torch.Generator().manual_seed(3)
     mat = torch.randn(COLUMNS, *run.output.shape, dtype=run.leaf.dtype, generator=generator)
     mat_in = torch.randn(COLUMNS, *run.leaf.shape, dtype=run.leaf.dtype, generator=generator)
     with torch.no_grad():
-        first = rule.jac_t_mat_prod(call, mat)[0]
+        first = rule.jac_t_mat_prod(view, mat)[0]
     assert first is not None
     close(first, pullback(run, run.leaf, mat), "jac_t_mat_prod", tolerance)
     if twice:
         _check_jac(rule, run, mat_in, tolerance)
         _check_second(rule, run, mat[0], mat_in)
     with torch.no_grad():
-        image = rule.jac_mat_prod(call, mat_in)
+        image = rule.jac_mat_prod(view, mat_in)
     close(per_sample(image * mat), per_sample(first * mat_in), "adjointness", tolerance)
     _check_subsampled(rule, run, mat, first)
     if isinstance(rule, ParametricRule):
         for name in rule.params:
-            if getattr(call.module, name) is not None:
+            if getattr(view.module, name) is not None:
                 _check_parameter(rule, run, name, mat)
     if isinstance(rule, AffineRule):
         _check_affine(rule, run)
 
 
 def _check_subsampled(rule: LayerRule, run: Execution, mat: Tensor, whole: Tensor) -> None:
-    last = [run.call.batch_size - 1]
-    view = run.call.subsample(last)
+    last = [run.view.batch_size - 1]
+    view = run.view.subsample(last)
     with torch.no_grad():
         alone = rule.jac_t_mat_prod(view, mat[:, last])[0]
     assert alone is not None
@@ -120,7 +106,7 @@ def _check_subsampled(rule: LayerRule, run: Execution, mat: Tensor, whole: Tenso
 
 def _check_jac(rule: LayerRule, run: Execution, mat: Tensor, tolerance: float) -> None:
     with torch.no_grad():
-        found = rule.jac_mat_prod(run.call, mat)
+        found = rule.jac_mat_prod(run.view, mat)
     dummy = torch.zeros_like(run.output, requires_grad=True)
     (product,) = torch.autograd.grad(
         run.output, run.leaf, dummy, create_graph=True, materialize_grads=True
@@ -137,7 +123,7 @@ def _check_jac(rule: LayerRule, run: Execution, mat: Tensor, tolerance: float) -
 
 def _check_second(rule: LayerRule, run: Execution, grad_output: Tensor, mat: Tensor) -> None:
     with torch.no_grad():
-        found = rule.second_derivative_mat_prod(run.call, grad_output, mat)
+        found = rule.second_derivative_mat_prod(run.view, grad_output, mat)
     (gradient,) = torch.autograd.grad(
         run.output, run.leaf, grad_output, create_graph=True, materialize_grads=True
     )
@@ -152,10 +138,10 @@ def _check_second(rule: LayerRule, run: Execution, grad_output: Tensor, mat: Ten
 
 
 def _check_parameter(rule: ParametricRule, run: Execution, name: str, mat: Tensor) -> None:
-    parameter = getattr(run.call.module, name)
+    parameter = getattr(run.view.module, name)
     with torch.no_grad():
-        found = rule.param_jac_t_mat_prod(run.call, name, mat)
-    samples = range(run.call.batch_size)
+        found = rule.param_jac_t_mat_prod(run.view, name, mat)
+    samples = range(run.view.batch_size)
     expected = torch.zeros_like(found)
     for n in samples:
         alone = torch.zeros_like(mat)
@@ -165,22 +151,32 @@ def _check_parameter(rule: ParametricRule, run: Execution, name: str, mat: Tenso
 
     directions = torch.randn(len(mat), *parameter.shape, dtype=mat.dtype)
     with torch.no_grad():
-        image = rule.param_jac_mat_prod(run.call, name, directions)
+        image = rule.param_jac_mat_prod(run.view, name, directions)
     # Adjointness, sample by sample; the first product is already known to be right.
     right = per_sample(directions.unsqueeze(1) * expected)
     close(per_sample(image * mat), right, f"param_jac_mat_prod({name})")
 
 
 def _check_affine(rule: AffineRule, run: Execution) -> None:
-    call = run.call
+    view = run.view
     with torch.no_grad():
-        weight = call.parameter("weight")
-        matrix = rule.weight_to_matrix(call, weight)
-        assert torch.equal(rule.from_matrix(call, "weight", matrix), weight)
-        stacked = torch.stack([weight, 2 * weight])[None]
-        back = rule.from_matrix(call, "weight", rule.weight_to_matrix(call, stacked))
-        assert torch.equal(back, stacked)
-        rows = torch.einsum("goi,nsgi->nsgo", matrix, rule.affine_input(call))
-        if call.module.bias is not None:
-            rows = rows + call.parameter("bias").reshape(rule.groups(call), -1)
-        close(rows, rule.affine_output(call, call.output[None])[0], "the affine form")
+        inputs = rule.affine_input(view)[0 : view.batch_size]
+        rows = torch.einsum("goi,nsgi->nsgo", _matrix(rule, view, "weight"), inputs)
+        if view.module.bias is not None:
+            rows = rows + _matrix(rule, view, "bias")
+        close(rows, rule.affine_output(view, view.output[None])[0], "the affine form")
+
+
+def _matrix(rule: AffineRule, view: View, name: str) -> Tensor:
+    """The parameter as ``[G, O, I]``, or ``[G, O]``: the arrangement of products, undone."""
+    product = rule.param_product(view, name, torch.zeros(1, *view.output_shape).to(view.dtype))
+    assert isinstance(product, AffineProduct)
+    numbers = torch.arange(product.shape.numel()).reshape(product.sizes)
+    arranged = product.to_parameter(numbers)
+    several = product.to_parameter(torch.stack([numbers, 2 * numbers])[None])
+    assert torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
+    matrix = torch.empty(product.shape.numel(), dtype=view.dtype)
+    matrix[arranged.flatten()] = torch.arange(product.shape.numel(), dtype=view.dtype)
+    order = matrix.long()
+    assert torch.equal(arranged.flatten()[order], torch.arange(len(order)))
+    return view.parameter(name).flatten()[order].reshape(product.sizes)

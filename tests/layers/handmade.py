@@ -11,30 +11,67 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.record.call import Call, Stored
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
 
 TOLERANCE = 1e-10
 
 
-def make_call(module: Module, *args: Any, output_nr: int = 0, **kwargs: Any) -> ModuleCall:
-    """Run ``module`` without hooks and note what it received and returned."""
-    result = module(*args, **kwargs)
+def make_call(module: Module, *args: Any, **kwargs: Any) -> tuple[Call, Any]:
+    """Run ``module`` without hooks and note what it received and returned.
+
+    Returns:
+        The call, and the module's result with its graph.
+    """
     inputs = (*iter_tensors(args), *iter_tensors(kwargs))
+    versions = [t._version for t in inputs]
+    result = module(*args, **kwargs)
     outputs = tuple(t.detach() for t in iter_tensors(result))
-    return ModuleCall(
-        module=module,
+    owned = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    parameters = tuple(owned)
+    owned.update(module.named_buffers(recurse=False))
+    stored = Stored(
         args=args,
         kwargs=kwargs,
         inputs=inputs,
-        edges=(None,) * len(inputs),
         outputs=outputs,
-        frame=None,
+        versions=(*versions, *(t._version for t in outputs)),
+        owned={name: (t, t._version) for name, t in owned.items()},
+        parameters=parameters,
+    )
+    call = Call(
+        module=module,
+        rule=None,
+        provenance=None,
+        edges=(None,) * len(inputs),
+        stored=stored,
         thread=threading.get_ident(),
         training=module.training,
-        output_nr=output_nr,
-        _versions=tuple(t._version for t in (*inputs, *outputs)),
+        settings=((), ()),
+        is_rewired=False,
+        is_readable=False,
     )
+    return call, result
+
+
+def make_view(module: Module, *args: Any, index: int = 0, axis: int = 0, **kwargs: Any) -> View:
+    """Run ``module``: what a rule sees of it in a backward pass without ``create_graph``."""
+    call, _ = make_call(module, *args, **kwargs)
+    with torch.no_grad():
+        return View(call, index, axis=axis)
+
+
+def differentiable(view: View) -> View:
+    """What a rule sees of the same call in a backward pass with ``create_graph``."""
+    with torch.enable_grad():
+        return View(view.call, view.index, view.grad_output, axis=view.axis)
+
+
+def with_gradient(view: View, gradient: Tensor) -> View:
+    """The same when a gradient has arrived at the output."""
+    with torch.set_grad_enabled(view.is_differentiable):
+        return View(view.call, view.index, gradient, axis=view.axis)
 
 
 def assert_equal(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -53,12 +90,12 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def columns(call: ModuleCall, count: int = 3) -> Tensor:
+def columns(view: View, count: int = 3) -> Tensor:
     """Random columns at the output. Shape ``[V, N, *out]``."""
-    return draw(count, *call.output_shape)
+    return draw(count, *view.output_shape)
 
 
-def rerun(call: ModuleCall) -> tuple[tuple[Tensor, ...], Tensor]:
+def rerun(view: View) -> tuple[tuple[Tensor, ...], Tensor]:
     """Run the module again on leaves.
 
     Returns:
@@ -77,14 +114,14 @@ def rerun(call: ModuleCall) -> tuple[tuple[Tensor, ...], Tensor]:
             return {key: leaf(item) for key, item in value.items()}
         return value
 
-    args, kwargs = leaf(call.args), leaf(call.kwargs)
-    result = call.module(*args, **kwargs)
-    return tuple(leaves), list(iter_tensors(result))[call.output_nr]
+    args, kwargs = leaf(view.args), leaf(view.kwargs)
+    result = view.module(*args, **kwargs)
+    return tuple(leaves), list(iter_tensors(result))[view.index]
 
 
-def input_oracle(call: ModuleCall, mat: Tensor) -> list[Tensor | None]:
+def input_oracle(view: View, mat: Tensor) -> list[Tensor | None]:
     """For every input, ``J_xᵀ mat`` by autograd, column by column."""
-    leaves, output = rerun(call)
+    leaves, output = rerun(view)
     wanted = [t for t in leaves if t.requires_grad]
     if not wanted:
         return [None] * len(leaves)
@@ -96,17 +133,17 @@ def input_oracle(call: ModuleCall, mat: Tensor) -> list[Tensor | None]:
     return [next(products) if t.requires_grad else None for t in leaves]
 
 
-def parameter_oracle(call: ModuleCall, name: str, mat: Tensor, axis: int = 0) -> Tensor:
+def parameter_oracle(view: View, name: str, mat: Tensor, axis: int = 0) -> Tensor:
     """``J_θ[n]ᵀ mat[v, n]`` by autograd: one sample of one column at a time.
 
     Args:
-        call: The call.
+        view: The call.
         name: Which parameter ``θ``.
         mat: Columns at the output.
         axis: The batch axis of the output.
     """
-    _, output = rerun(call)
-    theta = call.module.get_parameter(name)
+    _, output = rerun(view)
+    theta = view.module.get_parameter(name)
 
     def gradient(column: Tensor, sample: int) -> Tensor:
         single = torch.zeros_like(column)
@@ -119,18 +156,18 @@ def parameter_oracle(call: ModuleCall, name: str, mat: Tensor, axis: int = 0) ->
     return torch.stack([torch.stack([gradient(c, n) for n in samples]) for c in mat])
 
 
-def check_input(rule: LayerRule, call: ModuleCall, constant: tuple[int, ...] = ()) -> None:
+def check_input(rule: LayerRule, view: View, constant: tuple[int, ...] = ()) -> None:
     """``jac_t_mat_prod`` against autograd, for every input that takes a gradient.
 
     Args:
         rule: The rule.
-        call: The call.
+        view: The call.
         constant: Inputs to which the rule passes nothing although autograd would.
     """
-    rule.check(call)
-    mat = columns(call)
-    expected = input_oracle(call, mat)
-    found = rule.jac_t_mat_prod(call, mat)
+    rule.check(view)
+    mat = columns(view)
+    expected = input_oracle(view, mat)
+    found = rule.jac_t_mat_prod(view, mat)
     assert len(found) == len(expected)
     for slot, (product, reference) in enumerate(zip(found, expected, strict=True)):
         if product is None:
@@ -140,23 +177,23 @@ def check_input(rule: LayerRule, call: ModuleCall, constant: tuple[int, ...] = (
             assert_equal(product, reference)
 
 
-def check_parameters(rule: ParametricRule, call: ModuleCall) -> None:
+def check_parameters(rule: ParametricRule, view: View) -> None:
     """``param_jac_t_mat_prod`` against autograd, for every trained parameter of the module."""
-    rule.check(call)
-    mat = columns(call)
-    trained = [name for name, theta in call.module.named_parameters() if theta.requires_grad]
+    rule.check(view)
+    mat = columns(view)
+    trained = [name for name, theta in view.module.named_parameters() if theta.requires_grad]
     assert trained
     for name in trained:
-        assert name in rule.parameter_names(call.module)
-        found = rule.param_jac_t_mat_prod(call, name, mat)
-        assert_equal(found, parameter_oracle(call, name, mat))
+        assert name in rule.parameter_names(view.module)
+        found = rule.param_jac_t_mat_prod(view, name, mat)
+        assert_equal(found, parameter_oracle(view, name, mat))
 
 
-def check_adjoint(rule: LayerRule, call: ModuleCall, forward: Callable[..., Tensor]) -> None:
-    """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` for the first input, with ``forward(call, u) = J u``."""
-    w, u = columns(call, 2), draw(2, *call.input_shape)
-    back = rule.jac_t_mat_prod(call, w)[0]
+def check_adjoint(rule: LayerRule, view: View, forward: Callable[..., Tensor]) -> None:
+    """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` for the first input, with ``forward(view, u) = J u``."""
+    w, u = columns(view, 2), draw(2, *view.input_shape)
+    back = rule.jac_t_mat_prod(view, w)[0]
     assert back is not None
-    left = float((forward(call, u) * w).sum().detach())
+    left = float((forward(view, u) * w).sum().detach())
     right = float((u * back).sum().detach())
     assert abs(left - right) < TOLERANCE * max(1.0, abs(left))

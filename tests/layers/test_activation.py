@@ -93,20 +93,20 @@ def test_kinks(rule: type[ElementwiseRule], module: nn.Module) -> None:
     one = torch.ones(1, *run.output.shape).double()
     tolerance = COARSE if isinstance(module, nn.Hardsigmoid) else TOLERANCE
     with torch.no_grad():  # as in a backward pass
-        found = rule().jac_t_mat_prod(run.call, one)[0]
+        found = rule().jac_t_mat_prod(run.view, one)[0]
     close(found, pullback(run, run.leaf, one), "derivative", tolerance)
 
 
 @pytest.mark.parametrize(("rule", "module"), NEED_THE_INPUT, ids=lambda case: str(case))
 def test_overwritten_input(rule: type[ElementwiseRule], module: nn.Module) -> None:
     with pytest.raises(OverwrittenInputError):
-        rule().derivative(record(module, torch.randn(3, 4).double()).call)
+        rule().derivative(record(module, torch.randn(3, 4).double()).view)
 
 
 def test_rrelu_in_train_mode() -> None:
     check_rule(linear.RReLURule(), record(nn.RReLU(), torch.randn(3, 4).double()))
     with pytest.raises(OverwrittenInputError, match="random slopes"):
-        linear.RReLURule().derivative(record(nn.RReLU(), torch.zeros(3, 4).double()).call)
+        linear.RReLURule().derivative(record(nn.RReLU(), torch.zeros(3, 4).double()).view)
 
 
 class HalfReLU(nn.ReLU):
@@ -117,8 +117,8 @@ class HalfReLU(nn.ReLU):
 class HalfReLURule(linear.ReLURule):
     module_types = (HalfReLU,)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
-        return 0.5 * super().derivative(call)
+    def derivative(self, view: View) -> Tensor:
+        return 0.5 * super().derivative(view)
 
 
 def test_a_rule_derived_from_a_quick_one_has_its_own_formula() -> None:

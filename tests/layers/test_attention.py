@@ -11,8 +11,9 @@ from handmade import (
     check_input,
     check_parameters,
     columns,
+    differentiable,
     draw,
-    make_call,
+    make_view,
     parameter_oracle,
 )
 from torch import Tensor, nn
@@ -33,26 +34,26 @@ def attention(num_heads: int = HEADS, **options: Any) -> nn.MultiheadAttention:
     return module
 
 
-def check(call: ModuleCall) -> None:
-    check_input(RULE, call, constant=tuple(range(3, len(call.inputs))))
-    check_parameters(RULE, call)
-    if call.batch_size > 1:
-        check_view(call)
+def check(view: View) -> None:
+    check_input(RULE, view, constant=tuple(range(3, len(view.inputs))))
+    check_parameters(RULE, view)
+    if view.batch_size > 1:
+        check_view(view)
 
 
-def check_view(call: ModuleCall) -> None:
+def check_view(view: View) -> None:
     """A view shows the samples it should, whatever the shape of the masks."""
-    chosen, mat = [-1, 0], columns(call)
-    view = call.subsample(chosen)
+    chosen, mat = [-1, 0], columns(view)
+    part = view.subsample(chosen)
     for found, whole in zip(
-        RULE.jac_t_mat_prod(view, mat[:, chosen]), RULE.jac_t_mat_prod(call, mat), strict=True
+        RULE.jac_t_mat_prod(part, mat[:, chosen]), RULE.jac_t_mat_prod(view, mat), strict=True
     ):
         if whole is not None:
             assert found is not None
             assert_equal(found, whole[:, chosen])
-    for name, _ in call.module.named_parameters():
-        product = RULE.param_jac_t_mat_prod(call, name, mat)
-        assert_equal(RULE.param_jac_t_mat_prod(view, name, mat[:, chosen]), product[:, chosen])
+    for name, _ in view.module.named_parameters():
+        product = RULE.param_jac_t_mat_prod(view, name, mat)
+        assert_equal(RULE.param_jac_t_mat_prod(part, name, mat[:, chosen]), product[:, chosen])
 
 
 @BATCHES
@@ -60,7 +61,7 @@ def check_view(call: ModuleCall) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_self_attention(batch: int, need_weights: bool, bias: bool) -> None:
     x = draw(batch, QUERIES, EMBED)
-    check(make_call(attention(bias=bias), x, x, x, need_weights=need_weights))
+    check(make_view(attention(bias=bias), x, x, x, need_weights=need_weights))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ def boolean(*shape: int) -> Tensor:
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_cross_attention(batch: int, options: dict[str, Any], need_weights: bool) -> None:
     module = attention(**options)
-    call = make_call(
+    view = make_view(
         module,
         draw(batch, QUERIES, EMBED),
         draw(batch, KEYS, module.kdim),
@@ -96,7 +97,7 @@ def test_cross_attention(batch: int, options: dict[str, Any], need_weights: bool
         attn_mask=boolean(QUERIES, KEYS),
         need_weights=need_weights,
     )
-    check(call)
+    check(view)
 
 
 @BATCHES
@@ -114,7 +115,7 @@ def test_masks(batch: int, need_weights: bool, average: bool, kind: str) -> None
     name = "key_padding_mask" if kind.startswith("padding") else "attn_mask"
     source = draw(batch, KEYS, EMBED)
     check(
-        make_call(
+        make_view(
             attention(),
             draw(batch, QUERIES, EMBED),
             source,
@@ -136,7 +137,7 @@ def test_causal(batch: int, need_weights: bool, padding: bool, options: dict[str
     given = {"key_padding_mask": torch.zeros(batch, QUERIES).double()} if padding else {}
     module = attention(**options)
     check(
-        make_call(
+        make_view(
             module, x, x, x, attn_mask=mask, is_causal=True, need_weights=need_weights, **given
         )
     )
@@ -146,57 +147,57 @@ def test_queries_that_may_look_nowhere() -> None:
     mask = boolean(QUERIES, KEYS)
     mask[1] = True
     source = draw(2, KEYS, EMBED)
-    call = make_call(
+    view = make_view(
         attention(), draw(2, QUERIES, EMBED), source, source, attn_mask=mask, need_weights=False
     )
-    assert bool(call.output.isfinite().all())
-    check_input(RULE, call, constant=(3,))
-    check_parameters(RULE, call)
+    assert bool(view.output.isfinite().all())
+    check_input(RULE, view, constant=(3,))
+    check_parameters(RULE, view)
 
 
 def test_keywords_in_any_order() -> None:
-    call = make_call(
+    view = make_view(
         attention(kdim=3, vdim=2),
         value=draw(2, KEYS, 2),
         query=draw(2, QUERIES, EMBED),
         key=draw(2, KEYS, 3),
     )
-    check_input(RULE, call)
-    check_parameters(RULE, call)
+    check_input(RULE, view)
+    check_parameters(RULE, view)
 
 
 def test_view_of_a_view() -> None:
     source = draw(4, KEYS, EMBED)
     mask = draw(4 * HEADS, QUERIES, KEYS)
-    call = make_call(attention(), draw(4, QUERIES, EMBED), source, source, attn_mask=mask)
-    mat = columns(call)
-    view = call.subsample([3, 1, 2]).subsample([2, 0])
-    found = RULE.param_jac_t_mat_prod(view, "in_proj_weight", mat[:, [2, 3]])
-    assert_equal(found, RULE.param_jac_t_mat_prod(call, "in_proj_weight", mat)[:, [2, 3]])
+    view = make_view(attention(), draw(4, QUERIES, EMBED), source, source, attn_mask=mask)
+    mat = columns(view)
+    part = view.subsample([3, 1, 2]).subsample([2, 0])
+    found = RULE.param_jac_t_mat_prod(part, "in_proj_weight", mat[:, [2, 3]])
+    assert_equal(found, RULE.param_jac_t_mat_prod(view, "in_proj_weight", mat)[:, [2, 3]])
 
 
 def test_frozen_dropout() -> None:
     x = draw(2, QUERIES, EMBED)
-    check(make_call(attention(dropout=0.5).eval(), x, x, x))
+    check(make_view(attention(dropout=0.5).eval(), x, x, x))
 
 
 def test_one_backward_step_for_all_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(2, QUERIES, EMBED)
-    call = make_call(attention(), x, x, x)
-    mat = columns(call)
+    view = make_view(attention(), x, x, x)
+    mat = columns(view)
     runs: list[Tensor] = []
     carry_back = RULE._carry_back
 
-    def counted(call: ModuleCall, mat: Tensor) -> Any:
+    def counted(view: View, mat: Tensor) -> Any:
         runs.append(mat)
-        return carry_back(call, mat)
+        return carry_back(view, mat)
 
     monkeypatch.setattr(RULE, "_carry_back", counted)
-    RULE.jac_t_mat_prod(call, mat)
+    RULE.jac_t_mat_prod(view, mat)
     for name in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"):
-        RULE.param_jac_t_mat_prod(call, name, mat)
+        RULE.param_jac_t_mat_prod(view, name, mat)
     assert len(runs) == 1
-    RULE.jac_t_mat_prod(call, mat.clone())
+    RULE.jac_t_mat_prod(view, mat.clone())
     assert len(runs) == 2
 
 
@@ -204,9 +205,9 @@ def test_differentiable() -> None:
     """Under ``create_graph`` the products depend on inputs and parameters."""
     x = draw(2, QUERIES, EMBED).requires_grad_()
     module = attention()
-    call = make_call(module, x, x, x)
-    mat = columns(call, 1)
-    product = RULE.jac_t_mat_prod(call, mat)[0]
+    view = differentiable(make_view(module, x, x, x))
+    mat = columns(view, 1)
+    product = RULE.jac_t_mat_prod(view, mat)[0]
     assert product is not None
     found = torch.autograd.grad(product.sum(), [x, module.in_proj_weight])
     fresh = [t.detach().clone().requires_grad_() for t in (x, x, x)]
@@ -219,12 +220,12 @@ def test_differentiable() -> None:
 
 def test_oracle_sees_a_wrong_sample() -> None:
     x = draw(3, QUERIES, EMBED)
-    call = make_call(attention(), x, x, x)
-    mat = columns(call)
+    view = make_view(attention(), x, x, x)
+    mat = columns(view)
     swapped = mat.flip(1)
-    found = RULE.param_jac_t_mat_prod(call, "in_proj_weight", swapped)
+    found = RULE.param_jac_t_mat_prod(view, "in_proj_weight", swapped)
     with pytest.raises(AssertionError, match="relative error"):
-        assert_equal(found, parameter_oracle(call, "in_proj_weight", mat))
+        assert_equal(found, parameter_oracle(view, "in_proj_weight", mat))
 
 
 @pytest.mark.parametrize(
@@ -239,13 +240,13 @@ def test_oracle_sees_a_wrong_sample() -> None:
 def test_refused(module: nn.Module, shape: tuple[int, ...], message: str) -> None:
     x = draw(*shape)
     with pytest.raises(UnsupportedError, match=message):
-        RULE.check(make_call(module, x, x, x))
+        RULE.check(make_view(module, x, x, x))
 
 
 def test_refuses_weights_and_learned_masks() -> None:
     x = draw(2, QUERIES, EMBED)
     with pytest.raises(UnsupportedError, match="attention weights"):
-        RULE.check(make_call(attention(), x, x, x, output_nr=1))
+        RULE.check(make_view(attention(), x, x, x, index=1))
     mask = draw(QUERIES, QUERIES).requires_grad_()
     with pytest.raises(UnsupportedError, match="detach it"):
-        RULE.check(make_call(attention(), x, x, x, attn_mask=mask))
+        RULE.check(make_view(attention(), x, x, x, attn_mask=mask))

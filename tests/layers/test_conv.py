@@ -89,16 +89,31 @@ def test_channels_last() -> None:
     check_rule(ConvRule(), record(nn.Conv2d(4, 4, 3, groups=2), x))
 
 
-def test_extensions_share_the_patches() -> None:
-    run = record(nn.Conv2d(2, 3, 3, padding=1), torch.randn(2, 2, 5, 5))
+@pytest.mark.parametrize("rule", [ConvRule(), ConvTransposeRule()], ids=lambda r: type(r).__name__)
+def test_patches_are_made_for_the_samples_that_are_asked_for(
+    rule: ConvRule | ConvTransposeRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = nn.Conv2d if isinstance(rule, ConvRule) else nn.ConvTranspose2d
+    view = record(kind(2, 3, 3, padding=1), torch.randn(4, 2, 5, 5)).view
+    made: list[int] = []
+    unfold = rule._unfold
+
+    def counted(conv: nn.Module, size: torch.Size, x: torch.Tensor) -> torch.Tensor:
+        made.append(len(x))
+        return unfold(conv, size, x)
+
+    monkeypatch.setattr(rule, "_unfold", counted)
     with torch.no_grad():
-        first, second = (ConvRule().affine_input(run.call) for _ in range(2))
-    assert first.data_ptr() == second.data_ptr()
+        patches = rule.affine_input(view)
+        whole = patches[0:4]
+        assert whole.shape == patches.shape == (4, 25, 1, 18)
+        assert torch.equal(patches[1:3], whole[1:3])
+    assert made == [4, 2]
 
 
 def test_pointwise_convolutions_copy_nothing() -> None:
     run = record(nn.Conv2d(2, 3, 1), torch.randn(2, 2, 5, 5))
-    assert ConvRule().affine_input(run.call).data_ptr() == run.call.input.data_ptr()
+    assert ConvRule().affine_input(run.view)[0:2].data_ptr() == run.view.input.data_ptr()
 
 
 # Input channels, settings, columns.
@@ -124,9 +139,9 @@ def test_grouped_kernel_agrees_with_patches(
 ) -> None:
     """Single precision has a way of its own to the products, in few pieces or in many."""
     x = torch.randn(3, channels, *[(400,), (19, 20), (8, 7, 9)][dims - 1]).float()
-    call = record(CONV[dims](channels, 16, **case), x).call
-    out = ConvRule().affine_output(call, torch.randn(columns, *call.output_shape).float())
-    inp = ConvRule().affine_rows(call)
+    view = record(CONV[dims](channels, 16, **case), x).view
+    out = ConvRule().affine_output(view, torch.randn(columns, *view.output_shape).float())
+    inp = ConvRule().affine_input(view)
     assert inp.suits(columns, out)
     assert not inp.suits(columns, out.double())
     with monkeypatch.context() as patch:
@@ -149,4 +164,4 @@ def test_grouped_kernel_agrees_with_patches(
 )
 def test_no_batch_axis(rule: ConvRule | ConvTransposeRule, module: nn.Module) -> None:
     with pytest.raises(UnsupportedError, match=r"\[N, C, W\]"):
-        rule.check(record(module, torch.randn(2, 5)).call)
+        rule.check(record(module, torch.randn(2, 5)).view)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from handmade import assert_equal, check_adjoint, check_input, check_parameters, draw, make_call
+from handmade import assert_equal, check_adjoint, check_input, check_parameters, draw, make_view
 from torch import nn
 
 from backpack_core.errors import UnsupportedError
@@ -35,7 +35,7 @@ BATCHES = pytest.mark.parametrize("batch", [1, 3])
 def test_sum_module(batch: int) -> None:
     for count in (1, 2, 3):
         check_input(
-            SumModuleRule(), make_call(SumModule(), *(draw(batch, 2, 4) for _ in range(count)))
+            SumModuleRule(), make_view(SumModule(), *(draw(batch, 2, 4) for _ in range(count)))
         )
 
 
@@ -61,13 +61,13 @@ def test_parallel_merges() -> None:
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3)])
 def test_scale_module(batch: int, shape: tuple[int, ...]) -> None:
     rule = ScaleModuleRule()
-    call = make_call(ScaleModule(0.7, optimize=True).double(), draw(batch, *shape))
-    check_input(rule, call)
-    check_parameters(rule, call)
-    check_adjoint(rule, call, rule.jac_mat_prod)
+    view = make_view(ScaleModule(0.7, optimize=True).double(), draw(batch, *shape))
+    check_input(rule, view)
+    check_parameters(rule, view)
+    check_adjoint(rule, view, rule.jac_mat_prod)
     theta = draw(2, 1)
-    product = rule.param_jac_mat_prod(call, "weight", theta)
-    assert_equal(product, theta.reshape(2, *[1] * (1 + len(shape))) * call.input)
+    product = rule.param_jac_mat_prod(view, "weight", theta)
+    assert_equal(product, theta.reshape(2, *[1] * (1 + len(shape))) * view.input)
 
 
 def test_scale_module_optimizes_on_request() -> None:
@@ -85,15 +85,15 @@ def test_scale_module_optimizes_on_request() -> None:
 )
 def test_permute(batch: int, module: Permute) -> None:
     rule = PermuteRule()
-    call = make_call(module, draw(batch, 2, 3, 4))
-    check_input(rule, call)
-    check_adjoint(rule, call, rule.jac_mat_prod)
+    view = make_view(module, draw(batch, 2, 3, 4))
+    check_input(rule, view)
+    check_adjoint(rule, view, rule.jac_mat_prod)
 
 
 @pytest.mark.parametrize("module", [Permute(1, 0, 2), Permute(0, 2, init_transpose=True)])
 def test_permute_refuses_the_batch_axis(module: Permute) -> None:
     with pytest.raises(UnsupportedError, match="moves the batch axis"):
-        PermuteRule().check(make_call(module, draw(2, 2, 2)))
+        PermuteRule().check(make_view(module, draw(2, 2, 2)))
 
 
 @BATCHES
@@ -112,15 +112,15 @@ def test_permute_refuses_the_batch_axis(module: Permute) -> None:
 def test_pad(batch: int, pad: tuple[int, ...], mode: str) -> None:
     rule = PadRule()
     features = (2, 5) if len(pad) == 2 else (2, 4, 5)
-    call = make_call(Pad(pad, mode), draw(batch, *features))
-    check_input(rule, call)
-    check_adjoint(rule, call, rule.jac_mat_prod)
+    view = make_view(Pad(pad, mode), draw(batch, *features))
+    check_input(rule, view)
+    check_adjoint(rule, view, rule.jac_mat_prod)
 
 
 def test_pad_value_and_batch_axis() -> None:
     assert float(Pad((1, 1), value=3.0)(draw(2, 2))[0, 0]) == 3.0
     with pytest.raises(UnsupportedError, match="pads the batch axis"):
-        PadRule().check(make_call(Pad((0, 0, 1, 0)), draw(2, 3)))
+        PadRule().check(make_view(Pad((0, 0, 1, 0)), draw(2, 3)))
 
 
 INDICES = {
@@ -144,9 +144,9 @@ INDICES = {
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES.keys())
 def test_slicing(batch: int, index: object) -> None:
     rule = SlicingRule()
-    call = make_call(Slicing(index), draw(batch, 3, 2))
-    check_input(rule, call)
-    check_adjoint(rule, call, rule.jac_mat_prod)
+    view = make_view(Slicing(index), draw(batch, 3, 2))
+    check_input(rule, view)
+    check_adjoint(rule, view, rule.jac_mat_prod)
 
 
 @pytest.mark.parametrize(
@@ -169,22 +169,22 @@ def test_slicing_refuses_the_batch_axis(index: object) -> None:
         4 if isinstance(index, tuple) and torch.is_tensor(index[-1]) and index[-1].dim() == 1 else 3
     )
     with pytest.raises(UnsupportedError, match="touches the batch axis"):
-        SlicingRule().check(make_call(Slicing(index), draw(*[2] * axes)))
+        SlicingRule().check(make_view(Slicing(index), draw(*[2] * axes)))
 
 
 @pytest.mark.parametrize(("index", "slot"), [(0, 0), (1, 1), (-1, 1)])
 def test_reduce_tuple(index: int, slot: int) -> None:
     rule = ReduceTupleRule()
-    call = make_call(ReduceTuple(index), (draw(3, 2), draw(3, 4)))
-    check_input(rule, call)
-    assert [p is not None for p in rule.jac_t_mat_prod(call, draw(2, *call.output_shape))] == [
+    view = make_view(ReduceTuple(index), (draw(3, 2), draw(3, 4)))
+    check_input(rule, view)
+    assert [p is not None for p in rule.jac_t_mat_prod(view, draw(2, *view.output_shape))] == [
         position == slot for position in range(2)
     ]
 
 
 def test_reduce_tuple_of_nested_tuples() -> None:
     nested = (draw(3, 2), (draw(1, 3, 2), draw(1, 3, 2)))
-    call = make_call(ReduceTuple(1), nested, output_nr=1)
+    view = make_view(ReduceTuple(1), nested, index=1)
     mat = draw(2, 1, 3, 2)
-    assert ReduceTupleRule().jac_t_mat_prod(call, mat) == (None, None, mat)
-    check_input(ReduceTupleRule(), call)
+    assert ReduceTupleRule().jac_t_mat_prod(view, mat) == (None, None, mat)
+    check_input(ReduceTupleRule(), view)

@@ -63,12 +63,12 @@ def test_hidden_masks(rule: type[LayerRule], module: nn.Module, value: float) ->
     x[1, 1] = value
     run = record(module, x)
     with torch.no_grad(), pytest.raises(OverwrittenInputError, match="random mask"):
-        rule().jac_t_mat_prod(run.call, torch.ones(1, 3, 2, 4).double())
+        rule().jac_t_mat_prod(run.view, torch.ones(1, 3, 2, 4).double())
 
 
 def test_in_place() -> None:
     run = record(nn.Dropout(inplace=True), torch.randn(3, 4).double())
     with pytest.raises(OverwrittenInputError):
-        DropoutRule().jac_t_mat_prod(run.call, torch.ones(1, 3, 4).double())
+        DropoutRule().jac_t_mat_prod(run.view, torch.ones(1, 3, 4).double())
     idle = nn.Dropout(inplace=True).eval()
     check_rule(DropoutRule(), record(idle, torch.randn(3, 4).double()))

@@ -6,19 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import assert_equal, check_input, check_parameters, columns, draw, make_call
+from handmade import assert_equal, check_input, check_parameters, columns, draw, make_view
 from torch import Tensor, nn
 
+from backpack_core import LookupProduct
+from backpack_core.contract.operations import batch_sum, dense, square_sum, squared_norm
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
-from backpack_layers.embedding import (
-    EmbeddingBagRule,
-    EmbeddingRule,
-    LookupRule,
-    embedding_square_sum,
-    embedding_squared_norm,
-    embedding_sum,
-)
+from backpack_layers.embedding import EmbeddingBagRule, EmbeddingRule, LookupRule
 
 NUM, DIM = 5, 3
 
@@ -28,21 +23,22 @@ def tokens(*shape: int) -> Tensor:
     return torch.randint(NUM, shape)
 
 
-def check_reductions(rule: LookupRule, call: ModuleCall) -> None:
-    mat = columns(call)
-    dense = rule.param_jac_t_mat_prod(call, "weight", mat)
-    assert_equal(embedding_square_sum(rule, call, "weight", mat), (dense**2).sum((0, 1)))
-    assert_equal(embedding_squared_norm(rule, call, "weight", mat), (dense**2).sum((2, 3)))
-    assert_equal(embedding_sum(rule, call, "weight", mat), dense.sum(1))
+def check_reductions(rule: LookupRule, view: View) -> None:
+    product = rule.param_product(view, "weight", columns(view))
+    assert isinstance(product, LookupProduct)
+    formed = dense(product)
+    assert_equal(square_sum(product), (formed**2).sum((0, 1)))
+    assert_equal(squared_norm(product), (formed**2).sum((2, 3)))
+    assert_equal(batch_sum(product), formed.sum(1))
 
 
-def check_view(rule: LookupRule, call: ModuleCall) -> None:
+def check_view(rule: LookupRule, view: View) -> None:
     """A view of some samples gives these samples of the whole."""
-    mat, chosen = columns(call), [2, -3]
-    view = call.subsample(chosen)
-    whole = rule.param_jac_t_mat_prod(call, "weight", mat)
-    assert_equal(rule.param_jac_t_mat_prod(view, "weight", mat[:, chosen]), whole[:, chosen])
-    check_reductions(rule, view)
+    mat, chosen = columns(view), [2, -3]
+    part = view.subsample(chosen)
+    whole = rule.param_jac_t_mat_prod(view, "weight", mat)
+    assert_equal(rule.param_jac_t_mat_prod(part, "weight", mat[:, chosen]), whole[:, chosen])
+    check_reductions(rule, part)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -50,12 +46,12 @@ def check_view(rule: LookupRule, call: ModuleCall) -> None:
 @pytest.mark.parametrize("padding", [None, 0, -1])
 def test_embedding(batch: int, shape: tuple[int, ...], padding: int | None) -> None:
     rule = EmbeddingRule()
-    call = make_call(nn.Embedding(NUM, DIM, padding_idx=padding).double(), tokens(batch, *shape))
-    check_input(rule, call)
-    check_parameters(rule, call)
-    check_reductions(rule, call)
+    view = make_view(nn.Embedding(NUM, DIM, padding_idx=padding).double(), tokens(batch, *shape))
+    check_input(rule, view)
+    check_parameters(rule, view)
+    check_reductions(rule, view)
     if batch == 3:
-        check_view(rule, call)
+        check_view(rule, view)
 
 
 def bag(**options: Any) -> nn.EmbeddingBag:
@@ -67,12 +63,12 @@ def bag(**options: Any) -> nn.EmbeddingBag:
 @pytest.mark.parametrize("padding", [None, 1])
 def test_embedding_bag(batch: int, mode: str, padding: int | None) -> None:
     rule = EmbeddingBagRule()
-    call = make_call(bag(mode=mode, padding_idx=padding), tokens(batch, 6))
-    check_input(rule, call)
-    check_parameters(rule, call)
-    check_reductions(rule, call)
+    view = make_view(bag(mode=mode, padding_idx=padding), tokens(batch, 6))
+    check_input(rule, view)
+    check_parameters(rule, view)
+    check_reductions(rule, view)
     if batch == 3:
-        check_view(rule, call)
+        check_view(rule, view)
 
 
 @pytest.mark.parametrize("padding", [None, 1])
@@ -81,28 +77,28 @@ def test_embedding_bag_weights(padding: int | None, keyword: bool) -> None:
     rule = EmbeddingBagRule()
     module = bag(mode="sum", padding_idx=padding)
     if keyword:
-        call = make_call(module, tokens(3, 4), per_sample_weights=draw(3, 4))
+        view = make_view(module, tokens(3, 4), per_sample_weights=draw(3, 4))
     else:
-        call = make_call(module, tokens(3, 4), None, draw(3, 4))
-    check_input(rule, call)
-    check_parameters(rule, call)
-    check_reductions(rule, call)
-    check_view(rule, call)
+        view = make_view(module, tokens(3, 4), None, draw(3, 4))
+    check_input(rule, view)
+    check_parameters(rule, view)
+    check_reductions(rule, view)
+    check_view(rule, view)
 
 
 def test_embedding_bag_of_padding_only() -> None:
     for mode in ("sum", "mean", "max"):
-        call = make_call(bag(mode=mode, padding_idx=1), torch.tensor([[1, 1], [0, 1]]))
-        check_parameters(EmbeddingBagRule(), call)
+        view = make_view(bag(mode=mode, padding_idx=1), torch.tensor([[1, 1], [0, 1]]))
+        check_parameters(EmbeddingBagRule(), view)
 
 
 def test_embedding_bag_first_maximum_wins() -> None:
     module = bag(mode="max")
     with torch.no_grad():
         module.weight[1] = module.weight[3]
-    call = make_call(module, torch.tensor([[3, 1, 3], [1, 3, 0], [2, 2, 2]]))
-    check_parameters(EmbeddingBagRule(), call)
-    check_reductions(EmbeddingBagRule(), call)
+    view = make_view(module, torch.tensor([[3, 1, 3], [1, 3, 0], [2, 2, 2]]))
+    check_parameters(EmbeddingBagRule(), view)
+    check_reductions(EmbeddingBagRule(), view)
 
 
 @pytest.mark.parametrize(
@@ -118,10 +114,10 @@ def test_embedding_bag_first_maximum_wins() -> None:
 )
 def test_refused_options(rule: LookupRule, module: nn.Module) -> None:
     with pytest.raises(UnsupportedError, match=r"has (max_norm|sparse|scale_grad_by_freq) set"):
-        rule.check(make_call(module, tokens(2, 3)))
+        rule.check(make_view(module, tokens(2, 3)))
 
 
 def test_embedding_bag_refuses_offsets() -> None:
-    call = make_call(bag(mode="sum"), tokens(4), torch.tensor([0, 2]))
+    view = make_view(bag(mode="sum"), tokens(4), torch.tensor([0, 2]))
     with pytest.raises(UnsupportedError, match="no batch axis"):
-        EmbeddingBagRule().check(call)
+        EmbeddingBagRule().check(view)

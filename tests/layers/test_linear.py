@@ -17,9 +17,9 @@ def test_linear(shape: tuple[int, ...], bias: bool) -> None:
 
 def test_views_of_flat_inputs() -> None:
     run = record(nn.Linear(4, 3), torch.randn(5, 4))
-    assert LinearRule().affine_input(run.call).data_ptr() == run.call.input.data_ptr()
+    assert LinearRule().affine_input(run.view).data_ptr() == run.view.input.data_ptr()
 
 
 def test_no_batch_axis() -> None:
     with pytest.raises(UnsupportedError, match="no batch axis"):
-        LinearRule().check(record(nn.Linear(4, 3), torch.randn(4)).call)
+        LinearRule().check(record(nn.Linear(4, 3), torch.randn(4)).view)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import assert_equal, draw, make_call
+from handmade import assert_equal, differentiable, draw, make_view, with_gradient
 from torch import Tensor, nn
 
 from backpack_core.contract.loss import LossRule
@@ -71,7 +71,7 @@ class Case:
         rule = next(rule for rule in RULES if self.loss in rule.module_types)
         return not rule.hessian_is_zero and self.options.get("beta") != 0
 
-    def call(self, reduction: str, batch: int, scale: float = 1.0) -> ModuleCall:
+    def view(self, reduction: str, batch: int, scale: float = 1.0) -> View:
         shape = (batch, *self.shape)
         x = draw(*shape)
         extra: tuple[Any, ...] = ()
@@ -102,12 +102,12 @@ class Case:
         elif self.target == "one variance":
             extra = (0.3,)
         module: nn.Module = self.loss(**self.options, reduction=reduction).double()
-        call = make_call(module, x, target, *extra)
+        view = make_view(module, x, target, *extra)
         # Unreduced, each element arrives with a factor of its own.
-        call.grad_output = torch.full_like(call.output, scale)
+        gradient = torch.full_like(view.output, scale)
         if reduction == "none":
-            call.grad_output *= 0.2 + torch.rand_like(call.output)
-        return call
+            gradient *= 0.2 + torch.rand_like(view.output)
+        return with_gradient(view, gradient)
 
 
 CLASS_WEIGHT = torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64)
@@ -189,31 +189,30 @@ SAMPLED = [
 ]
 
 
-def started(module: nn.Module, *args: Any, **kwargs: Any) -> ModuleCall:
-    """A call at which a gradient of one has arrived."""
-    call = make_call(module, *args, **kwargs)
-    call.grad_output = torch.ones_like(call.output)
-    return call
+def started(module: nn.Module, *args: Any, **kwargs: Any) -> View:
+    """A view of a call at which a gradient of one has arrived."""
+    view = make_view(module, *args, **kwargs)
+    return with_gradient(view, torch.ones_like(view.output))
 
 
-def hessian_oracle(call: ModuleCall) -> Tensor:
+def hessian_oracle(view: View) -> Tensor:
     """``∇²`` of what arrives, by autograd: shape ``[N, D, N, D]``."""
 
     def value(x: Tensor) -> Tensor:
-        output: Tensor = call.module(x, *call.args[1:])
-        assert call.grad_output is not None
-        return (output * call.grad_output).sum()
+        output: Tensor = view.module(x, *view.args[1:])
+        assert view.grad_output is not None
+        return (output * view.grad_output).sum()
 
-    x = call.input.detach()
+    x = view.input.detach()
     size = x.shape[1:].numel()
     hessian = torch.autograd.functional.hessian(value, x)
     assert isinstance(hessian, Tensor)
     return hessian.reshape(len(x), size, len(x), size)
 
 
-def blocks(call: ModuleCall) -> Tensor:
+def blocks(view: View) -> Tensor:
     """The block of each sample, ``[N, D, D]``, after a check that there are no others."""
-    hessian = hessian_oracle(call)
+    hessian = hessian_oracle(view)
     found = torch.einsum("nink->nik", hessian)
     whole = torch.diag_embed(found.movedim(0, -1), dim1=0, dim2=2)
     assert_equal(whole, hessian)
@@ -233,32 +232,32 @@ def _seed() -> None:
 
 @pytest.mark.parametrize(("case", "reduction", "batch", "scale"), SETTINGS)
 def test_exact(case: Case, reduction: str, batch: int, scale: float) -> None:
-    call = case.call(reduction, batch, scale)
-    rule = rule_for(call.module)
-    rule.check(call)
-    expected = blocks(call)
-    shape = call.input_shape[1:]
+    view = case.view(reduction, batch, scale)
+    rule = rule_for(view.module)
+    rule.check(view)
+    expected = blocks(view)
+    shape = view.input_shape[1:]
 
-    root = rule.sqrt_hessian(call)
+    root = rule.sqrt_hessian(view)
     assert len(root) == (1 if rule.hessian_is_zero else shape.numel())
     assert_equal(gram(root), expected)
-    assert_equal(rule.sum_hessian(call), expected.sum(0))
-    assert_equal(LossRule.sum_hessian(rule, call), expected.sum(0))
+    assert_equal(rule.sum_hessian(view), expected.sum(0))
+    assert_equal(LossRule.sum_hessian(rule, view), expected.sum(0))
 
-    mat = draw(2, *call.input_shape)
+    mat = draw(2, *view.input_shape)
     flat = mat.reshape(2, batch, shape.numel())
     product = torch.einsum("nik,vnk->vni", expected, flat)
-    assert_equal(rule.hessian_mat_prod(call, mat), product.reshape(mat.shape))
+    assert_equal(rule.hessian_mat_prod(view, mat), product.reshape(mat.shape))
 
 
 @pytest.mark.parametrize(("case", "reduction"), SAMPLED)
 def test_sampled(case: Case, reduction: str) -> None:
-    call = case.call(reduction, batch=2, scale=0.5)
-    columns = rule_for(call.module).sqrt_hessian_sampled(call, SAMPLES)
-    assert columns.shape == (SAMPLES, *call.input_shape)
+    view = case.view(reduction, batch=2, scale=0.5)
+    columns = rule_for(view.module).sqrt_hessian_sampled(view, SAMPLES)
+    assert columns.shape == (SAMPLES, *view.input_shape)
     flat = columns.reshape(SAMPLES, 2, -1) * SAMPLES**0.5
     outer = torch.einsum("vni,vnk->vnik", flat, flat)
-    expected = blocks(call)
+    expected = blocks(view)
     error = outer.std(0) / SAMPLES**0.5
     allowed = STANDARD_ERRORS * error + 1e-10 * expected.abs().max()
     assert bool(((outer.mean(0) - expected).abs() <= allowed).all())
@@ -269,39 +268,39 @@ def test_sampled(case: Case, reduction: str) -> None:
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.sampled], ids=str)
 def test_samples_follow_torch_generator(case: Case) -> None:
-    call = case.call("mean", batch=2)
-    rule = rule_for(call.module)
+    view = case.view("mean", batch=2)
+    rule = rule_for(view.module)
     torch.manual_seed(1)
-    first = rule.sqrt_hessian_sampled(call, 2)
+    first = rule.sqrt_hessian_sampled(view, 2)
     torch.manual_seed(1)
-    assert torch.equal(rule.sqrt_hessian_sampled(call, 2), first)
-    assert first.shape == (2, *call.input_shape)
+    assert torch.equal(rule.sqrt_hessian_sampled(view, 2), first)
+    assert first.shape == (2, *view.input_shape)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_subsample_keeps_the_scale_of_the_batch(case: Case, reduction: str) -> None:
-    call = case.call(reduction, batch=4)
-    rule = rule_for(call.module)
-    view = call.subsample([3, 1])
-    rule.check(view)
-    expected = blocks(call)[[3, 1]]
-    assert_equal(gram(rule.sqrt_hessian(view)), expected)
-    assert_equal(rule.sum_hessian(view), expected.sum(0))
-    mat = draw(2, *call.input_shape)
-    product = rule.hessian_mat_prod(call, mat)[:, [3, 1]]
-    assert_equal(rule.hessian_mat_prod(view, mat[:, [3, 1]]), product)
+    view = case.view(reduction, batch=4)
+    rule = rule_for(view.module)
+    part = view.subsample([3, 1])
+    rule.check(part)
+    expected = blocks(view)[[3, 1]]
+    assert_equal(gram(rule.sqrt_hessian(part)), expected)
+    assert_equal(rule.sum_hessian(part), expected.sum(0))
+    mat = draw(2, *view.input_shape)
+    product = rule.hessian_mat_prod(view, mat)[:, [3, 1]]
+    assert_equal(rule.hessian_mat_prod(part, mat[:, [3, 1]]), product)
     if case.sampled:
-        assert rule.sqrt_hessian_sampled(view, 2).shape == (2, *view.input_shape)
+        assert rule.sqrt_hessian_sampled(part, 2).shape == (2, *part.input_shape)
 
 
 def test_subsample_where_the_target_has_no_batch_axis() -> None:
     # A target [D] with D = N must not be taken for a batch.
     with pytest.warns(UserWarning, match="target size"):
-        call = started(nn.HuberLoss(), draw(3, 3), draw(3))
+        view = started(nn.HuberLoss(), draw(3, 3), draw(3))
     with pytest.warns(UserWarning, match="target size"):
-        expected = blocks(call)[[2]]
-    root = regression.HuberLossRule().sqrt_hessian(call.subsample([2]))
+        expected = blocks(view)[[2]]
+    root = regression.HuberLossRule().sqrt_hessian(view.subsample([2]))
     assert_equal(gram(root), expected)
 
 
@@ -315,35 +314,35 @@ def test_keyword_arguments(loss: type[nn.Module]) -> None:
     by_position = started(module, x, target, *extra.values())
     mixed = started(module, x, **extra, target=target)
     roots = []
-    for call in (by_name, by_position, mixed):
-        rule.check(call)
-        roots.append(rule.sqrt_hessian(call))
+    for view in (by_name, by_position, mixed):
+        rule.check(view)
+        roots.append(rule.sqrt_hessian(view))
     assert torch.equal(roots[0], roots[1])
     assert torch.equal(roots[0], roots[2])
 
 
 def test_curvature_is_in_the_dtype_of_the_gradient() -> None:
     module = nn.CrossEntropyLoss(weight=CLASS_WEIGHT.float())
-    call = make_call(module, draw(2, 3).float(), torch.tensor([0, 2], dtype=torch.uint8))
-    call.grad_output = torch.tensor(1.0, dtype=torch.float64)
+    view = make_view(module, draw(2, 3).float(), torch.tensor([0, 2], dtype=torch.uint8))
+    view = with_gradient(view, torch.tensor(1.0, dtype=torch.float64))
     rule = classification.CrossEntropyLossRule()
-    assert rule.sqrt_hessian(call).dtype == torch.float64
-    assert rule.sqrt_hessian_sampled(call, 1).dtype == torch.float64
+    assert rule.sqrt_hessian(view).dtype == torch.float64
+    assert rule.sqrt_hessian_sampled(view, 1).dtype == torch.float64
 
 
 def test_root_is_differentiable_where_probabilities_underflow() -> None:
     x = torch.tensor([[0.0, 2000.0, 0.5]], dtype=torch.float64, requires_grad=True)
-    call = started(nn.CrossEntropyLoss(), x, torch.tensor([1]))
-    root = classification.CrossEntropyLossRule().sqrt_hessian(call)
+    view = differentiable(started(nn.CrossEntropyLoss(), x, torch.tensor([1])))
+    root = classification.CrossEntropyLossRule().sqrt_hessian(view)
     (grad,) = torch.autograd.grad(root.sum(), x)
     assert bool(grad.isfinite().all())
 
 
 def test_binary_cross_entropy_at_certain_probabilities() -> None:
     x = torch.tensor([[0.0, 1.0]], dtype=torch.float64)
-    call = started(nn.BCELoss(reduction="sum"), x, x.clone())
+    view = started(nn.BCELoss(reduction="sum"), x, x.clone())
     expected = torch.eye(2, dtype=torch.float64)
-    assert_equal(classification.BCELossRule().sum_hessian(call), expected)
+    assert_equal(classification.BCELossRule().sum_hessian(view), expected)
 
 
 def test_refused_arguments() -> None:
@@ -358,29 +357,29 @@ def test_refused_arguments() -> None:
         (started(nn.NLLLoss(), x[0], torch.tensor(1)), "no batch axis"),
         (started(nn.MultiLabelSoftMarginLoss(), x[None], y[None]), "two axes"),
     ]
-    for call, message in cases:
+    for view, message in cases:
         with pytest.raises(UnsupportedError, match=message):
-            rule_for(call.module).check(call)
+            rule_for(view.module).check(view)
 
 
 def test_refuses_what_broadcasts_the_input() -> None:
     with pytest.warns(UserWarning, match="target size"):
-        call = started(nn.MSELoss(), draw(4), draw(4, 1))
+        view = started(nn.MSELoss(), draw(4), draw(4, 1))
     with pytest.raises(UnsupportedError, match="target has shape"):
-        rule_for(call.module).check(call)
+        rule_for(view.module).check(view)
     module = nn.MultiLabelSoftMarginLoss(weight=CLASS_WEIGHT)
-    call = started(module, draw(4, 1), labels(4, 1))
+    view = started(module, draw(4, 1), labels(4, 1))
     with pytest.raises(UnsupportedError, match="weight has shape"):
-        rule_for(module).sqrt_hessian(call)
+        rule_for(module).sqrt_hessian(view)
 
 
 @pytest.mark.parametrize("loss", [nn.L1Loss, nn.SmoothL1Loss, nn.NLLLoss, nn.KLDivLoss])
 def test_nothing_to_sample_from_a_linear_loss(loss: type[nn.Module]) -> None:
     module = loss(beta=0.0) if loss is nn.SmoothL1Loss else loss(reduction="sum")
     target = torch.tensor([0, 1]) if loss is nn.NLLLoss else uniform(2, 3)
-    call = started(module, draw(2, 3), target)
+    view = started(module, draw(2, 3), target)
     with pytest.raises(UnsupportedError, match="nothing to sample"):
-        rule_for(module).sqrt_hessian_sampled(call, 1)
+        rule_for(module).sqrt_hessian_sampled(view, 1)
 
 
 def test_indefinite_hessians_have_products_but_no_root() -> None:
@@ -390,18 +389,18 @@ def test_indefinite_hessians_have_products_but_no_root() -> None:
         started(nn.BCEWithLogitsLoss(negative), draw(2, 3), labels(2, 3)),
         started(nn.BCELoss(negative), uniform(2, 3), labels(2, 3)),
     ]
-    for call in cases:
-        rule = rule_for(call.module)
-        rule.check(call)
-        assert_equal(rule.sum_hessian(call), blocks(call).sum(0))
+    for view in cases:
+        rule = rule_for(view.module)
+        rule.check(view)
+        assert_equal(rule.sum_hessian(view), blocks(view).sum(0))
         with pytest.raises(UnsupportedError, match="not positive semi-definite"):
-            rule.sqrt_hessian(call)
+            rule.sqrt_hessian(view)
         with pytest.raises(UnsupportedError, match="not positive semi-definite"):
-            rule.sqrt_hessian_sampled(call, 1)
+            rule.sqrt_hessian_sampled(view, 1)
 
 
 def test_a_negative_factor_has_no_root() -> None:
-    call = started(nn.MSELoss(), draw(2, 3), draw(2, 3))
-    call.grad_output = torch.tensor(-1.0, dtype=torch.float64)
+    view = started(nn.MSELoss(), draw(2, 3), draw(2, 3))
+    view = with_gradient(view, torch.tensor(-1.0, dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="negative number"):
-        regression.MSELossRule().sqrt_hessian(call)
+        regression.MSELossRule().sqrt_hessian(view)

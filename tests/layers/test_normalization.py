@@ -61,15 +61,15 @@ def test_normalization(
 def test_batch_statistics_mix_samples(module: nn.Module, mode: str) -> None:
     run = record(module.train(mode == "train"), torch.randn(4, 2))
     tracked = getattr(module, "running_mean", None) is not None
-    assert BatchNormRule().mixes_samples(run.call) == (mode == "train" or not tracked)
+    assert BatchNormRule().mixes_samples(run.view) == (mode == "train" or not tracked)
 
 
 def test_graphs_through_a_quantity() -> None:
     run = record(nn.LayerNorm(4), torch.randn(3, 4).double())
     mat = torch.randn(1, 3, 4).double()
     with torch.no_grad():
-        LayerNormRule().jac_t_mat_prod(run.call, mat)  # what it leaves on the call has no graph
-    (found,) = LayerNormRule().jac_t_mat_prod(run.call, mat)
+        LayerNormRule().jac_t_mat_prod(run.view, mat)  # what it leaves on the view has no graph
+    (found,) = LayerNormRule().jac_t_mat_prod(run.view, mat)
     (expected,) = torch.autograd.grad(run.output, run.leaf, mat[0], create_graph=True)
     assert found is not None
     gradients = [torch.autograd.grad((t**3).sum(), run.leaf)[0] for t in (found[0], expected)]
@@ -79,8 +79,8 @@ def test_graphs_through_a_quantity() -> None:
 def test_half_precision() -> None:
     x = torch.randn(3, 8).bfloat16()
     mat = torch.randn(2, 3, 8).bfloat16()
-    exact = LayerNormRule().jac_t_mat_prod(record(nn.LayerNorm(8), x.double()).call, mat.double())
-    rough = LayerNormRule().jac_t_mat_prod(record(nn.LayerNorm(8), x).call, mat)
+    exact = LayerNormRule().jac_t_mat_prod(record(nn.LayerNorm(8), x.double()).view, mat.double())
+    rough = LayerNormRule().jac_t_mat_prod(record(nn.LayerNorm(8), x).view, mat)
     assert exact[0] is not None
     assert rough[0] is not None
     close(rough[0].double(), exact[0], "jac_t_mat_prod", tolerance=0.03)
@@ -97,4 +97,4 @@ def test_half_precision() -> None:
 )
 def test_no_batch_axis(rule: type[LayerRule], module: nn.Module, shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError, match="no batch axis"):
-        rule().check(record(module, torch.randn(shape)).call)
+        rule().check(record(module, torch.randn(shape)).view)

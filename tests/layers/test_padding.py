@@ -35,4 +35,4 @@ def test_no_channels() -> None:
 
 def test_batch_axis() -> None:
     with pytest.raises(UnsupportedError, match="batch axis"):
-        ConstantPadRule().check(record(nn.ZeroPad2d(1), torch.randn(3, 4)).call)
+        ConstantPadRule().check(record(nn.ZeroPad2d(1), torch.randn(3, 4)).view)

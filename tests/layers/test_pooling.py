@@ -82,7 +82,7 @@ def test_ties_go_where_autograd_sends_them() -> None:
 
 def test_power_mean_of_zeros_has_no_gradient() -> None:
     run = record(nn.LPPool1d(2, 2), torch.zeros(1, 1, 4))
-    product = LPPoolRule().jac_t_mat_prod(run.call, torch.ones(1, 1, 1, 2))[0]
+    product = LPPoolRule().jac_t_mat_prod(run.view, torch.ones(1, 1, 1, 2))[0]
     assert product is not None
     assert torch.equal(product, torch.zeros(1, 1, 1, 4))
 
@@ -98,11 +98,11 @@ def test_unpooling(dims: int) -> None:
 def test_refusals() -> None:
     random = record(nn.FractionalMaxPool2d(2, output_size=3), torch.randn(1, 2, 6, 6))
     with pytest.raises(OverwrittenInputError, match="return_indices=True"):
-        MaxPoolRule().jac_t_mat_prod(random.call, random.output.detach()[None])
+        MaxPoolRule().jac_t_mat_prod(random.view, random.output.detach()[None])
     with pytest.raises(UnsupportedError, match="norm_type inf"):
-        LPPoolRule().check(record(nn.LPPool1d(float("inf"), 2), torch.randn(1, 2, 6)).call)
+        LPPoolRule().check(record(nn.LPPool1d(float("inf"), 2), torch.randn(1, 2, 6)).view)
     with pytest.raises(UnsupportedError, match="no batch axis"):
-        AvgPoolRule().check(record(nn.AvgPool2d(2), torch.randn(2, 6, 6)).call)
+        AvgPoolRule().check(record(nn.AvgPool2d(2), torch.randn(2, 6, 6)).view)
 
 
 @pytest.mark.parametrize("subsampling", [None, [2, 0]])

@@ -11,9 +11,10 @@ from handmade import (
     check_input,
     check_parameters,
     columns,
+    differentiable,
     draw,
     input_oracle,
-    make_call,
+    make_view,
     parameter_oracle,
 )
 from torch import Tensor, nn
@@ -64,9 +65,9 @@ def initial(module: nn.RNNBase, batch: int) -> Any:
 def test_sequence(batch: int, kind: str, shape: dict[str, Any], given: bool) -> None:
     rule, module = build(kind, **shape)
     states = (initial(module, batch),) if given else ()
-    call = make_call(module, draw(batch, STEPS, INPUT), *states)
-    check_input(rule, call)
-    check_parameters(rule, call)
+    view = make_view(module, draw(batch, STEPS, INPUT), *states)
+    check_input(rule, view)
+    check_parameters(rule, view)
 
 
 @BATCHES
@@ -74,26 +75,27 @@ def test_sequence(batch: int, kind: str, shape: dict[str, Any], given: bool) -> 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_final_states(batch: int, kind: str, shape: dict[str, Any], output: int) -> None:
     rule, module = build(kind, **shape)
-    call = make_call(module, draw(batch, STEPS, INPUT), hx=initial(module, batch), output_nr=output)
-    assert rule.batch_axis(call, output) == 1
-    seen, mat = call.move_batch_axis(1), columns(call)
-    moved = mat.movedim(2, 1)
-    products = rule.jac_t_mat_prod(seen, moved)
-    for product, reference in zip(products, input_oracle(call, mat), strict=True):
+    states = initial(module, batch)
+    view = make_view(module, draw(batch, STEPS, INPUT), hx=states, index=output, axis=1)
+    assert rule.batch_axis(view, output) == 1
+    moved = columns(view)
+    mat = moved.movedim(1, 2)
+    products = rule.jac_t_mat_prod(view, moved)
+    for product, reference in zip(products, input_oracle(view, mat), strict=True):
         assert product is not None
         assert reference is not None
         assert_equal(product, reference)
     for name, _ in module.named_parameters():
-        found = rule.param_jac_t_mat_prod(seen, name, moved)
-        assert_equal(found, parameter_oracle(call, name, mat, axis=1))
+        found = rule.param_jac_t_mat_prod(view, name, moved)
+        assert_equal(found, parameter_oracle(view, name, mat, axis=1))
 
 
 @EVERY_KIND
 def test_one_step(kind: str) -> None:
     rule, module = build(kind)
-    call = make_call(module, draw(2, 1, INPUT))
-    check_input(rule, call)
-    check_parameters(rule, call)
+    view = make_view(module, draw(2, 1, INPUT))
+    check_input(rule, view)
+    check_parameters(rule, view)
 
 
 @EVERY_KIND
@@ -101,35 +103,35 @@ def test_one_step(kind: str) -> None:
 def test_view(kind: str, layers: int) -> None:
     """A view shows the samples it should, also where initial states look like a batch."""
     rule, module = build(kind, num_layers=layers)
-    call = make_call(module, draw(3, STEPS, INPUT), initial(module, 3))
-    mat, chosen = columns(call), [-1, 0]
-    view = call.subsample(chosen)
-    found = rule._jac_t_mat_prod(view, mat[:, chosen])
-    whole = rule._jac_t_mat_prod(call, mat)
-    for axis, part, all_samples in zip((1, 2, 2), found, whole, strict=False):
-        assert part is not None
+    view = make_view(module, draw(3, STEPS, INPUT), initial(module, 3))
+    mat, chosen = columns(view), [-1, 0]
+    part = view.subsample(chosen)
+    found = rule._jac_t_mat_prod(part, mat[:, chosen])
+    whole = rule._jac_t_mat_prod(view, mat)
+    for axis, product, all_samples in zip((1, 2, 2), found, whole, strict=False):
+        assert product is not None
         assert all_samples is not None
-        assert_equal(part, all_samples.index_select(axis, torch.tensor(chosen) % 3))
+        assert_equal(product, all_samples.index_select(axis, torch.tensor(chosen) % 3))
     for name, _ in module.named_parameters():
-        product = rule.param_jac_t_mat_prod(view, name, mat[:, chosen])
-        assert_equal(product, rule.param_jac_t_mat_prod(call, name, mat)[:, chosen])
+        of_part = rule.param_jac_t_mat_prod(part, name, mat[:, chosen])
+        assert_equal(of_part, rule.param_jac_t_mat_prod(view, name, mat)[:, chosen])
 
 
 @EVERY_KIND
 def test_one_recursion_for_all_parameters(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, module = build(kind)
-    call = make_call(module, draw(2, STEPS, INPUT))
-    mat, runs = columns(call), []
+    view = make_view(module, draw(2, STEPS, INPUT))
+    mat, runs = columns(view), []
     carry_back = rule._carry_back
 
-    def counted(call: ModuleCall, mat: Tensor) -> Any:
+    def counted(view: View, mat: Tensor) -> Any:
         runs.append(mat)
-        return carry_back(call, mat)
+        return carry_back(view, mat)
 
     monkeypatch.setattr(rule, "_carry_back", counted)
-    rule.jac_t_mat_prod(call, mat)
+    rule.jac_t_mat_prod(view, mat)
     for name, _ in module.named_parameters():
-        rule.param_jac_t_mat_prod(call, name, mat)
+        rule.param_jac_t_mat_prod(view, name, mat)
     assert len(runs) == 1
 
 
@@ -138,9 +140,9 @@ def test_differentiable(kind: str) -> None:
     """Under ``create_graph`` the products depend on inputs and parameters."""
     rule, module = build(kind, num_layers=2)
     x = draw(2, STEPS, INPUT).requires_grad_()
-    call = make_call(module, x)
-    mat = columns(call, 1)
-    product = rule.jac_t_mat_prod(call, mat)[0]
+    view = differentiable(make_view(module, x))
+    mat = columns(view, 1)
+    product = rule.jac_t_mat_prod(view, mat)[0]
     assert product is not None
     (first,) = torch.autograd.grad(module(x)[0], x, mat[0], create_graph=True)
     wanted = [x, *module.parameters()]
@@ -155,13 +157,13 @@ def test_adjoint(kind: str) -> None:
     """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` with ``J u`` by the double-backward trick."""
     rule, module = build(kind, bidirectional=True)
     x = draw(2, STEPS, INPUT).requires_grad_()
-    call = make_call(module, x)
-    w, u = columns(call, 1), draw(2, STEPS, INPUT)
+    view = make_view(module, x)
+    w, u = columns(view, 1), draw(2, STEPS, INPUT)
     dual = torch.zeros_like(w[0], requires_grad=True)
     (back,) = torch.autograd.grad(module(x)[0], x, dual, create_graph=True)
     (forward,) = torch.autograd.grad(back, dual, u)
     with torch.no_grad():
-        product = rule.jac_t_mat_prod(call, w)[0]
+        product = rule.jac_t_mat_prod(view, w)[0]
     assert product is not None
     assert float((forward * w[0]).sum()) == pytest.approx(float((product[0] * u).sum()), rel=1e-10)
 
@@ -169,11 +171,11 @@ def test_adjoint(kind: str) -> None:
 def test_oracle_sees_a_missing_state() -> None:
     rule, module = build("lstm")
     state = initial(module, 2)
-    call = make_call(module, draw(2, STEPS, INPUT), state)
-    without = make_call(module, call.inputs[0])
-    mat = columns(call)
+    view = make_view(module, draw(2, STEPS, INPUT), state)
+    without = make_view(module, view.inputs[0])
+    mat = columns(view)
     found = rule.jac_t_mat_prod(without, mat)[0]
-    expected = input_oracle(call, mat)[0]
+    expected = input_oracle(view, mat)[0]
     assert found is not None
     assert expected is not None
     with pytest.raises(AssertionError, match="relative error"):
@@ -192,15 +194,15 @@ def test_oracle_sees_a_missing_state() -> None:
 def test_refused(options: dict[str, Any], shape: tuple[int, ...], message: str) -> None:
     rule, module = build("lstm", **options)
     with pytest.raises(UnsupportedError, match=message):
-        rule.check(make_call(module, draw(*shape)))
+        rule.check(make_view(module, draw(*shape)))
 
 
 def test_refuses_dropout_in_training_and_packed_sequences() -> None:
     rule, module = build("gru", num_layers=2, dropout=0.5)
-    call = make_call(module, draw(2, 3, INPUT))
-    rule.check(call)
+    view = make_view(module, draw(2, 3, INPUT))
+    rule.check(view)
     with pytest.raises(UnsupportedError, match="drops activations"):
-        rule.check(make_call(module.train(), draw(2, 3, INPUT)))
+        rule.check(make_view(module.train(), draw(2, 3, INPUT)))
     packed = pack_padded_sequence(draw(2, 3, INPUT), [3, 2], batch_first=True)
     with pytest.raises(UnsupportedError, match="PackedSequence"):
-        rule.check(make_call(module.eval(), packed))
+        rule.check(make_view(module.eval(), packed))

@@ -62,4 +62,4 @@ def test_shape(
 @pytest.mark.parametrize(("rule", "module", "shape"), REFUSED, ids=str)
 def test_refusals(rule: type[LayerRule], module: nn.Module, shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError, match="batch axis"):
-        rule().check(record(module, torch.randn(shape)).call)
+        rule().check(record(module, torch.randn(shape)).view)

@@ -41,4 +41,4 @@ def test_softmax(
     ids=lambda case: str(case),
 )
 def test_samples_mix(rule: type[LayerRule], module: nn.Module) -> None:
-    assert rule().mixes_samples(record(module, torch.randn(4, 3, 2)).call)
+    assert rule().mixes_samples(record(module, torch.randn(4, 3, 2)).view)

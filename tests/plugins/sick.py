@@ -19,19 +19,21 @@ class ScaleModule(torch.nn.Module):
 class ScaleRule(ParametricRule):
     module_types = (ScaleModule,)
     params = ("weight",)
-    def _jac_t_mat_prod(self, call, mat):
-        return mat * call.module.weight
-    def _param_jac_t_mat_prod(self, call, name, mat):
-        return torch.einsum("vnd,nd->vn", mat, call.input).unsqueeze(-1)
+    def _jac_t_mat_prod(self, view, mat):
+        return mat * view.parameter("weight")
+    def _param_jac_t_mat_prod(self, view, name, mat):
+        return torch.einsum("vnd,nd->vn", mat, view.input).unsqueeze(-1)
 """
 
 NORM = """
-from backpack_core import FirstOrderExtension, ops
+from backpack_core import FirstOrderExtension
+from backpack_core.contract.operations import squared_norm
 
 class GradNorm(FirstOrderExtension):
     savefield = "grad_norm"
-    def read(self, rule, call, name, mat):
-        return ops.squared_norm(rule, call, name, mat).squeeze(0).sqrt()
+    needs = (squared_norm,)
+    def read(self, product):
+        return squared_norm(product).squeeze(0).sqrt()
 """
 
 LINEAR = """
@@ -40,8 +42,8 @@ from backpack_core import LayerRule
 
 class LinearRule(LayerRule):
     module_types = ("{spelling}",)
-    def _jac_t_mat_prod(self, call, mat):
-        return mat @ call.module.weight
+    def _jac_t_mat_prod(self, view, mat):
+        return mat @ view.parameter("weight")
 """
 
 HALF = """
@@ -49,8 +51,8 @@ from backpack_core import FirstOrderExtension, hookimpl
 
 class Half(FirstOrderExtension):
     savefield = "half"
-    def read(self, rule, call, name, mat):
-        return mat
+    def read(self, product):
+        return product.samples
 
 @hookimpl
 def backpack_extensions():
@@ -186,7 +188,7 @@ SICK = {
             "from backpack_core import ElementwiseRule\n"
             "class R(ElementwiseRule):\n"
             "    module_types = ('somewhere.Act',)\n"
-            "    def derivative(self, call):\n        return call.input\n",
+            "    def derivative(self, view):\n        return view.input\n",
             "R",
         ),
         "R is an ElementwiseRule without second_derivative",

@@ -18,9 +18,9 @@ from backpack_core import (
     backpack,
     extend,
     hookimpl,
-    hookspecs,
 )
 from backpack_core.errors import PluginError
+from backpack_core.plugins import hookspecs
 from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.registry import registry
 
@@ -102,7 +102,7 @@ def test_backpack_layer_rules() -> None:
     class ToyRule(LayerRule):
         module_types = (Toy,)
 
-        def _jac_t_mat_prod(self, call, mat):
+        def _jac_t_mat_prod(self, view, mat):
             return 2 * mat
 
     def backpack_layer_rules():
@@ -116,8 +116,8 @@ def test_backpack_layer_rules() -> None:
 class Count(FirstOrderExtension):
     savefield = "count"
 
-    def read(self, rule, call, name, mat):
-        return mat.shape[1]
+    def read(self, product):
+        return product.samples
 
 
 def test_backpack_extensions() -> None:
@@ -133,8 +133,8 @@ def test_backpack_extensions() -> None:
 
 def test_backpack_propagators() -> None:
     class Ones(ColumnPropagator):
-        def start(self, rule, call):
-            return Columns.start("ones", torch.ones_like(call.input).unsqueeze(0))
+        def start(self, rule, view):
+            return Columns.start("ones", torch.ones_like(view.input).unsqueeze(0))
 
     def backpack_propagators():
         yield Ones
@@ -176,7 +176,7 @@ def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: obje
     assert not plugins._manager.has_plugin(":wrong")
 
 
-@pytest.mark.parametrize("api", [1, (1, 7)])
+@pytest.mark.parametrize("api", [2, (2, 7), (1, 2)])
 def test_a_supported_interface(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])
     provider.backpack_api = api
@@ -184,9 +184,9 @@ def test_a_supported_interface(api: object) -> None:
         assert "Count" in registry.extensions
 
 
-@pytest.mark.parametrize("api", [0, 2, (3, 4)])
+@pytest.mark.parametrize("api", [0, 1, (3, 4)])
 def test_an_unsupported_interface(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])
     provider.backpack_api = api
-    with pytest.raises(plugins.PluginVersionError, match="speaks version 1"):
+    with pytest.raises(plugins.PluginVersionError, match="speaks version 2"):
         plugins.register(provider, "other")

@@ -268,7 +268,7 @@ def test_register_by_hand() -> None:
     class Rule(backpack_core.LayerRule):
         module_types = (Mine,)
 
-        def _jac_t_mat_prod(self, call, mat):
+        def _jac_t_mat_prod(self, view, mat):
             return mat
 
     assert backpack_core.register(Rule, "mine") is Rule

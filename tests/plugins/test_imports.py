@@ -21,13 +21,13 @@ PACKAGES = {
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every module named by an import statement anywhere in a file, also inside functions."""
+    """Everything named by an import statement anywhere in a file, also inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} has a relative import"
-            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -39,6 +39,28 @@ def test_sources_import_no_plugin(package: str) -> None:
             top = name.partition(".")[0]
             others = {*FAMILIES, "backpack"} - {package}
             assert top not in others, f"{path.relative_to(ROOT)} imports {name}"
+
+
+# What each room of the core may import, besides torch.
+BELOW = {
+    "record": {"_torch", "errors"},
+    "graph": {"_torch", "errors", "record"},
+    "contract": {"_torch", "errors", "record", "graph", "tuning"},
+    "plugins": {"errors", "contract"},
+    "engine": {"_torch", "errors", "record", "graph", "contract", "plugins", "tuning"},
+}
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_those_below_it(room: str) -> None:
+    files = sorted((PACKAGES["backpack_core"] / room).rglob("*.py"))
+    assert files
+    for path in files:
+        for name in imported(path):
+            top, _, rest = name.partition(".")
+            home = rest.partition(".")[0]
+            allowed = top != "backpack_core" or home in BELOW[room] | {room}
+            assert allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
 def python(source: str, **environment: str) -> str:
@@ -72,8 +94,8 @@ def test_importing_imports_no_other_plugin(package: str) -> None:
 def test_importing_core_neither_discovers_nor_loads() -> None:
     source = (
         "import sys, backpack_core\n"
-        "from backpack_core import plugins\n"
-        "print(plugins._plugins, plugins._loaded, 'importlib_metadata' in sys.modules)"
+        "from backpack_core.plugins import loading\n"
+        "print(loading._plugins, loading._loaded, 'importlib_metadata' in sys.modules)"
     )
     assert python(source).strip() == "None False False"
 
@@ -98,14 +120,16 @@ def test_there_are_entry_points_of_every_family() -> None:
 ALONE = """
 import torch
 from torch import nn
-from backpack_core import FirstOrderExtension, backpack, extend, ops
+from backpack_core import FirstOrderExtension, backpack, extend
+from backpack_core.contract.operations import dense
 from backpack_core.errors import AutodiffFallbackWarning
 import warnings
 
 class Individual(FirstOrderExtension):
     savefield = "individual"
-    def read(self, rule, call, name, mat):
-        return ops.per_sample(rule, call, name, mat).squeeze(0)
+    needs = (dense,)
+    def read(self, product):
+        return dense(product).squeeze(0)
 
 torch.set_default_dtype(torch.float64)
 model = extend(nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 2)))

@@ -9,7 +9,7 @@ import torch
 from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
 from torch import nn
 
-from backpack_core import backpack, extend
+from backpack_core import backpack, extend, hookimpl
 from backpack_core.cli import doctor, isolation
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
@@ -99,6 +99,60 @@ def test_a_machine_too_busy_to_start_is_no_fault_of_a_plugin(
     monkeypatch.setattr(isolation, "START_LIMIT", 0.01)
     with pytest.raises(PluginError, match=r"did not start in 0\.02 s; --limit 0\.2 waits longer"):
         examine(limit=0.02)
+
+
+SPEAKS = """
+def well():
+    return None
+
+def ill():
+    return "backpack-plugin-speaks", "it is old", "Buy a new one."
+
+def broken():
+    raise ValueError("rotten")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("well", []),
+        ("ill", [("warning", "backpack-plugin-speaks", "it is old", "Buy a new one.")]),
+        (
+            "broken",
+            [
+                (
+                    "fault",
+                    "other-speaks",
+                    "what it has to say fails (ValueError: rotten)",
+                    "Update or uninstall other-speaks.",
+                )
+            ],
+        ),
+        (
+            "missing",
+            [
+                (
+                    "fault",
+                    "other-speaks",
+                    "what it has to say fails (AttributeError: module 'speaks' has no attribute "
+                    "'missing')",
+                    "Update or uninstall other-speaks.",
+                )
+            ],
+        ),
+    ],
+)
+def test_doctor_asks_distributions(
+    name: str,
+    expected: list[tuple[str, ...]],
+    fake_distribution: FakeDistribution,
+    only_fakes: None,
+) -> None:
+    info = fake_distribution("other-speaks", modules={"speaks": SPEAKS})
+    (info / "entry_points.txt").write_text(f"[backpack.doctor]\nspeaks = speaks:{name}\n")
+    found = examine(limit=60).findings
+    assert [(f.severity, f.who, f.problem, f.remedy) for f in found] == expected
 
 
 def check(diagnosis: Diagnosis, sick: Sick) -> None:
@@ -200,7 +254,7 @@ def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
     class Sound(LayerRule):
         module_types = (Fine,)
 
-        def _jac_t_mat_prod(self, call, mat):
+        def _jac_t_mat_prod(self, view, mat):
             return mat
 
     class Unmade(Sound):
@@ -209,7 +263,7 @@ def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
 
     class Several:
         @staticmethod
-        @plugins.hookspecs.hookimpl
+        @hookimpl
         def backpack_layer_rules():
             return [Sound, Unmade]
 

@@ -16,6 +16,7 @@ from backpack_core import __version__
 from backpack_core.cli import scaffold
 from backpack_core.cli.app import app
 from backpack_core.errors import BackpackError, UsageError
+from backpack_core.plugins.loading import API_VERSION
 
 KINDS = ("layer", "extension", "propagator")
 
@@ -127,6 +128,8 @@ def test_the_template_asks_for_this_release() -> None:
     major, minor, *_ = __version__.split(".")
     text = (scaffold.shipped() / "package" / "pyproject.toml.jinja").read_text()
     assert f'"backpack-core>={major}.{minor},<{major}.{int(minor) + 1}"' in text
+    text = (scaffold.shipped() / "package" / "README.md.jinja").read_text()
+    assert f"version {API_VERSION} of the plugin interface" in text
 
 
 def commit(folder: Path) -> None:

@@ -36,13 +36,13 @@ def test_one_jacobian(case: LayerCase) -> None:
     for buffer in layer.buffers():
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 2.0)
-    call = record(layer, torch.randn(3, *case.shape)).call
+    view = record(layer, torch.randn(3, *case.shape)).view
     ensure_loaded()  # another test may have unloaded the plugins
     rule = registry.resolve(layer).rule
-    columns = torch.randn(2, 1, *call.output_shape[1:])
-    product = rule.jac_t_mat_prod(call, columns.expand(-1, *call.output_shape))[0]
+    columns = torch.randn(2, 1, *view.output_shape[1:])
+    product = rule.jac_t_mat_prod(view, columns.expand(-1, *view.output_shape))[0]
     assert product is not None
-    alone = rule.jac_t_mat_prod(call.subsample([0]), columns)[0]
+    alone = rule.jac_t_mat_prod(view.subsample([0]), columns)[0]
     assert alone is not None
     assert_close(product, alone.expand(-1, 3, *alone.shape[2:]))
     assert rule.hessian_is_zero or isinstance(layer, nn.Bilinear)

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.operations import norm, weighted_sum
+from backpack_core.contract.operations import norm, squared_norm, weighted_sum
 from backpack_core.errors import UsageError
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
@@ -45,7 +45,7 @@ class ClippedSumGrad(FirstOrderExtension):
 
     savefield = "grad_clipped"
     is_deferred: ClassVar[bool] = True
-    needs = (norm,)
+    needs = (squared_norm,)  # of which norms are made
 
     def __init__(
         self,

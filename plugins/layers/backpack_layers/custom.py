@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
-from backpack_core.record.view import View, iter_tensors
+from backpack_core.record.structure import iter_tensors
+from backpack_core.record.view import View
 from backpack_layers.linear_map import LinearMapRule
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from backpack_core import SecondOrderExtension
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_secondorder.hessian_reading import HessianReading
 from backpack_secondorder.signed_sqrt import SignedSqrt
 from backpack_secondorder.square_root import as_chunk_size
@@ -44,11 +45,12 @@ class DiagHessian(HessianExtension):
     Stored in ``diag_h``, shape ``[*θ]``: ``∂²ℓ/∂θ_i²``, entry by entry, with the scale of the loss
     (``1/N`` for a mean). Every nonlinear module adds as many columns as it has inputs; they go
     through the rest of the net in chunks. Nonlinear modules need a rule with second derivatives,
-    and parameters must enter linearly (as they do in affine and normalisation layers). Dangel et
-    al. (2020), BackPACK, appendix A.3.
+    and parameters must enter linearly (as they do in affine and normalisation layers): one that is
+    used several times on one path does not. Dangel et al. (2020), BackPACK, appendix A.3.
     """
 
     savefield = "diag_h"
+    needs = (square_sum,)
 
     def read(self, product: HessianReading) -> Tensor:
         """``Σ_n diag(J_θᵀ H_n J_θ)``."""
@@ -63,6 +65,7 @@ class BatchDiagHessian(HessianExtension):
     """
 
     savefield = "diag_h_batch"
+    needs = (per_sample_square_sum,)
     per_sample = True
 
     def read(self, product: HessianReading) -> Tensor:

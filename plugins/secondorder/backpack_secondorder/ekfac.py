@@ -15,15 +15,16 @@ from backpack_secondorder.propagators import LossSqrt
 class EKFAC(SecondOrderExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
-    Stored in ``ekfac``, a :class:`~backpack_core.kronecker.KroneckerEigenbasis`: the eigenvectors
-    of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of products of their
-    eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
+    Stored in ``ekfac``, a :class:`~backpack_secondorder.kronecker.KroneckerEigenbasis`: the
+    eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of
+    products of their eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
     ``Σ_v Σ_n (Q_Bᵀ M[v, n] Q_A)²`` from the same columns, of shape ``[O, I]``. Of all matrices with
     these eigenvectors it is the closest to the block in the Frobenius norm. For biases it is the
     block itself. Scaled as the loss. George et al. (2018), arXiv:1806.03884.
     """
 
     savefield = "ekfac"
+    needs = (corrected_eigenbasis,)
 
     def __init__(
         self,

@@ -135,8 +135,9 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
     if key not in product.beside:
         rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
-        product.beside[key] = _without_groups(covariances.outer(rows))
-    factor: Tensor = product.beside[key]
+        # With the columns: another tensor must not get their memory as long as the key is known.
+        product.beside[key] = out, _without_groups(covariances.outer(rows))
+    factor: Tensor = product.beside[key][1]
     return factor
 
 

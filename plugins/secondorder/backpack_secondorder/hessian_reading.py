@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import AffineRule, ParametricRule, View
+from backpack_core._torch import Node
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of
@@ -47,8 +48,23 @@ class HessianReading(Reading):
         self._uses = tuple(uses)
 
     def join(self, others: Sequence[HessianReading]) -> HessianReading:
-        """All uses together: the sum over them comes before the square, root by root."""
-        return HessianReading([use for reading in (self, *others) for use in reading._uses])
+        """All uses together: the sum over them comes before the square, root by root.
+
+        Raises:
+            UnsupportedError: One use leads to another, so that the net is not linear in the
+                parameter although each layer is.
+        """
+        uses = [use for reading in (self, *others) for use in reading._uses]
+        nodes = {use.view.node for use in uses}
+        for use in uses:
+            if not nodes.isdisjoint(_behind(use.view.node)):
+                raise UnsupportedError(
+                    f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
+                    "its own use there, so the loss has second derivatives in both together, which "
+                    "are not carried: untie the uses, or use HMP, or the generalised Gauss-Newton "
+                    "matrix (DiagGGNExact)."
+                )
+        return HessianReading(uses)
 
     def diagonal(self, per_sample: bool = False) -> Tensor:
         """``Σ_n diag(J_θᵀ H_n J_θ)``, or each summand.
@@ -71,6 +87,18 @@ class HessianReading(Reading):
             lead = (view.batch_size,) if per_sample else ()
             return torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
         return sum(parts[1:], parts[0])
+
+
+def _behind(node: Node | None) -> set[Node]:
+    """Everything that a node sends gradients to, directly or not."""
+    found: set[Node] = set()
+    todo = [] if node is None else [node]
+    while todo:
+        for child, _ in todo.pop().next_functions:
+            if child is not None and child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
 
 
 def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:

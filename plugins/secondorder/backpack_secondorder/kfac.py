@@ -17,6 +17,7 @@ class FactorsExtension(SecondOrderExtension):
     """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
 
     columns_add = True
+    needs = (kronecker_factors,)
     weight_sharing: WeightSharing
 
     def read(self, product: SampleProduct) -> KroneckerFactors:
@@ -32,8 +33,9 @@ class FactorsExtension(SecondOrderExtension):
 class KFAC(FactorsExtension, SampledExtension):
     """Kronecker-factored curvature with a sampled loss Hessian.
 
-    Stored in ``kfac``, a :class:`~backpack_core.kronecker.KroneckerFactors`, which is a list of
-    matrices whose Kronecker product approximates the block of the generalised Gauss-Newton matrix:
+    Stored in ``kfac``, a :class:`~backpack_secondorder.kronecker.KroneckerFactors`, which is a list
+    of matrices whose Kronecker product approximates the block of the generalised Gauss-Newton
+    matrix:
 
     - weights of affine layers (``Linear``, convolutions): ``[B, A]``, of shapes ``[O, O]`` and
       ``[I, I]``. ``B = Σ_v Σ_n g gᵀ`` from the columns at the layer's output, with the scale of the

@@ -104,6 +104,7 @@ class AverageReading(Reading):
         """Store all."""
         super().__init__(view.parameter_itself(name).shape)
         self.name, self.path, self.rule = name, view.path, type(rule)
+        self.module = view.call.module
         self._layer, self._view, self._average = rule, view, average
 
     def factors(self, sharing: WeightSharing) -> KroneckerFactors:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backpack_core import LayerRule, LossGraph, View
+from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.engine.active import suspended
 from backpack_core.errors import NotExtendedError, OverwrittenInputError, UnsupportedError
+from backpack_core.plugins.loading import missing
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -142,7 +143,7 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
     """The residual of a call, made positive semi-definite; of a loss, its Hessian."""
     if not live_inputs(view):
         return []
-    if rule.is_loss:
+    if isinstance(rule, LossRule):
         if rule.hessian_is_psd:
             return [loss_term(view)]
         rows: Any = _rows_of_loss(view)
@@ -162,12 +163,26 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
     return [_term(view, multiply)]
 
 
-def require_losses(losses: Sequence[View], who: str) -> None:
+def require_losses(losses: Sequence[View], who: str, unknown: View | None = None) -> None:
     """Raise unless there is an extended loss.
+
+    Args:
+        losses: Those whose Hessian is known.
+        who: What needs it.
+        unknown: An extended module that may be a loss, and has no rule.
 
     Raises:
         NotExtendedError: There is none.
+        MissingPluginError: There is one without a rule.
     """
+    if not losses and unknown is not None:
+        kind = type(unknown.call.module).__name__
+        raise missing(
+            f"{who} starts at a loss, and no loss rule is known for {unknown.path}. Use a loss "
+            "that an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
+            f"LossRule for {kind}.",
+            "loss",
+        )
     if not losses:
         raise NotExtendedError(
             f"{who} needs the Hessian of the loss in the model's output, and no extended loss took "

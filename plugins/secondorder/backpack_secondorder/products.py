@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack_core import GraphExtension, GraphReading, LossGraph, View
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.errors import ShapeError, UsageError
+from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_secondorder.operators import (
     CurvatureOperator,
     HessianOperator,
@@ -131,7 +131,8 @@ class PCHMP(ProductExtension):
     the loss, with the residual ``R_c`` of each (``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, at the module's input)
     made positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
     (``"abs"``). The result is positive semi-definite, but no projection of the Hessian. Operations
-    between modules have to be linear. Chen et al. (2018), arXiv:1802.06502.
+    between modules have to be linear, and residuals those of single samples: a module in which
+    samples influence each other is refused. Chen et al. (2018), arXiv:1802.06502.
     """
 
     savefield = "pchmp"
@@ -171,6 +172,7 @@ class _Collecting(GraphReading):
     def __init__(self, subsampling: tuple[int, ...] | None) -> None:
         self._subsampling = subsampling
         self._losses: list[View] = []
+        self._unknown: View | None = None
         self._terms: list[Term] = []
 
     def observe(self, view: View) -> None:
@@ -178,6 +180,11 @@ class _Collecting(GraphReading):
         if view.call.rule.is_loss:
             view.call.rule.check(view)
             self._losses.append(view.subsample(self._subsampling))
+        elif view.output_shape == ():
+            self._unknown = view
+
+    def _require_losses(self, who: str) -> None:
+        require_losses(self._losses, who, self._unknown)
 
     def _stored(self, operator: Operator, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         return {parameter: BlockProduct(operator, parameter) for parameter in graph.parameters}
@@ -188,7 +195,7 @@ class _OfOutputs(_Collecting):
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
-        require_losses(self._losses, "GGNMP")
+        self._require_losses("GGNMP")
         return self._stored(CurvatureOperator(graph, list(map(loss_term, self._losses))), graph)
 
 
@@ -199,7 +206,7 @@ class _OfLoss(_Collecting):
         """One matrix, a block for each parameter."""
         chosen = None
         if self._subsampling is not None:
-            require_losses(self._losses, "HMP with subsampling")
+            self._require_losses("HMP with subsampling")
             chosen = self._losses
         return self._stored(HessianOperator(graph, chosen), graph)
 
@@ -215,6 +222,12 @@ class _OfResiduals(_Collecting):
         """Keep losses, and the residuals of nonlinear calls."""
         super().observe(view)
         rule = view.call.rule
+        if rule.mixes_samples(view):
+            raise SampleMixingError(
+                f"{view.path} makes samples of the batch influence each other, so it has no "
+                "residual for each of them, which PCHMP is made of: call model.eval(), or use "
+                "GGNMP or HMP, which exist here."
+            )
         is_curved = not (rule.transparent or rule.hessian_is_zero)
         if rule.is_loss or is_curved:
             view = view.subsample(self._subsampling)
@@ -222,6 +235,6 @@ class _OfResiduals(_Collecting):
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
-        require_losses(self._losses, "PCHMP")
+        self._require_losses("PCHMP")
         graph.require_linear("the positive-curvature Hessian")
         return self._stored(CurvatureOperator(graph, self._terms), graph)

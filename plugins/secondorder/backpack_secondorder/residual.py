@@ -76,7 +76,7 @@ def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eigen_columns(name: str, block: Tensor) -> Columns:
-    """``[D, N, *]`` of symmetric matrices as eigenvectors times roots of eigenvalues, with signs."""
+    """``[D, N, *]`` of symmetric matrices as eigenvectors times roots of eigenvalues, and signs."""
     values, vectors = eigen(block)
     mat = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
     return Columns.start(name, mat.reshape(block.shape), values.sign().T)

@@ -104,6 +104,7 @@ class SignedSqrt(Propagator):
         """The Hessian, to be read at the parameter."""
         reading = HessianReading([Use(rule, view, name, quantity)])
         reading.name, reading.path, reading.rule = name, view.path, type(rule)
+        reading.module = view.call.module
         return reading
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from backpack_core import (
     ColumnPropagator,
     Columns,
-    LayerRule,
     LossRule,
+    SampleProduct,
     SecondOrderExtension,
     View,
-    ops,
 )
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.operations import dense, square_sum
 from backpack_core.errors import UnsupportedError
 from torch import Tensor
 
@@ -33,19 +33,19 @@ class EmpiricalFisherRoot(ColumnPropagator):
 
     subsampling: tuple[int, ...] | None = None
 
-    def start(self, rule: LossRule, call: ModuleCall) -> Columns:
+    def start(self, rule: LossRule, view: View) -> Columns:
         """The column at the input of the loss, ``[1, N, *in]``.
 
         Raises:
             UnsupportedError: The loss is multiplied by a negative number.
         """
-        factor = rule.factor(call)
+        factor = rule.factor(view)
         if bool((factor < 0).any()):
             raise UnsupportedError(
-                f"{call.path} is multiplied by a negative number, so its empirical Fisher matrix "
+                f"{view.path} is multiplied by a negative number, so its empirical Fisher matrix "
                 "has no real root: call backward() on the loss itself."
             )
-        column = rule.gradient(call) / factor.sqrt()
+        column = rule.gradient(view) / factor.sqrt()
         return Columns.start("empirical Fisher", column.where(factor > 0, 0.0).unsqueeze(0))
 
 
@@ -76,10 +76,11 @@ class DiagFisher(_FisherExtension):
     """
 
     savefield = "diag_fisher"
+    needs = (square_sum,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        """A contraction that never forms ``[V, N, *θ]`` where the rule knows one."""
-        return ops.square_sum(rule, call, name, mat)
+    def read(self, product: SampleProduct) -> Tensor:
+        """A contraction that never forms ``[V, N, *θ]`` where the product knows one."""
+        return square_sum(product)
 
 
 class SqrtFisher(_FisherExtension):
@@ -89,7 +90,8 @@ class SqrtFisher(_FisherExtension):
     """
 
     savefield = "sqrt_fisher"
+    needs = (dense,)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """The products themselves."""
-        return ops.per_sample(rule, call, name, mat).squeeze(0)
+        return dense(product).squeeze(0)

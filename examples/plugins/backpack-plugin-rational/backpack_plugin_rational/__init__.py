@@ -32,24 +32,24 @@ class RationalRule(ElementwiseRule, ParametricRule):
     params = ("numerator", "denominator")
     linear_in_params = ("numerator",)
 
-    def derivative(self, call: ModuleCall) -> Tensor:
+    def derivative(self, view: View) -> Tensor:
         """``(P' - y Q') / Q``."""
-        (_, p1, _), (q, q1, _) = _derivatives(call)
-        return (p1 - call.output * q1) / q
+        (_, p1, _), (q, q1, _) = _derivatives(view)
+        return (p1 - view.output * q1) / q
 
-    def second_derivative(self, call: ModuleCall) -> Tensor:
+    def second_derivative(self, view: View) -> Tensor:
         """``(P'' - 2 y' Q' - y Q'') / Q``."""
-        (_, _, p2), (q, q1, q2) = _derivatives(call)
-        return (p2 - 2 * self.derivative(call) * q1 - call.output * q2) / q
+        (_, _, p2), (q, q1, q2) = _derivatives(view)
+        return (p2 - 2 * self.derivative(view) * q1 - view.output * q2) / q
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        _, (q, _, _) = _derivatives(call)
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        _, (q, _, _) = _derivatives(view)
         if name == "numerator":  # ∂y/∂a_k = xᵏ / Q
-            factors = _powers(call.input, 4) / q.unsqueeze(-1)
+            factors = _powers(view.input, 4) / q.unsqueeze(-1)
         else:  # ∂y/∂b_k = -y sign(b_1 x + b_2 x²) xᵏ / Q
-            powers = _powers(call.input, 3)[..., 1:]
-            sign = (powers @ call.parameter(name)).sign()
-            factors = powers * (-call.output * sign / q).unsqueeze(-1)
+            powers = _powers(view.input, 3)[..., 1:]
+            sign = (powers @ view.parameter(name)).sign()
+            factors = powers * (-view.output * sign / q).unsqueeze(-1)
         return torch.einsum("vnd,ndk->vnk", mat.flatten(2), factors.flatten(1, -2))
 
 
@@ -58,9 +58,9 @@ def _powers(x: Tensor, count: int) -> Tensor:
     return torch.stack([x**k for k in range(count)], -1)
 
 
-def _derivatives(call: ModuleCall) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _derivatives(view: View) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """``P, P', P''`` and ``Q, Q', Q''``."""
-    a, b, x = call.parameter("numerator"), call.parameter("denominator"), call.input
+    a, b, x = view.parameter("numerator"), view.parameter("denominator"), view.input
     p = _powers(x, 4) @ a
     p1 = a[1] + 2 * a[2] * x + 3 * a[3] * x**2
     p2 = 2 * a[2] + 6 * a[3] * x

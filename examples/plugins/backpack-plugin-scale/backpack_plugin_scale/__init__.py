@@ -31,8 +31,8 @@ class ScaleRule(ParametricRule):
     linear_in_params = ("weight",)
     hessian_is_zero = True
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
-        return mat * call.parameter("weight")  # [V, N, *]
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight")  # [V, N, *]
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        return (mat * call.input).flatten(2).sum(2, keepdim=True)  # [V, N, 1]
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return (mat * view.input).flatten(2).sum(2, keepdim=True)  # [V, N, 1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from backpack_core import FirstOrderExtension, LayerRule, View, ops
+from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.operations import batch_sum, square_sum
 from backpack_core.errors import UnsupportedError
 from torch import Tensor
 
@@ -17,19 +18,20 @@ class SNR(FirstOrderExtension):
     """
 
     savefield = "snr"
+    needs = (batch_sum, square_sum)
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         """From two contractions, which are computed once for all extensions that share them.
 
         Raises:
             UnsupportedError: A single sample has no variance.
         """
-        samples = mat.shape[1]
+        samples = product.samples
         if samples < 2:
             raise UnsupportedError(
-                f"{call.path} saw a single sample, which has no variance: SNR needs two or more."
+                f"{product.path} saw a single sample, which has no variance: SNR needs two or more."
             )
-        total, squares = ops.shared_moments(rule, call, name, mat)
-        signal = (total.squeeze(0) / samples).square()
-        noise = (squares / samples - signal).clamp_min(0)  # rounding may leave it below zero
+        signal = (batch_sum(product).squeeze(0) / samples).square()
+        # Rounding may leave the difference below zero.
+        noise = (square_sum(product) / samples - signal).clamp_min(0)
         return (signal / noise).where(signal > 0, signal)

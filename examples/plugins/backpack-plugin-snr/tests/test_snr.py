@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from backpack_core import Extension, backpack, extend
-from backpack_core.ops import generic
+from backpack_core.contract import contractions
 from backpack_core.testing import (
     ExtensionCase,
     Quantity,
@@ -53,18 +53,18 @@ def test_without_noise(weight: float, expected: float) -> None:
 
 
 def test_one_pass_serves_variance_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both read the same two contractions: next to ``Variance``, this extension is free."""
+    """Both read the same two operations: next to ``Variance``, this extension is free."""
     from backpack_core.extensions import Variance
 
     calls: list[str] = []
-    original = generic.moments
+    original = contractions.moments
 
     def counted(*args: Any) -> tuple[Tensor, Tensor]:
         calls.append("moments")
         total, squares = original(*args)
         return total, squares
 
-    monkeypatch.setattr(generic, "moments", counted)
+    monkeypatch.setattr(contractions, "moments", counted)
     model = nn.Linear(2, 1, bias=False)
     run(model, SNR(), Variance())
     assert len(calls) == 1

@@ -10,21 +10,8 @@ from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
 from backpack_core.contract import contractions
+from tests.contract.products import Lazy
 from tests.oracle import assert_close
-
-
-class Lazy:
-    """Inputs that are handed out for some samples only, as a convolution's patches are."""
-
-    def __init__(self, inp: Tensor) -> None:
-        self.shape = inp.shape
-        self.largest = 0
-        self._inp = inp
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        part = self._inp[rows]
-        self.largest = max(self.largest, len(part))
-        return part
 
 
 def products(out: Tensor, inp: Tensor) -> Tensor:
@@ -138,18 +125,33 @@ def test_inputs_are_never_asked_for_whole(contraction: Callable[..., Tensor]) ->
     assert rows.largest <= 2
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("lies_along_positions", [False, True])
-def test_symmetric_products_by_half(
-    create_graph: bool, mean: bool, lies_along_positions: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_inner_products_of_two(
+    shape: tuple[int, ...], differentiable: bool, budget: int | None
 ) -> None:
-    monkeypatch.setattr(contractions, "SYMMETRIC", 2)
-    inp = torch.randn(3, 2, 10, 4).permute(0, 3, 1, 2)  # [N, S, G, I]: patches of a convolution
-    if not lies_along_positions:
-        inp = inp.contiguous()
-    rows = inp.mean(1, keepdim=True) if mean else inp
-    expected = torch.einsum("nsgi,nsgj->gij", rows, rows)
-    with torch.set_grad_enabled(create_graph):
-        assert_close(contractions.outer_sum(inp, 8, 0.5, mean=mean), 0.5 * expected)
-        assert_close(contractions.outer(rows.flatten(0, 1)), expected)
+    """Of any numbers of positions."""
+    columns, samples, positions, *rest = shape
+    (out, inp), (other, seen) = _factors(shape), _factors((columns, samples, positions + 2, *rest))
+    expected = (products(out, inp) * products(other, seen)).sum((2, 3, 4))
+    with torch.set_grad_enabled(differentiable):
+        assert_close(contractions.inner(out, inp, other, seen), expected)
+
+
+@pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
+def test_inputs_of_two_calls(contraction: Callable[..., Tensor]) -> None:
+    """As positions side by side, asked for in parts only."""
+    (out, inp), (other, seen) = _factors((2, 6, 3, 2, 3, 2)), _factors((2, 6, 5, 2, 3, 2))
+    lazy = Lazy(inp), Lazy(seen)
+    rows = contractions.JoinedRows(*lazy)
+    assert rows.shape == (6, 8, 2, 2)
+    before = memory_budget()
+    set_memory_budget(2 * rows[0:1].nbytes)
+    try:
+        with torch.no_grad():
+            found = contraction(torch.cat([out, other], 2), rows)
+    finally:
+        set_memory_budget(before)
+    expected = CONTRACTIONS[contraction](products(out, inp) + products(other, seen))
+    assert_close(found, expected)
+    assert max(part.largest for part in lazy) <= 2

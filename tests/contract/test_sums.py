@@ -1,0 +1,143 @@
+"""What several uses of a parameter add up to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backpack_core import (
+    AffineProduct,
+    DenseProduct,
+    LookupProduct,
+    SampleProduct,
+    ScaleProduct,
+    SumProduct,
+)
+from backpack_core.contract.operations import dense, square_sum, squared_norm
+from backpack_core.contract.product import PlacedProduct, Reading, sum_of
+from backpack_core.errors import UnsupportedError
+from tests.contract.products import (
+    FIRST,
+    SECOND,
+    THIRD,
+    Formed,
+    affine,
+    bias,
+    budget,
+    gain,
+    rooted,
+    table,
+    total,
+    transposed,
+    values,
+)
+from tests.oracle import assert_close
+
+
+def kinds(product: SampleProduct) -> list[type[SampleProduct]]:
+    return [type(part) for part in product.parts] if isinstance(product, SumProduct) else []
+
+
+def test_one_product_is_its_own_sum() -> None:
+    product = table().product
+    assert sum_of([product]) is product
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_affine_products_of_one_form_become_one(parts: int) -> None:
+    """Positions of all uses side by side."""
+    product = total(*(affine(s + 1, (2, 3, 2)) for s in range(parts))).product
+    assert isinstance(product, AffineProduct)
+    assert product.positions == sum(range(1, parts + 1))
+    assert product.inp is not None
+    assert product.inp.shape == (4, product.positions, 2, 2)
+
+
+def test_biases_become_one() -> None:
+    product = total(bias(1), bias(3)).product
+    assert isinstance(product, AffineProduct)
+    assert (product.inp, product.positions) == (None, 4)
+
+
+def test_inputs_of_several_uses_are_made_for_some_samples_at_a_time() -> None:
+    parts = [affine(3, (1, 6, 2), lazy=True) for _ in range(2)]
+    product, matrix, _ = total(*parts)
+    with torch.no_grad(), budget(1):
+        assert_close(square_sum(product), matrix.square().sum((0, 1)))
+    assert {part.product.inp.largest for part in parts} == {1}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([affine(1, (1, 6, 2)), affine(1, (2, 3, 2))], [AffineProduct] * 2),
+        ([affine(1, (1, 6, 2)), transposed(1)], [AffineProduct] * 2),
+        ([transposed(1), transposed(1, reverse=True)], [AffineProduct] * 2),
+        ([affine(1, (1, 6, 2)), table()], [AffineProduct, LookupProduct]),
+        ([table(), table()], [LookupProduct] * 2),
+        ([gain(), values(), gain()], [ScaleProduct, DenseProduct, ScaleProduct]),
+        # Neighbours or not: what has one form meets.
+        ([affine(1, (1, 6, 2)), table(), affine(2, (1, 6, 2))], [AffineProduct, LookupProduct]),
+    ],
+    ids=["groups", "arrangement", "two arrangements", "table", "tables", "gain", "apart"],
+)
+def test_other_forms_stay_side_by_side(parts: list[Formed], expected: list[type]) -> None:
+    assert kinds(total(*parts).product) == expected
+
+
+def test_two_columns_of_one_root_are_added() -> None:
+    one, other = (rooted(affine(1, (1, 6, 2)), {FIRST: 3}) for _ in range(2))
+    product, matrix, _ = total(one, other)
+    assert isinstance(product, AffineProduct)
+    assert product.roots == {FIRST: 3}
+    assert_close(dense(product).detach(), matrix.detach())
+
+
+def test_columns_of_different_roots_stay_apart() -> None:
+    one = rooted(affine(1, (1, 6, 2), columns=1), {FIRST: 1})
+    other = rooted(affine(1, (1, 6, 2), columns=2), {SECOND: 2})
+    product = sum_of([one.product, other.product])
+    assert product.roots == {FIRST: 1, SECOND: 2}
+    assert kinds(product) == [PlacedProduct] * 2
+    assert_close(dense(product).detach(), torch.cat([one.matrix, other.matrix]).detach())
+
+
+def test_the_order_of_roots_does_not_matter() -> None:
+    one = rooted(values(columns=3), {FIRST: 1, SECOND: 2})
+    other = rooted(values(columns=3), {SECOND: 2, FIRST: 1})
+    product = sum_of([one.product, other.product])
+    expected = one.matrix + other.matrix.roll(1, 0)
+    assert product.roots == {FIRST: 1, SECOND: 2}
+    assert_close(dense(product).detach(), expected.detach())
+
+
+def test_placed_columns_in_parts() -> None:
+    """Any part of the columns, whatever roots they belong to."""
+    product = PlacedProduct(
+        rooted(values(columns=3), {SECOND: 2, THIRD: 1}).product, {FIRST: 2, SECOND: 2, THIRD: 1}
+    )
+    whole = dense(product)
+    assert not whole[:2].any()
+    for start in range(5):
+        for stop in range(start + 1, 6):
+            part = product.part(slice(start, stop), slice(1, 3))
+            assert torch.equal(part, whole[start:stop, 1:3])
+
+
+def test_norms_of_a_sum_are_not_negative() -> None:
+    """Nor where the uses of a parameter cancel, up to rounding."""
+    one = affine(2, (1, 6, 2))
+    out, inp = one.factors
+    other = AffineProduct(-out, inp, one.product.shape, lambda mat: mat.squeeze(-3))
+    product = sum_of([one.product, other])
+    assert kinds(product) == [AffineProduct] * 2
+    squares = squared_norm(product)
+    assert bool(((squares >= 0) & (squares < 1e-12)).all())
+
+
+def test_what_has_no_sum_says_so() -> None:
+    reading = Reading(torch.Size((3, 2)))
+    reading.name, reading.path = "weight", "Linear '0'"
+    message = r"'weight' of Linear '0' is used 3 times, and Reading has no meaning there"
+    with pytest.raises(UnsupportedError, match=message):
+        reading.join([Reading(reading.shape), Reading(reading.shape)])
