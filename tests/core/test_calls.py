@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from backpack_core import View, backpack, extend
 from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.call import live_calls
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call, edge_of, live_calls
 from tests.cases import Net, classification
 
 
@@ -207,8 +208,8 @@ def test_inputs_and_outputs_are_freed_during_backward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     problem = classification(model, (4,), classes=4)
     loss = problem.loss()
-    call_of = {module: _call_of(module) for module in (*model, problem.lossfunc)}
-    done: list[ModuleCall] = []
+    call_of = {call.module: call for call in _calls_behind(loss)}
+    done: list[Call] = []
 
     def hook(module: nn.Module) -> None:
         released.append(all(call.is_released for call in done))
@@ -219,41 +220,41 @@ def test_inputs_and_outputs_are_freed_during_backward() -> None:
     assert released == [True] * 4
     assert all(call.is_released for call in done)
     with pytest.raises(ReleasedIOError, match="retain_graph=True"):
-        _ = done[0].input
+        View(done[0])
 
 
-def _call_of(module: nn.Module) -> ModuleCall:
-    from backpack_core.calls import _LIVE
-
-    (call,) = (call for call in _LIVE if call.module is module)
-    return call
+def _calls_behind(tensor: Tensor) -> list[Call]:
+    edge, survey = edge_of(tensor), Survey()
+    assert edge is not None
+    survey.add([edge])
+    return [call for call, _ in survey.sites]
 
 
 def test_subsample_is_a_view_with_fewer_samples() -> None:
     module = extend(nn.Linear(3, 2))
     y = module(torch.randn(4, 3))
-    call = _call_of(module)
-    view = call.subsample([2, -4])
-    assert view.batch_size == 2
-    assert view.full is call
-    assert torch.equal(view.input, call.input[[2, 0]])
-    assert torch.equal(view.output, y.detach()[[2, 0]])
+    view = View(*_calls_behind(y))
+    some = view.subsample([2, -4])
+    assert some.batch_size == 2
+    assert some.full is view
+    assert torch.equal(some.input, view.input[[2, 0]])
+    assert torch.equal(some.output, y.detach()[[2, 0]])
     with pytest.raises(UsageError, match=r"sample 4, but Linear saw a batch of 4"):
-        call.subsample([4])
+        view.subsample([4])
 
 
 def test_overwritten_input_and_output() -> None:
     x = torch.randn(4, 3)
     module = extend(nn.Linear(3, 2))
     y = module(x)
-    call = _call_of(module)
+    view = View(*_calls_behind(y))
     x.mul_(2)
     with pytest.raises(OverwrittenInputError, match="its input was changed in place"):
-        _ = call.input
+        _ = view.input
     with pytest.raises(OverwrittenInputError, match="its input was changed"):
-        _ = call.subsample([1]).input
+        _ = view.subsample([1]).input
     with torch.no_grad():
         y.mul_(2)
     with pytest.raises(OverwrittenInputError, match="its output was changed in place"):
-        _ = call.output
-    assert call.output_shape == (4, 2)
+        _ = view.output
+    assert view.output_shape == (4, 2)
