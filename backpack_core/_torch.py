@@ -144,13 +144,6 @@ def is_tracing() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
-def global_forward_hooks() -> OrderedDict[int, Any]:
-    """Forward hooks of all modules, which run before a module's own."""
-    hooks: Any = torch_module._global_forward_hooks
-    found: OrderedDict[int, Any] = hooks
-    return found
-
-
 class ModuleHooks:
     """Our two hooks among those of a module: plain functions, first of their kind, always called.
 
@@ -196,6 +189,20 @@ class ModuleHooks:
         if next(iter(hooks)) != KEY:
             hooks.move_to_end(KEY, last=False)
         return True
+
+
+    @staticmethod
+    def precede_hooks_of_all(after: Any) -> None:
+        """If there are hooks of all modules, which run before a module's own, put one first."""
+        hooks: Any = torch_module._global_forward_hooks
+        if not hooks:
+            return
+        if len(hooks) == 1 and GLOBAL_KEY in hooks:
+            del hooks[GLOBAL_KEY]
+        elif next(iter(hooks)) != GLOBAL_KEY:
+            hooks[GLOBAL_KEY] = after
+            hooks.move_to_end(GLOBAL_KEY, last=False)
+            torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
 class Execution:
     """A module execution that has begun: what only the moment before the forward can tell."""
 
-    __slots__ = ("edges", "returned", "tensors", "thread", "training", "versions")
+    __slots__ = ("edges", "is_recorded", "tensors", "thread", "training", "versions")
 
     def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
         self.training = training
@@ -118,8 +118,7 @@ class Execution:
         self.versions = [version_of(t) for t in tensors]
         self.edges = [edge_of(t) for t in tensors]
         self.thread = threading.get_ident()
-        # Hooks of all modules run before ours, and may change what the module returned.
-        self.returned: tuple[Any, ...] | None = None
+        self.is_recorded = False
 
     def __deepcopy__(self, memo: Any) -> None:
         """One that never ended: an exception that hooks do not hear of came in between."""
@@ -145,38 +144,39 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         _forget_interrupted(module, known)
         known.append(execution)
-    if _torch.global_forward_hooks():
-        _watch_global_hooks()
+    ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
 
 
 def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The forward hook: records the call on every differentiable output."""
-    execution = _take(module)
-    if execution is None or is_disabled() or not torch.is_grad_enabled():
+    execution = _running(module)
+    if execution is None:
         return None
-    is_changed = execution.returned is not None and execution.returned[0] is not result
-    if is_changed:
-        (result,) = execution.returned or (result,)
-    outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
-    if not any(o.grad_fn is not None and o.layout is torch.strided for o in outputs):
-        return None
-    replaced = _record(module, args, kwargs, outputs, execution, not is_changed)
-    return map_tensors(result, lambda t: replaced.get(id(t), t)) if replaced else None
+    executions: list[Execution] = module.__dict__[_EXECUTIONS]
+    executions.remove(execution)
+    if not executions:
+        del module.__dict__[_EXECUTIONS]
+    return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
 
 
-def _take(module: Module) -> Execution | None:
-    """The execution that ends now; ``None`` if recording was off when it began."""
-    known: list[Execution] | None = module.__dict__.get(_EXECUTIONS)
-    if not known:
+def before_hooks_of_all(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """The same before hooks of all modules, which may change what this one returned."""
+    execution = _running(module)
+    if execution is None:
         return None
+    execution.is_recorded = True
+    return _record(module, args, kwargs, result, execution)
+
+
+def _running(module: Module) -> Execution | None:
+    """The innermost execution of this thread; ``None`` if recording was off when it began."""
     thread = threading.get_ident()
-    last = next((i for i in reversed(range(len(known))) if known[i].thread == thread), None)
-    execution = None if last is None else known.pop(last)
-    if not known:
-        module.__dict__.pop(_EXECUTIONS, None)
-    return execution
+    known: list[Execution] = module.__dict__.get(_EXECUTIONS, [])
+    return next((execution for execution in reversed(known) if execution.thread == thread), None)
 
 
 def _forget_interrupted(module: Module, known: list[Execution]) -> None:
@@ -185,21 +185,6 @@ def _forget_interrupted(module: Module, known: list[Execution]) -> None:
     mine = [e for e in known if e.thread == thread]
     for stale in mine[running:]:
         known.remove(stale)
-
-
-def _watch_global_hooks() -> None:
-    """See what a module returns before hooks of all modules change it."""
-    hooks = _torch.global_forward_hooks()
-    if _torch.GLOBAL_KEY not in hooks:
-        hooks[_torch.GLOBAL_KEY] = _note_returned
-    hooks.move_to_end(_torch.GLOBAL_KEY, last=False)
-
-
-def _note_returned(module: Module, args: Any, result: Any) -> None:
-    for execution in reversed(module.__dict__.get(_EXECUTIONS, ())):
-        if execution.thread == threading.get_ident():
-            execution.returned = (result,)
-            return
 
 
 def _ordered(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -219,14 +204,16 @@ def _record(
     module: Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    outputs: tuple[Tensor, ...],
+    result: Any,
     execution: Execution,
-    may_replace: bool,
-) -> dict[int, Tensor]:
-    """Make the call; returns what takes the place of outputs, by their ``id``."""
+) -> Any:
+    """Make the call; returns what takes the place of the result, or ``None``."""
+    if is_disabled() or not torch.is_grad_enabled():
+        return None
+    outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
+    if not any(o.grad_fn is not None and o.layout is torch.strided for o in outputs):
+        return None
     aliases = _aliases(outputs, execution)
-    if aliases and not may_replace:
-        return {}  # without a node of its own, there is no place for the call
     resolved = registry.resolve(module)
     if kwargs:
         kwargs = _ordered(module, kwargs)
@@ -252,7 +239,7 @@ def _record(
     )
     for index, output in enumerate(outputs):
         _attach(call, index, aliases.get(id(output), output), execution)
-    return aliases
+    return map_tensors(result, lambda t: aliases.get(id(t), t)) if aliases else None
 
 
 class _Inputs:

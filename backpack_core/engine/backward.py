@@ -54,31 +54,19 @@ class OutputHook:
             return
         node = _torch.current_node()
         hooks = self.hooks()
-        if hooks is None or len(hooks) == 1:
-            self._arrive(context, node, grad)
-            return
-        # What the user's hooks make of the gradient is what autograd goes on with.
-        others = [hook for key, hook in hooks.items() if key != _torch.KEY]
+        # What the user's hooks make of the gradient is what autograd goes on with. They are on the
+        # tensor, and then on its node: a hook that is put there now runs last.
+        others = [] if hooks is None else [hook for key, hook in hooks.items() if key != _torch.KEY]
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()
             final = grads[self.output_nr]
-            self._arrive(context, node, final, () if final is grad else others)
+            site = Site(self.call, self.index, Edge(node, self.output_nr))
+            with entered(context, site.edge) as current_pass:
+                current_pass.arrive(site, final, None if final is grad else others)
+                current_pass.cross(node)  # its hooks are running already
 
         handle = node.register_prehook(after)
-
-    def _arrive(
-        self,
-        context: Context,
-        node: Node,
-        grad: Tensor | None,
-        changed_by: Sequence[Any] | None = None,
-    ) -> None:
-        site = Site(self.call, self.index, Edge(node, self.output_nr))
-        with entered(context, site.edge) as current_pass:
-            current_pass.arrive(site, grad, changed_by)
-            if changed_by is not None:
-                current_pass.cross(node)  # its own pre-hooks are running already
 
 
 class entered:
@@ -169,7 +157,7 @@ class BackwardPass(Traversal):
         Args:
             site: The place.
             grad: The gradient that autograd goes on with; ``None`` for zero.
-            changed_by: Hooks of the user's that changed it.
+            changed_by: Hooks of the user's on the tensor, if it was changed by one or another.
         """
         call = site.call
         self.context.seen.add("ran")
@@ -377,13 +365,15 @@ class BackwardPass(Traversal):
                     parameter.__dict__.pop(extension.savefield, None)
 
     def _refuse_changes(self, view: View, changed_by: Sequence[Any] | None) -> None:
-        names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by or ()]
-        if names and any(group.propagator.travels for group in self.groups):
-            raise UnsupportedError(
-                f"The gradient of the output of {view.path} is changed by a hook on that tensor "
-                f"({', '.join(names)}), so curvature of the loss is not that of what backward() "
-                "differentiates. Remove the hook, or leave second-order extensions out."
-            )
+        if changed_by is None or not any(group.propagator.travels for group in self.groups):
+            return
+        names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+        where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
+        raise UnsupportedError(
+            f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
+            "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
+            "or leave second-order extensions out."
+        )
 
 
 def _log(view: View) -> None:

@@ -68,6 +68,8 @@ class Survey:
     bare: dict[int, tuple[Parameter, Node]] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
+    _moved: set[tuple[Call, int]] = field(default_factory=set)
+    _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _first: str = ""
     _seen: set[tuple[Node, Region | None]] = field(default_factory=set)
 
@@ -82,15 +84,15 @@ class Survey:
             self._note_views(edge, region)
             site = self.site_at(edge)
             todo += self._enter(site, region) if site else self._pass(edge.node, region)
+        for place in self._inner.keys() & self.viewed.keys():
+            self._fault(_changed_output(self._inner[place]))
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
         outer = None if edge.level else self.viewed.get((edge.node, edge.output_nr))
         site = site_at(edge if outer is None else outer)
-        if site is not None and not site.edge.level:
-            known = self.sites.get((site.call, site.index))
-            if known is not None and known.layout is not None:
-                return None  # the call is visited at the tensor that its output is a view of
+        if site is not None and site.edge.level <= 0 and (site.call, site.index) in self._moved:
+            return None  # the call is visited at the tensor that its output is a view of
         return site
 
     def _note_views(self, edge: Edge, region: Region | None) -> None:
@@ -109,8 +111,10 @@ class Survey:
         self.viewed[edge.node, edge.output_nr] = edge
         for level in range(1, edge.level + 1):
             site = site_at(Edge(edge.node, edge.output_nr, level))
-            if site is not None and (site.call, site.index) in self.sites:
-                self.sites[site.call, site.index] = site
+            if site is not None:
+                self._moved.add((site.call, site.index))
+                if (site.call, site.index) in self.sites:
+                    self.sites[site.call, site.index] = site
 
     def _enter(self, site: Site, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
         """Enter a call; yield where to go on."""
@@ -148,7 +152,16 @@ class Survey:
             if edge.level:
                 self._see_through(edge)
                 edge = Edge(edge.node, edge.output_nr)
+            self._note_use_inside(edge, node, region)
             yield edge, region
+
+    def _note_use_inside(self, edge: Edge, node: Node, region: Region | None) -> None:
+        """Note what a call computes several outputs from, which may be changed in place later."""
+        enclosing = list(_calls(region))
+        for call, *_ in viewed_at(edge.node, edge.output_nr):
+            own = site_at(Edge(node, 0))
+            if call in enclosing and (own is None or own.call is not call):
+                self._inner.setdefault((edge.node, edge.output_nr), call)
 
     def _note_parameter(self, parameter: Tensor, node: Node, region: Region | None) -> None:
         """Note a parameter that no enclosing call owns."""
@@ -289,6 +302,14 @@ def _moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
         f"{call.path} received {size} samples (axis 0 of its input) and returned a tensor "
         f"of shape {list(output.shape)}: it moves or merges the batch axis, so samples "
         "cannot be told apart. Keep samples on axis 0 of every module."
+    )
+
+
+def _changed_output(call: Call) -> BackpackError:
+    return UnsupportedError(
+        f"An output of {call.path} was changed in place, and its other outputs are computed from "
+        "it: what reaches it from outside cannot be told from what reaches it from inside. Use an "
+        "out-of-place operation."
     )
 
 

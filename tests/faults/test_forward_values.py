@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 
 from backpack_core import backpack, extend, unextend
@@ -183,7 +184,7 @@ def check_change(problem: Problem, kind: str, change: Change, on_loss: bool = Fa
     change(problem.lossfunc if on_loss else problem.model)
     with backpack(*expectation.extensions):
         loss.backward()
-    expectation.compare(used)
+    expectation.compare(used, problem.rtol)
     known = {id(p) for p in used}
     expectation.absent(p for p in problem.model.parameters() if id(p) not in known)
 
@@ -199,7 +200,10 @@ def test_replaced(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(name: str, kind: str) -> None:
     make, shape, change = SETTINGS[name]
-    check_change(classification(make(), shape), kind, change)
+    problem = classification(make(), shape)
+    if name == "celu":  # autograd computes it with 1 / alpha in single precision
+        problem.rtol = 1e-7
+    check_change(problem, kind, change)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -315,7 +319,8 @@ def test_products_after_a_replacement(name: str) -> None:
     make, shape, change = REPLACED[name]
     problem = classification(make(), shape)
     blocks = [block.sum(0) for block in problem.expected(oracle.ggn)]
-    problem.run(GGNMP())
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        problem.run(GGNMP())
     used = problem.parameters
     change(problem.model)
     for p, block in zip(used, blocks, strict=True):

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend, unextend
+from backpack_core.errors import UnsupportedError
 from tests.cases import Net, classification
 from tests.faults.problems import KINDS, check, expect
 
@@ -168,7 +169,6 @@ CASES: dict[str, tuple[Function, Function]] = {
     "dictionary": (_dictionary, lambda out: out["hidden"] + out["rest"][0]["active"]),
     "named": (_named, _sum),
     "with_integers": (_with_integers, lambda _, hidden, __, active, ___: hidden * active),
-    "joined_in_place": (_active_last, lambda hidden, active: hidden.add_(active)),
     "detached": (_detached, _product),
     "input_too": (_input_too, _sum),
     "constant_of_the_weight": (_constant_of_the_weight, _product),
@@ -195,6 +195,21 @@ def net_of(name: str) -> Net:
 @pytest.mark.parametrize("name", CASES)
 def test_dependent_outputs(name: str, kind: str) -> None:
     check(classification(net_of(name), (3,)), kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_in_place(kind: str) -> None:
+    """What comes to the first output from outside cannot be told from what the second sends."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden, active = net.module(net.first(x))
+        return net.last(hidden.add_(active))  # type: ignore[no-any-return]
+
+    parts = {"first": nn.Linear(3, 4), "module": Net(_active_last, w=weight())}
+    problem = classification(Net(forward, **parts, last=nn.Linear(4, 3)), (3,))
+    expectation = expect(problem.expected, kind)
+    with pytest.raises(UnsupportedError, match="changed in place, and its other outputs"):
+        problem.run(*expectation.extensions)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -324,14 +339,23 @@ CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def compare(model: nn.Module, loss: Function, kind: str) -> None:
-    """Compare a model that returns tensors ``[N, *]``, and a loss of all of them."""
+def _as_they_are(*outputs: Tensor) -> tuple[Tensor, ...]:
+    return outputs
+
+
+def compare(
+    model: nn.Module, loss: Function, kind: str, between: Function = _as_they_are
+) -> None:
+    """Compare a model that returns tensors ``[N, *]``, and a loss of all of them.
+
+    Curvature is that of the loss as a function of what lies ``between`` it and the model.
+    """
     x = torch.randn(3, 3)
     reference = unextend(copy.deepcopy(model))
-    shapes = [output.shape[1:] for output in reference(x)]
+    shapes = [output.shape[1:] for output in between(*reference(x))]
 
     def joined(x: Tensor) -> Tensor:
-        return torch.cat([output.flatten(1) for output in reference(x)], 1)
+        return torch.cat([output.flatten(1) for output in between(*reference(x))], 1)
 
     def of_joined(output: Tensor) -> Tensor:
         parts = output.split([shape.numel() for shape in shapes], 1)
@@ -343,7 +367,7 @@ def compare(model: nn.Module, loss: Function, kind: str) -> None:
         return [quantity(joined, of_joined, (x,), p) for p in reference.parameters()]
 
     expectation = expect(compute, kind)
-    value = loss(*extend(model)(x))
+    value = loss(*between(*extend(model)(x)))
     with backpack(*expectation.extensions):
         value.backward()
     expectation.compare(model.parameters())
@@ -381,11 +405,10 @@ def test_actor_with_a_likelihood(actor: str) -> None:
 def test_actor_with_an_extended_loss(actor: str, kind: str) -> None:
     lossfunc = extend(nn.MSELoss())
 
-    def loss(mean: Tensor, log_std: Tensor) -> Tensor:
-        result: Tensor = lossfunc(mean * log_std.exp(), ACTIONS)
-        return result
+    def scaled(mean: Tensor, log_std: Tensor) -> tuple[Tensor]:
+        return (mean * log_std.exp(),)
 
-    compare(ACTORS[actor](), loss, kind)
+    compare(ACTORS[actor](), lambda output: lossfunc(output, ACTIONS), kind, scaled)
 
 
 @pytest.mark.parametrize("order", [0, 1])
