@@ -81,7 +81,9 @@ class KroneckerEigenbasis:
 
     def clone(self) -> KroneckerEigenbasis:
         """The same in memory of its own."""
-        return KroneckerEigenbasis([q.clone() for q in self.vectors], self.values.clone(), self.order)
+        return KroneckerEigenbasis(
+            [q.clone() for q in self.vectors], self.values.clone(), self.order
+        )
 
     def with_values(self, values: Tensor) -> KroneckerEigenbasis:
         """Other eigenvalues for the same eigenvectors."""
