@@ -263,15 +263,19 @@ class _Inputs:
         if tensor.grad_fn is not None and self._is_own(tensor.grad_fn) and edge_of(tensor) != edge:
             # The module rewrote its input. Where it came from before, a pre-hook saw.
             self.is_rewired |= _torch.base_of(tensor) is not None and version_of(tensor) != version
-            tensor = self.replaced[id(tensor)] = tensor.detach()
+            tensor = self._replace(tensor)
         elif slot is None and edge is not None and self._is_own(edge.node):
             # It was replaced and rewritten: what it was before, nobody saw.
             version, self.is_rewired = -1, True
-            tensor = self.replaced[id(tensor)] = tensor.detach()
+            tensor = self._replace(tensor)
             edge = None
         self.edges.append(edge)
         self.versions.append(version)
         return tensor
+
+    def _replace(self, tensor: Tensor) -> Tensor:
+        detached = self.replaced[id(tensor)] = tensor.detach()
+        return detached
 
     def _is_own(self, node: Any) -> bool:
         return any(node is own for own in self._nodes)

@@ -142,6 +142,7 @@ class BackwardPass(Traversal):
         self._unshared: set[int] = set()
         self._viewed: set[Call] = set()
         self._owners: dict[int, object] = {}
+        self._own = object()
         self._is_outermost = outer is None
         self._is_part = is_part and outer is not None
         if outer is not None and is_part:
@@ -227,7 +228,7 @@ class BackwardPass(Traversal):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
-        if self._owners.setdefault(key, self) is not self:
+        if self._owners.setdefault(key, self._own) is not self._own:
             raise UnsupportedError(
                 f"A parameter of shape {list(parameter.shape)} is used inside a re-entrant "
                 f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "

@@ -38,7 +38,6 @@ class View:
         is_reached: Whether any gradient arrived; autograd leaves some undefined that are zero.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them.
-        full: The view with all samples.
     """
 
     __slots__ = (
@@ -47,9 +46,9 @@ class View:
         "_module",
         "_pick",
         "_tensors",
+        "_whole",
         "axis",
         "call",
-        "full",
         "index",
         "indices",
         "is_differentiable",
@@ -76,7 +75,7 @@ class View:
         self.kept: dict[Any, Any] = {} if kept is None else kept
         self.is_differentiable = torch.is_grad_enabled()
         self.is_reached = True
-        self.full = self
+        self._whole: View | None = None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         self._grad = (
@@ -85,6 +84,11 @@ class View:
         self._module: Module | None = None
         self._tensors: dict[int, Tensor] = {}
         self._columns: list[tuple[Any, Tensor, Any]] = []
+
+    @property
+    def full(self) -> View:
+        """The view with all samples."""
+        return self if self._whole is None else self._whole
 
     # What the module was -------------------------------------------------------------------------
 
@@ -269,6 +273,7 @@ class View:
             )
         known = range(size) if self.indices is None else self.indices
         view = copy(self)
+        view._whole = self.full
         view.kept, view._tensors, view._columns = {}, {}, []
         view.indices = tuple(known[i] for i in indices)
         view._pick = _as_index(view.indices, self.stored.outputs[self.index].device)
