@@ -343,7 +343,12 @@ def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
 @inner.register
 def inner_lookup(product: LookupProduct, other: SampleProduct) -> Tensor:
     """From the rows of the other product that were looked up."""
-    if isinstance(other, AffineProduct) and other.inp is not None and other.sizes[0] == 1:
+    if (
+        isinstance(other, AffineProduct)
+        and other.inp is not None
+        and other.arrange is None
+        and other.sizes[0] == 1
+    ):
         columns = other.out.squeeze(3)  # [V, N, S, num]
         index = product.row.unsqueeze(1).expand(-1, columns.shape[2], -1)  # [N, S, K]
         found = columns.gather(3, index.expand(len(columns), -1, -1, -1))  # [V, N, S, K]

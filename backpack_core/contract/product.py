@@ -376,9 +376,17 @@ def _joined(first: SampleProduct, second: SampleProduct) -> AffineProduct | None
     """Both as one product over the positions of either, if they have one affine form."""
     if not (isinstance(first, AffineProduct) and isinstance(second, AffineProduct)):
         return None
-    if first.sizes != second.sizes or (first.arrange is None) != (second.arrange is None):
+    if first.sizes != second.sizes or not _arranged_alike(first, second):
         return None
     inp: Rows | None = None
     if first.inp is not None and second.inp is not None:
         inp = contractions.JoinedRows(first.inp, second.inp)
     return AffineProduct(torch.cat([first.out, second.out], 2), inp, first.shape, first.arrange)
+
+
+def _arranged_alike(first: AffineProduct, second: AffineProduct) -> bool:
+    """Whether both have the entries of the parameter in one order."""
+    if first.arrange is None or second.arrange is None:
+        return first.arrange is second.arrange
+    numbers = torch.arange(prod(first.sizes)).reshape(first.sizes)
+    return bool(torch.equal(first.to_parameter(numbers), second.to_parameter(numbers)))

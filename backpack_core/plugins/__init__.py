@@ -1,12 +1,25 @@
 """Plugins: what they may do, how they are found, loaded and isolated, and who speaks for what."""
 
-from backpack_core.plugins.discovery import Plugin as Plugin
-from backpack_core.plugins.loading import API_VERSION as API_VERSION
-from backpack_core.plugins.loading import ensure_loaded as ensure_loaded
-from backpack_core.plugins.loading import failures as failures
-from backpack_core.plugins.loading import known_plugins as known_plugins
-from backpack_core.plugins.loading import prefer as prefer
-from backpack_core.plugins.loading import register as register
-from backpack_core.plugins.loading import reset as reset
-from backpack_core.plugins.loading import temporary_plugin as temporary_plugin
-from backpack_core.plugins.loading import unregister as unregister
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backpack_core.plugins.discovery import Plugin as Plugin
+    from backpack_core.plugins.loading import API_VERSION as API_VERSION
+    from backpack_core.plugins.loading import ensure_loaded as ensure_loaded
+    from backpack_core.plugins.loading import failures as failures
+    from backpack_core.plugins.loading import known_plugins as known_plugins
+    from backpack_core.plugins.loading import prefer as prefer
+    from backpack_core.plugins.loading import register as register
+    from backpack_core.plugins.loading import reset as reset
+    from backpack_core.plugins.loading import temporary_plugin as temporary_plugin
+    from backpack_core.plugins.loading import unregister as unregister
+
+
+def __getattr__(name: str) -> Any:
+    # Listing plugins reads metadata only (``discovery``): torch is not to be imported for it.
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.loading"), name)
