@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, disable
-from backpack_core.context import _STACKS
-from backpack_core.engine.active import current
+from backpack_core.engine.active import active_contexts, current
 from backpack_core.errors import NotExtendedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
@@ -184,7 +183,7 @@ def test_exception_on_a_device_thread() -> None:
 
     with pytest.raises(KeyError, match="on purpose"), backpack(extension_hook=fail):
         in_foreign_thread(loss.backward)
-    assert not _STACKS
+    assert not active_contexts()
     assert current(threading.get_ident()) is None
     problem.check()
 
