@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from backpack_core.contract.rules import LayerRule as LayerRule
     from backpack_core.contract.rules import ParametricRule as ParametricRule
     from backpack_core.contract.rules import ProductRule as ProductRule
+    from backpack_core.extending import extend as extend
+    from backpack_core.extending import is_extended as is_extended
+    from backpack_core.extending import unextend as unextend
     from backpack_core.plugins.loading import prefer as prefer
     from backpack_core.plugins.loading import register as register
     from backpack_core.plugins.loading import unregister as unregister
     from backpack_core.record.switch import disable as disable
     from backpack_core.record.view import View as View
-    from backpack_core.recording import extend as extend
-    from backpack_core.recording import is_extended as is_extended
-    from backpack_core.recording import unextend as unextend
     from backpack_core.tuning import memory_budget as memory_budget
     from backpack_core.tuning import set_memory_budget as set_memory_budget
 
@@ -71,11 +71,13 @@ _HOMES = {
         "AffineProduct DenseProduct LookupProduct SampleProduct ScaleProduct SumProduct"
     ),
     "contract.propagator": "ColumnPropagator Propagator",
-    "contract.rules": "AffinePairsRule AffineRule ElementwiseRule LayerRule ParametricRule ProductRule",
+    "contract.rules": (
+        "AffinePairsRule AffineRule ElementwiseRule LayerRule ParametricRule ProductRule"
+    ),
     "plugins.loading": "prefer register unregister",
     "record.switch": "disable",
     "record.view": "View",
-    "recording": "extend is_extended unextend",
+    "extending": "extend is_extended unextend",
     "tuning": "memory_budget set_memory_budget",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import stateless
+from torch.nn.utils import parametrize, stateless
 
 from backpack_core.errors import add_library_folder
 
@@ -190,7 +190,6 @@ class ModuleHooks:
             hooks.move_to_end(KEY, last=False)
         return True
 
-
     @staticmethod
     def precede_hooks_of_all(after: Any) -> None:
         """If there are hooks of all modules, which run before a module's own, put one first."""
@@ -203,6 +202,30 @@ class ModuleHooks:
             hooks[GLOBAL_KEY] = after
             hooks.move_to_end(GLOBAL_KEY, last=False)
             torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
+
+
+def parametrizations_of(module: Module) -> dict[str, Module]:
+    """What computes a module's parametrized tensors, by the name of the tensor."""
+    if "parametrizations" not in module._modules or not parametrize.is_parametrized(module):
+        return {}
+    table: Any = module.parametrizations
+    return dict(table.items())
+
+
+def cached_tensor(module: Module, name: str) -> Tensor | None:
+    """A parametrized tensor inside ``torch.nn.utils.parametrize.cached()``."""
+    if not getattr(parametrize, "_cache_enabled", 0):
+        return None
+    found: Tensor = getattr(module, name)
+    return found
+
+
+def class_of(module: Module) -> type[Module]:
+    """A module's class; where torch derived one for parametrizations, the original."""
+    if "parametrizations" not in module._modules:
+        return type(module)
+    original: type[Module] = parametrize.type_before_parametrizations(module)
+    return original
 
 
 @contextmanager

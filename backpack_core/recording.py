@@ -1,4 +1,4 @@
-"""``extend`` and ``unextend``: the two hooks that record calls.
+"""The two hooks that record calls.
 
 The forward pre-hook notes the edge of every input *before* the forward runs, so that in-place
 activations cannot rewrite it. The forward hook makes the :class:`Call`, stores it in the autograd
@@ -12,22 +12,19 @@ import inspect
 import threading
 import weakref
 from functools import cache
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import ModuleHooks, version_of
-from backpack_core.engine.active import logger
+from backpack_core._torch import ModuleHooks, cached_tensor, parametrizations_of, version_of
 from backpack_core.engine.backward import OutputHook
-from backpack_core.errors import UsageError
-from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph.computed import leaves_behind
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.record.call import (
-    PATH_ATTRIBUTE,
     Call,
     Edge,
     Layout,
@@ -37,80 +34,15 @@ from backpack_core.record.call import (
     edge_of,
     has_site,
 )
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+from backpack_core.record.snapshot import Owned, computed_in_hooks, settings_of, tensors_of
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
-
-M = TypeVar("M", bound=Module)
-
-def extend(module: M, debug: bool = False) -> M:
-    """Make a module, and all modules in it, report to active extensions.
-
-    Containers get no hooks: a module is an operation if a layer rule names it, if it owns
-    parameters, or if it has no children. Extending twice changes nothing.
-
-    Args:
-        module: A model, a layer, or a loss function.
-        debug: Log what is extended.
-
-    Returns:
-        The same object.
-
-    Raises:
-        UsageError: The argument is no module.
-    """
-    given: object = module
-    if not isinstance(given, Module):
-        hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
-        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
-    ensure_loaded()
-    _extend(module, "", Owner(module), debug)
-    return module
-
-
-def unextend(module: M) -> M:
-    """Remove what :func:`extend` installed, from the module and all modules in it.
-
-    Args:
-        module: A module, extended or not.
-
-    Returns:
-        The same object.
-    """
-    for part in module.modules():
-        ModuleHooks.remove(part)
-        part.__dict__.pop(PATH_ATTRIBUTE, None)
-        part.__dict__.pop(OWNER_ATTRIBUTE, None)
-    return module
-
-
-def is_extended(module: Module) -> bool:
-    """Whether this very module reports to extensions."""
-    return ModuleHooks.are_installed(module)
-
-
-def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
-    resolved = registry.resolve(module)
-    children = list(module.named_children())
-    has_rule = not resolved.is_fallback
-    if has_rule or module._parameters or not children:
-        if not is_extended(module):
-            ModuleHooks.install(module, before_forward, after_forward)
-            if path:
-                module.__dict__[PATH_ATTRIBUTE] = path
-        module.__dict__[OWNER_ATTRIBUTE] = owner
-        if debug:
-            logger.info("extend: %s '%s'", type(module).__name__, path)
-    if has_rule and not resolved.rule.transparent:
-        return
-    for name, child in children:
-        _extend(child, f"{path}.{name}" if path else name, owner, debug)
 
 
 class Execution:
     """A module execution that has begun: what only the moment before the forward can tell."""
 
-    __slots__ = ("edges", "is_recorded", "tensors", "thread", "training", "versions")
+    __slots__ = ("computed", "edges", "is_recorded", "tensors", "thread", "training", "versions")
 
     def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
         self.training = training
@@ -119,6 +51,7 @@ class Execution:
         self.edges = [edge_of(t) for t in tensors]
         self.thread = threading.get_ident()
         self.is_recorded = False
+        self.computed: dict[str, Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> None:
         """One that never ended: an exception that hooks do not hear of came in between."""
@@ -130,6 +63,8 @@ class Execution:
 
 # Where executions of a module are noted, on the module: what does not end must not outlive it.
 _EXECUTIONS = "_backpack_executions"
+# The same on what computes one of its parameters, with the name of that.
+_COMPUTES = "_backpack_computes"
 
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,6 +79,8 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         _forget_interrupted(module, known)
         known.append(execution)
+    for name, computing in parametrizations_of(module).items():
+        computing.__dict__[_COMPUTES] = (execution, name)
     ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
 
 
@@ -159,6 +96,28 @@ def after_forward(
     if not executions:
         del module.__dict__[_EXECUTIONS]
     return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
+
+
+def before_parametrization(module: Module, args: Any, kwargs: Any) -> None:
+    """The forward pre-hook of what computes a parameter: nothing."""
+
+
+def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -> None:
+    """The forward hook of what computes a parameter: notes which tensor the module got.
+
+    Raises:
+        UnsupportedError: It computed another one before, in the same forward pass.
+    """
+    execution, name = module.__dict__.get(_COMPUTES, (None, ""))
+    if execution is None or not isinstance(result, Tensor):
+        return
+    known = execution.computed.setdefault(name, result)
+    if known is not result and not torch.equal(known, result):
+        raise UnsupportedError(
+            f"The parametrization of {name!r} gave two values in one forward pass (it draws random "
+            "numbers, or keeps a state), so what the module computed is unknown. Use "
+            "torch.nn.utils.parametrize.cached()."
+        )
 
 
 def before_hooks_of_all(
@@ -222,9 +181,9 @@ def _record(
     if inputs.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: inputs.replaced.get(id(t), t))
     detached = tuple(o.detach() for o in outputs)
-    owned, parameters = _owned(module, resolved)
+    owned, parameters, computed = _tensors(module, resolved, execution)
     versions = (*inputs.versions, *(version_of(o) for o in detached))
-    stored = Stored(args, kwargs, stored_inputs, detached, versions, owned, parameters)
+    stored = Stored(args, kwargs, stored_inputs, detached, versions, owned, parameters, computed)
     call = Call(
         module,
         resolved.rule,
@@ -233,7 +192,7 @@ def _record(
         stored,
         threading.get_ident(),
         execution.training,
-        _settings(module),
+        settings_of(module),
         inputs.is_rewired,
         not _torch.has_saving_hooks(),
     )
@@ -318,45 +277,25 @@ def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> Non
     attach_viewed(call, index, Edge(base.grad_fn, base.output_nr), layout)
 
 
-def _owned(
-    module: Module, resolved: Resolved
-) -> tuple[dict[str, tuple[Tensor, int]], tuple[str, ...]]:
-    """Parameters and buffers of a module, as this forward pass used them."""
-    owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
-    for name in resolved.nested:
-        tensor = _nested(module, name)
+def _tensors(
+    module: Module, resolved: Resolved, execution: Execution
+) -> tuple[Owned, tuple[str, ...], dict[str, tuple[Tensor, ...]]]:
+    """Tensors of a module; which are parameters; and those that were computed, from what."""
+    computing = parametrizations_of(module)
+    if resolved.is_fallback:
+        inside = [n for n, _ in module.named_parameters()] if computing else []
+        more = tuple(n for n in inside if n.startswith("parametrizations."))
+        return *tensors_of(module, more), {}
+    owned, parameters = tensors_of(module, tuple(n for n in resolved.params if "." in n))
+    found = dict(computed_in_hooks(module, resolved.params))
+    for name in computing:
+        tensor = execution.computed.get(name, cached_tensor(module, name))
         if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
-    parameters = tuple(owned)
-    for name, tensor in module._buffers.items():
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
-    return owned, parameters
-
-
-def _nested(module: Module, name: str) -> Tensor | None:
-    try:
-        found = attrgetter(name)(module)
-    except AttributeError:
-        return None
-    return found if isinstance(found, Tensor) else None
-
-
-_PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
-_OF_ALL = frozenset(vars(Module()))
-_setting_names: dict[type[Module], tuple[int, tuple[str, ...]]] = {}
-
-
-def _settings(module: Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Names and values of a module's plain attributes."""
-    attributes = module.__dict__
-    known = _setting_names.get(type(module))
-    if known is None or known[0] != len(attributes):
-        names = [n for n, v in attributes.items() if n not in _OF_ALL and isinstance(v, _PLAIN)]
-        known = _setting_names[type(module)] = (len(attributes), tuple(names))
-    names = known[1]
-    try:
-        return names, tuple([attributes[name] for name in names])
-    except KeyError:  # another instance of the class has other attributes
-        del _setting_names[type(module)]
-        return _settings(module)
+            found[name] = tensor
+    if not found:
+        return owned, parameters, {}
+    computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
+    behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
+    owned.update((name, (tensor, version_of(tensor))) for name, tensor in found.items())
+    remaining = tuple(n for n in parameters if id(owned[n][0]) not in behind)
+    return owned, (*remaining, *computed), computed

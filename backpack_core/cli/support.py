@@ -18,9 +18,9 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.product import AffineProduct
 from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_core.errors import BackpackError, UsageError
+from backpack_core.extending import extend, is_extended
 from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.recording import extend, is_extended
 from backpack_core.testing.watch import declared_form, is_fast
 
 Rows = tuple[list[str], list[list[str]]]

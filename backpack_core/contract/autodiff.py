@@ -32,6 +32,7 @@ class AutodiffRule(ParametricRule):
         raise AssertionError("a transparent rule is never asked to propagate")
 
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        _check_hooks(view, name)
         forward = _replay(view, name)
         parameter = view.parameter(name)
 
@@ -140,6 +141,32 @@ def replaying(view: View) -> Iterator[None]:
         for module, before in attributes:
             module.__dict__.clear()
             module.__dict__.update(before)
+
+
+def _check_hooks(view: View, name: str) -> None:
+    """Raise where a parameter has its effect in a hook before the forward only."""
+    module = view.call.module
+    if len(module._forward_pre_hooks) <= 1:
+        return
+    forward = _replay(view, name)
+    inputs, axes = _batched_inputs(view)
+    sample = tuple(t if axis is None else t[0] for t, axis in zip(inputs, axes, strict=True))
+    with replaying(view), torch.enable_grad():
+        parameter = view.parameter(name).detach().requires_grad_()
+        if not _depends(forward(parameter, sample), parameter):
+            raise UnsupportedError(
+                f"{view.path} has no layer rule, and its forward does not use its parameter "
+                f"{name!r}: a forward pre-hook computes something from it (as torch.nn.utils."
+                "weight_norm does). Use torch.nn.utils.parametrizations instead, or write a layer "
+                "rule."
+            )
+
+
+def _depends(output: Tensor, parameter: Tensor) -> bool:
+    if not output.requires_grad:
+        return False
+    (found,) = torch.autograd.grad(output.sum(), parameter, allow_unused=True)
+    return found is not None
 
 
 def _check_replay(view: View, output: Tensor) -> None:

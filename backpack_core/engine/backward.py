@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,6 @@ class OutputHook:
             if not _torch.keeps_graph():
                 self.call.release()
             return
-        node = _torch.current_node()
         hooks = self.hooks()
         # What the user's hooks make of the gradient is what autograd goes on with. They are on the
         # tensor, and then on its node: a hook that is put there now runs last.
@@ -60,13 +60,14 @@ class OutputHook:
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()
+            node = _torch.current_node()  # holding it would be a cycle, if a hook before us fails
             final = grads[self.output_nr]
             site = Site(self.call, self.index, Edge(node, self.output_nr))
             with entered(context, site.edge) as current_pass:
                 current_pass.arrive(site, final, None if final is grad else others)
                 current_pass.cross(node)  # its hooks are running already
 
-        handle = node.register_prehook(after)
+        handle = _torch.current_node().register_prehook(after)
 
 
 class entered:
@@ -214,7 +215,7 @@ class BackwardPass(Traversal):
         for call in self._release_last:
             call.release()
         # With backward(inputs=...), some uses of a parameter may not be reached; then it has none.
-        assert not (self._at_sites or self._at_nodes), "a quantity was left on its way"
+        assert not self.is_on_its_way(), "a quantity was left on its way"
         if self._is_part:
             return
         with torch.set_grad_enabled(self._is_differentiable):
@@ -251,7 +252,10 @@ class BackwardPass(Traversal):
         propagator, rooted = self.groups[slot].propagator, self.survey.is_shared
         kept, parts = propagator.shed(site.call.rule, view, quantity, size, rooted)
         for part in parts:
-            self._sweep(slot, site, lambda s, part=part: s.send(slot, site, view, carrier, part))
+            send = partial(
+                Sweep.send, slot=slot, site=site, view=view, carrier=carrier, quantity=part
+            )
+            self._sweep(slot, site, send)
         return kept
 
     def add_residuals(self, slot: int, site: Site, view: View, inputs: dict[int, Any]) -> None:
@@ -264,7 +268,7 @@ class BackwardPass(Traversal):
             if size is not None:
                 new, parts = propagator.shed(None, view, new, size, self.survey.is_shared)
                 for part in parts:
-                    self._sweep(slot, site, lambda s, part=part: s.deliver(slot, edge, own=part))
+                    self._sweep(slot, site, partial(_deliver, slot=slot, edge=edge, part=part))
             old = inputs.get(position)
             inputs[position] = new if old is None else propagator.merge(old, new)
 
@@ -322,7 +326,8 @@ class BackwardPass(Traversal):
             )
         for node in {node for node, _ in survey.viewed} - known:
             self._when_reached(node, BackwardPass._reach_viewed)
-        self._warn_of_bare(bare)
+        if survey.sites:
+            self._warn_of_bare(bare)
         if is_first and self._is_outermost:
             self._clear_fields()
 
@@ -375,6 +380,10 @@ class BackwardPass(Traversal):
             "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
             "or leave second-order extensions out."
         )
+
+
+def _deliver(sweep: Sweep, slot: int, edge: Edge, part: Any) -> None:
+    sweep.deliver(slot, edge, own=part)
 
 
 def _log(view: View) -> None:

@@ -12,9 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from backpack_core._torch import class_of
 from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.module_extension import Grads, ModuleExtension
+from backpack_core.contract.product import Reading
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import ParametricRule
 from backpack_core.errors import (
@@ -58,10 +61,15 @@ class RuleCarrier(Carrier):
 
     def readings(self, view: View, quantity: Any) -> Iterator[Found]:
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
-        for name, parameter, is_covered in parameters_of(view.call):
-            rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-            product = self._propagator.product(rule, view, name, quantity)
-            yield name, parameter, product, is_covered
+        used: dict[str, Reading] = {}
+        for name, parameter, tensor, is_covered in parameters_of(view.call):
+            if name not in used:
+                rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
+                used[name] = self._propagator.product(rule, view, name, quantity)
+            reading = used[name]
+            if parameter is not tensor:
+                reading = at_leaf(reading, tensor, parameter)
+            yield name, parameter, reading, is_covered
 
     def values(self, view: View, quantity: Any) -> Iterator[Found]:
         """None."""
@@ -93,6 +101,11 @@ class HandWrittenCarrier(Carrier):
         arrived = self._presented(quantity) if self._propagator.travels else None
         owned = view.stored.owned
         for name in self._module_extension.params:
+            if name in view.stored.computed:
+                raise UnsupportedError(
+                    f"The parameter {name!r} of {view.path} is computed from others (by a "
+                    "parametrization, or in a hook), which a module extension cannot account for."
+                )
             parameter = owned[name][0] if name in owned else None
             if parameter is not None and parameter.requires_grad:
                 yield name, parameter, self._run(name, view, arrived), True
@@ -142,7 +155,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
     Raises:
         MissingPluginError: It does not, and says so.
     """
-    kind = type(view.call.module)
+    kind = class_of(view.call.module)
     name = kind.__name__
     if extension.fail_mode == "error":
         raise missing(

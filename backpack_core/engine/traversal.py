@@ -53,6 +53,9 @@ class Waiting(NamedTuple):
     own: Any = None
 
 
+NOTHING = Waiting()
+
+
 class Pending(NamedTuple):
     """Readings of a parameter with several uses, and where the last one was."""
 
@@ -89,7 +92,8 @@ class Traversal(ABC):
         """Something waits at a node for the first time: see to it that :meth:`cross` is called."""
 
     def await_site(self, site: Site) -> None:
-        """Something waits at a call for the first time."""
+        """Something waits at a call for the first time: autograd calls back by itself."""
+        return
 
     @abstractmethod
     def shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
@@ -112,7 +116,7 @@ class Traversal(ABC):
         propagator, extensions, _ = self.groups[slot]
         first = extensions[0] if extensions else None
         view = view.subsample(propagator.subsampling)
-        arrived = self._at_sites.pop((slot, site.call, site.index), Waiting())
+        arrived = self._at_sites.pop((slot, site.call, site.index), NOTHING)
         carrier = self._carrier(slot, view)
         with located(view, self._name(first)):
             quantity = propagator.arrive(
@@ -138,10 +142,10 @@ class Traversal(ABC):
         view: View,
         carrier: Carrier,
         quantity: Any,
-        arrived: Waiting = Waiting(),
+        arrived: Waiting = NOTHING,
     ) -> None:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
-        propagator, call = self.groups[slot].propagator, site.call
+        call = site.call
         is_rule = isinstance(carrier, RuleCarrier)
         if is_rule and call.goes_inside and not call.rule.is_loss:
             self._send_below(slot, site, quantity, arrived)
@@ -163,7 +167,7 @@ class Traversal(ABC):
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
-        if arrived == Waiting():
+        if arrived == NOTHING:
             self.deliver(slot, site.below, own=quantity)
         else:
             self.deliver(slot, site.below, *arrived)
@@ -218,7 +222,8 @@ class Traversal(ABC):
         key = (slot, id(new.parameter))
         known = self._pending.pop(key, None)
         if known is not None:
-            new = new._replace(readings=known.readings + new.readings)
+            is_covered = known.is_covered and new.is_covered
+            new = new._replace(readings=known.readings + new.readings, is_covered=is_covered)
         if self.is_complete(new):
             self.complete(slot, new)
         else:
@@ -272,7 +277,11 @@ class Traversal(ABC):
 
     def is_empty(self) -> bool:
         """Whether everything that was sent has arrived, and been read."""
-        return not (self._at_sites or self._at_nodes or self._pending)
+        return not (self.is_on_its_way() or self._pending)
+
+    def is_on_its_way(self) -> bool:
+        """Whether something that was sent has not arrived."""
+        return bool(self._at_sites or self._at_nodes)
 
     def deliver(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
         """Leave a quantity at an edge, to wait for a visit.
@@ -291,7 +300,7 @@ class Traversal(ABC):
             key = (slot, site.call, site.index)
             if key not in self._at_sites:
                 self.await_site(site)
-            before = self._at_sites.get(key, Waiting())
+            before = self._at_sites.get(key, NOTHING)
             added = (_add(propagator.merge, a, b) for a, b in zip(before, (wide, own), strict=True))
             self._at_sites[key] = Waiting(*added)
             return

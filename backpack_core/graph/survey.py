@@ -124,7 +124,7 @@ class Survey:
         self.sites[call, index] = site
         stored = call.stored
         self.widest = max(self.widest, *(t.nbytes for t in (stored.outputs[index], *stored.inputs)))
-        for _, tensor, _ in parameters_of(call):
+        for _, tensor, *_ in parameters_of(call):
             use = self.uses.setdefault(id(tensor), Use(tensor))
             self.weights += 0 if use.count else tensor.nbytes
             use.count += 1
@@ -166,7 +166,7 @@ class Survey:
     def _note_parameter(self, parameter: Tensor, node: Node, region: Region | None) -> None:
         """Note a parameter that no enclosing call owns."""
         for call in _calls(region):
-            if any(parameter is own for _, own, _ in parameters_of(call)):
+            if any(parameter is own.parameter for own in parameters_of(call)):
                 return
         if isinstance(parameter, Parameter):
             self.bare[id(parameter)] = (parameter, node)
@@ -231,13 +231,31 @@ def leads_to_parameters(node: Node) -> bool:
     return bool(behind.uses or behind.bare)
 
 
-def parameters_of(call: Call) -> Iterator[tuple[str, Tensor, bool]]:
-    """The parameters a call reads off: name, tensor, and whether the rule covers it."""
-    owned, parameters = call.stored.owned, call.stored.parameters
-    for name in parameters:
-        tensor, _ = owned[name]
+class Trained(NamedTuple):
+    """A parameter that a call reads off.
+
+    Attributes:
+        name: What the module calls it.
+        parameter: What gets the quantity.
+        used: What the module used: that parameter, or what it computed from it.
+        is_covered: Whether the rule covers it.
+    """
+
+    name: str
+    parameter: Tensor
+    used: Tensor
+    is_covered: bool
+
+
+def parameters_of(call: Call) -> Iterator[Trained]:
+    """The parameters that a call reads off."""
+    stored = call.stored
+    for name in stored.parameters:
+        tensor, _ = stored.owned[name]
         if tensor.requires_grad:
-            yield name, tensor, call.rule.covers(call.module, name)
+            is_covered = call.rule.covers(call.module, name)
+            for parameter in stored.computed.get(name, (tensor,)):
+                yield Trained(name, parameter, tensor, is_covered)
 
 
 def _is_parameter(edge: Edge, region: Region | None) -> bool:
@@ -317,8 +335,10 @@ def _uncovered(call: Call) -> BackpackError | None:
     """Refuse a call whose parts have parameters that nobody would look at."""
     if call.rule.transparent or not call.module._modules:
         return None
+    behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
     for name, parameter in call.module.named_parameters():
-        if parameter.requires_grad and name not in call.stored.parameters:
+        is_known = name in call.stored.parameters or id(parameter) in behind
+        if parameter.requires_grad and not is_known:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
                 f"{type(call.rule).__name__} knows nothing of. If it belongs to a "

@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.nn import Module
 
+from backpack_core._torch import class_of
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.module_extension import ModuleExtension
@@ -43,7 +44,7 @@ class Resolved(NamedTuple):
         rule: The rule.
         provenance: Who provided it.
         is_fallback: It is the automatic one.
-        nested: Parameters of modules inside that it covers, as ``"out_proj.weight"``.
+        params: Parameters that it covers; of modules inside, as ``"out_proj.weight"``.
         methods: What the rule stands for: a module that has one of these as an attribute of its own
             computes something else.
     """
@@ -51,7 +52,7 @@ class Resolved(NamedTuple):
     rule: LayerRule
     provenance: Provenance
     is_fallback: bool = False
-    nested: tuple[str, ...] = ()
+    params: tuple[str, ...] = ()
     methods: frozenset[str] = frozenset()
 
 
@@ -125,7 +126,7 @@ class Registry:
         Raises:
             PluginConflictError: Several distributions claim the type.
         """
-        kind = type(module)
+        kind = class_of(module)
         found = self._rule_cache.get(kind)
         if found is None:
             found = self._rule_cache[kind] = self._resolve_type(kind)
@@ -139,10 +140,8 @@ class Registry:
             if claims and is_same_map(kind, parent):
                 claim = self.choose(claims, _qualified_name(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
-                nested = tuple(name for name in names if "." in name)
-                return Resolved(
-                    claim.value, claim.provenance, nested=nested, methods=methods_behind(parent)
-                )
+                methods = methods_behind(parent)
+                return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
         return _FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:

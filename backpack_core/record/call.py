@@ -8,13 +8,15 @@ inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
 
 PATH_ATTRIBUTE: Final = "_backpack_path"
@@ -64,6 +66,8 @@ class Stored(NamedTuple):
         versions: How often each input and output had been changed in place.
         owned: Parameters and buffers that the module had, each with the same count, by name.
         parameters: Which of them are parameters.
+        computed: Of parameters that the module computed from others (a parametrization does), by
+            name: those others.
     """
 
     args: tuple[Any, ...]
@@ -73,6 +77,7 @@ class Stored(NamedTuple):
     versions: tuple[int, ...]
     owned: dict[str, tuple[Tensor, int]]
     parameters: tuple[str, ...]
+    computed: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({})
 
 
 class _Count:
@@ -193,7 +198,7 @@ class Call:
 def path_of(module: Module) -> str:
     """A module's class, and its place in the model that was extended."""
     path = getattr(module, PATH_ATTRIBUTE, "")
-    name = type(module).__name__
+    name = class_of(module).__name__
     return f"{name} '{path}'" if path else name
 
 

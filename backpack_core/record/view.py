@@ -294,7 +294,7 @@ class View:
         return value
 
     def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:
-        """A value that depends on the call and on columns, for all that are given ``mat`` itself."""
+        """A value that depends on the call and on columns, for all who give ``mat`` itself."""
         for name, stored, value in self._columns:
             if stored is mat and name == key:
                 found: T = value

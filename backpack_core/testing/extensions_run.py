@@ -16,10 +16,10 @@ from torch.nn import Module
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import MissingPluginError, OverwrittenInputError, UnsupportedError
+from backpack_core.extending import extend
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.structure import iter_tensors
-from backpack_core.recording import extend
 from backpack_core.testing.cases import FORWARD, Arguments, seeded
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, require
 from backpack_core.testing.quantities import Needs, Quantity, quantity_of

@@ -11,9 +11,9 @@ from torch.nn import Module
 
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
+from backpack_core.extending import extend
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
-from backpack_core.recording import extend
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.compare import close, require

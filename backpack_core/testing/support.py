@@ -21,9 +21,9 @@ from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
+from backpack_core.extending import extend, is_extended
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.recording import extend, is_extended
 from backpack_core.testing import catalogue
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions

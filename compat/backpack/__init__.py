@@ -33,7 +33,7 @@ from backpack_core.errors import BackpackWarning, NotExtendedError
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.recording import M
-from backpack_core.recording import extend as _extend
+from backpack_core.extending import extend as _extend
 
 __all__ = [
     "backpack",

@@ -12,13 +12,14 @@ from torch.nn import functional as F
 from backpack_core import (
     ElementwiseRule,
     FirstOrderExtension,
-    LayerRule,
     ParametricRule,
+    SampleProduct,
     View,
     backpack,
     disable,
     extend,
 )
+from backpack_core.contract.operations import dense
 from backpack_core.errors import (
     BackpackError,
     BackpackWarning,
@@ -85,8 +86,8 @@ def test_savefield_that_is_no_name(savefield: str) -> None:
 
 def test_extension_without_savefield() -> None:
     class Nameless(FirstOrderExtension):
-        def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-            return mat
+        def read(self, product: SampleProduct) -> Tensor:
+            return dense(product)
 
     with pytest.raises(UsageError, match="Nameless needs a savefield"):
         Nameless()
@@ -247,10 +248,10 @@ class BadShift(ParametricRule):
     module_types = (Shift,)
     params = ("shift",)
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat
 
-    def _param_jac_t_mat_prod(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         return mat.sum(1)
 
 
@@ -271,8 +272,8 @@ def test_rule_without_second_derivative() -> None:
     class SineRule(ElementwiseRule):
         module_types = (Sine,)
 
-        def derivative(self, call: ModuleCall) -> Tensor:
-            return torch.cos(call.input)
+        def derivative(self, view: View) -> Tensor:
+            return torch.cos(view.input)
 
     with temporary_plugin(SineRule):
         problem = classification(nn.Sequential(nn.Linear(3, 3), Sine(), nn.Linear(3, 3)), (3,))
@@ -284,7 +285,7 @@ class Impatient(FirstOrderExtension):
 
     savefield = "impatient"
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
+    def read(self, product: SampleProduct) -> Tensor:
         raise ZeroDivisionError("on purpose")
 
 

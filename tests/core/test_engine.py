@@ -133,7 +133,7 @@ class PickyRule(LayerRule):
     failing = True
     shape: tuple[int, ...] | None = None
 
-    def _jac_t_mat_prod(self, call: ModuleCall, mat: Tensor) -> Tensor:
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         if type(self).failing:
             raise KeyError("on purpose")
         return 2 * mat if self.shape is None else mat.new_zeros(self.shape)

@@ -270,14 +270,6 @@ def test_curvature_refuses_a_change_of_some_entries(place: str) -> None:
         problem.run(DiagGGNExact())
 
 
-@pytest.mark.parametrize("hook", [double, clip])
-@pytest.mark.parametrize("place", ELSEWHERE)
-def test_curvature_refuses_a_change_elsewhere(place: str, hook: Any) -> None:
-    problem = classification(ELSEWHERE[place](hook), (3,))
-    with pytest.raises(UnsupportedError, match=r"[Hh]ook"):
-        problem.run(DiagGGNExact())
-
-
 @pytest.mark.parametrize("place", ["output", "model_output", "forward_hook"])
 def test_the_hook_is_named(place: str) -> None:
     problem = classification(PLACES[place](double), (3,))

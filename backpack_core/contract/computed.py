@@ -1,0 +1,46 @@
+"""What extensions read at the parameters that another one was computed from."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from backpack_core.contract.product import Reading, SampleProduct
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph.computed import pull_back
+
+
+class ComputedProduct(SampleProduct):
+    """``J[v, n]ᵀ M``: of a leaf ``θ``, where ``M`` is the product of a tensor computed from it."""
+
+    def __init__(self, product: SampleProduct, source: Tensor, leaf: Tensor) -> None:
+        """Store the product of the computed tensor ``source``."""
+        super().__init__(product.columns, product.samples, leaf.shape, product.like)
+        self.roots = product.roots
+        self._product = product
+        self._source = source
+        self._leaf = leaf
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """Through the graph of the computation, for all columns and samples at once."""
+        mat = self._product.part(columns, samples)
+        pulled = pull_back(mat.flatten(0, 1), self._source, self._leaf)
+        return pulled.unflatten(0, mat.shape[:2])
+
+
+def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:
+    """The reading of a leaf, from that of the parameter ``source`` that was computed from it.
+
+    Raises:
+        UnsupportedError: It exists at the computed parameter only.
+    """
+    if not isinstance(reading, SampleProduct):
+        raise UnsupportedError(
+            f"The parameter {reading.name!r} of {reading.path} is computed from others (by a "
+            f"parametrization, or in a hook), and {type(reading).__name__} exists for parameters "
+            "that a module uses as they are. Remove the parametrization, or leave the extension "
+            "out."
+        )
+    product = ComputedProduct(reading, source, leaf)
+    for name in ("name", "path", "module", "rule"):
+        setattr(product, name, getattr(reading, name))
+    return product

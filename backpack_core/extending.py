@@ -1,0 +1,90 @@
+"""``extend`` and ``unextend``: which modules report their forward passes, and by what hooks."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch.nn import Module
+
+from backpack_core._torch import ModuleHooks, parametrizations_of
+from backpack_core.engine.active import logger
+from backpack_core.errors import UsageError
+from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import PATH_ATTRIBUTE
+from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+from backpack_core.recording import (
+    after_forward,
+    after_parametrization,
+    before_forward,
+    before_parametrization,
+)
+
+M = TypeVar("M", bound=Module)
+
+
+def extend(module: M, debug: bool = False) -> M:
+    """Make a module, and all modules in it, report to active extensions.
+
+    Containers get no hooks: a module is an operation if a layer rule names it, if it owns
+    parameters, or if it has no children. Extending twice changes nothing.
+
+    Args:
+        module: A model, a layer, or a loss function.
+        debug: Log what is extended.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UsageError: The argument is no module.
+    """
+    given: object = module
+    if not isinstance(given, Module):
+        hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
+        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
+    ensure_loaded()
+    _extend(module, "", Owner(module), debug)
+    return module
+
+
+def unextend(module: M) -> M:
+    """Remove what :func:`extend` installed, from the module and all modules in it.
+
+    Args:
+        module: A module, extended or not.
+
+    Returns:
+        The same object.
+    """
+    for part in module.modules():
+        ModuleHooks.remove(part)
+        part.__dict__.pop(PATH_ATTRIBUTE, None)
+        part.__dict__.pop(OWNER_ATTRIBUTE, None)
+    return module
+
+
+def is_extended(module: Module) -> bool:
+    """Whether this very module reports to extensions."""
+    return ModuleHooks.are_installed(module)
+
+
+def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
+    resolved = registry.resolve(module)
+    children = list(module.named_children())
+    has_rule, computing = not resolved.is_fallback, parametrizations_of(module)
+    if has_rule or module._parameters or computing or not children:
+        if not is_extended(module):
+            ModuleHooks.install(module, before_forward, after_forward)
+            if path:
+                module.__dict__[PATH_ATTRIBUTE] = path
+        module.__dict__[OWNER_ATTRIBUTE] = owner
+        if debug:
+            logger.info("extend: %s '%s'", type(module).__name__, path)
+    for part in computing.values():
+        ModuleHooks.install(part, before_parametrization, after_parametrization)
+    if has_rule and not resolved.rule.transparent:
+        return
+    for name, child in children:
+        if not (computing and name == "parametrizations"):
+            _extend(child, f"{path}.{name}" if path else name, owner, debug)
