@@ -71,7 +71,7 @@ class Survey:
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _first: str = ""
-    _seen: set[tuple[Node, Region | None]] = field(default_factory=set)
+    _seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
     def add(self, edges: Iterable[Edge]) -> None:
         """Walk everything behind some edges; what is known already is not walked again."""
@@ -142,7 +142,7 @@ class Survey:
         # Twice, where it is reached from inside an execution and from outside past its output.
         if (node, region) in self._seen:
             return
-        self._seen.add((node, region))
+        self._seen[node, region] = None
         if nodes.mixes_samples(node):
             self.faults.append((_mixing_node(node), node))
         for _, edge in edges_behind(node):

@@ -46,7 +46,7 @@ BELOW = {
     "record": {"_torch", "errors"},
     "graph": {"_torch", "errors", "record"},
     "contract": {"_torch", "errors", "record", "graph", "tuning"},
-    "plugins": {"errors", "contract"},
+    "plugins": {"_torch", "errors", "contract"},
     "engine": {"_torch", "errors", "record", "graph", "contract", "plugins", "tuning"},
 }
 
