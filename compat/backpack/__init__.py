@@ -32,7 +32,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.errors import BackpackWarning, NotExtendedError
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
-from backpack_core.recording import M
+from backpack_core.extending import M
 from backpack_core.extending import extend as _extend
 
 __all__ = [
