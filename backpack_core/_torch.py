@@ -47,7 +47,8 @@ def current_node() -> Any:
 def will_execute(node: Node) -> bool:
     """Whether the pass under way gets to a node: with ``inputs=...``, some are left out."""
     asked: Any = getattr(torch._C, "_will_engine_execute_node", None)
-    return True if asked is None else bool(asked(node))
+    # Torch does not count the node that the pass began at.
+    return asked is None or bool(asked(node)) or node is current_node()
 
 
 def at_end_of_pass(function: Callable[[], None]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import get_args
 
 from torch.utils.checkpoint import CheckpointError
 
 from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Context, ExtensionHook, group, pop, push
+from backpack_core.engine.active import Check, Context, ExtensionHook, group, pop, push
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled
@@ -30,6 +31,7 @@ class backpack:
         *extensions: Extension,
         extension_hook: ExtensionHook | None = None,
         debug: bool = False,
+        check: Check = "first",
         retain_graph: bool = False,
     ) -> None:
         """Check and store the request.
@@ -39,13 +41,17 @@ class backpack:
             extension_hook: Called as ``extension_hook(module)`` for every module, after all
                 extensions ran on it. Gradients of the module's own parameters are not accumulated
                 yet at that time.
-            debug: Log every step, and check at every module that samples do not mix.
+            debug: Log every step.
+            check: When to measure that samples do not mix, and that the extended losses are all
+                there is: in the ``"first"`` passes of every structure, ``"always"``, or
+                ``"never"``.
             retain_graph: Keep inputs and outputs for another backward pass. Give it the same value
                 as ``retain_graph`` of ``backward()``.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
-            UsageError: Two extensions save under one name, or the hook cannot be called.
+            UsageError: Two extensions save under one name, the hook cannot be called, or ``check``
+                is none of the words.
         """
         for extension in extensions:
             _check_extension(extension)
@@ -57,7 +63,9 @@ class backpack:
             )
         if extension_hook is not None and not callable(extension_hook):
             raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
-        self._request = (extensions, extension_hook, debug, retain_graph)
+        if check not in get_args(Check):
+            raise UsageError(f"check is one of {', '.join(get_args(Check))}. Got {check!r}.")
+        self._request = (extensions, extension_hook, debug, check, retain_graph)
         self._entered: list[tuple[Context, Announcer]] = []
 
     def __enter__(self) -> backpack:
@@ -72,8 +80,8 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        extensions, hook, debug, retain_graph = self._request
-        context = Context(extensions, hook, debug, retain_graph, *group(extensions))
+        extensions, *request = self._request
+        context = Context(extensions, *request, *group(extensions))
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)

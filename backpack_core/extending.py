@@ -8,6 +8,7 @@ from torch.nn import Module
 
 from backpack_core._torch import ModuleHooks, parametrizations_of
 from backpack_core.engine.active import logger
+from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
@@ -61,6 +62,7 @@ def unextend(module: M) -> M:
         ModuleHooks.remove(part)
         part.__dict__.pop(PATH_ATTRIBUTE, None)
         part.__dict__.pop(OWNER_ATTRIBUTE, None)
+        forget(part)
     return module
 
 

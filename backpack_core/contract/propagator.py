@@ -39,6 +39,8 @@ class Propagator(ABC):
         travels: Whether there is anything to send on; else every call is looked at by itself.
         per_sample: Whether quantities belong to single samples, so that a net in which samples
             influence each other has none.
+        starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
+            gone through node by node.
 
     Attributes:
         subsampling: The samples that take part, ``None`` for all. The engine hands every method a
@@ -47,6 +49,7 @@ class Propagator(ABC):
 
     travels: ClassVar[bool] = True
     per_sample: ClassVar[bool] = True
+    starts_everywhere: ClassVar[bool] = False
     subsampling: tuple[int, ...] | None = None
 
     @classmethod

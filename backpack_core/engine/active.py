@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from torch.nn import Module
@@ -24,6 +24,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.plugins.registry import registry
 
 ExtensionHook = Callable[[Module], None]
+Check = Literal["first", "always", "never"]
 Groups = tuple[tuple[Propagator, tuple[Extension, ...]], ...]
 
 logger = logging.getLogger("backpack_core")
@@ -36,7 +37,8 @@ class Context:
     Attributes:
         extensions: The active extensions, in the order they were given.
         extension_hook: Called with each module after all extensions ran on it.
-        debug: Whether to log, and to probe that samples do not mix.
+        debug: Whether to log.
+        check: In which passes alignment is measured.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
@@ -48,6 +50,7 @@ class Context:
     extensions: tuple[Extension, ...]
     extension_hook: ExtensionHook | None
     debug: bool
+    check: Check
     retain_graph: bool
     groups: Groups
     graph_extensions: tuple[GraphExtension, ...] = ()

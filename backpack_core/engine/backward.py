@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context, current, logger
 from backpack_core.engine.carriers import Carrier, located
+from backpack_core.engine.dye import DyePropagator
 from backpack_core.engine.graph_reading import GraphPass
-from backpack_core.engine.probe import SampleProbe
 from backpack_core.engine.sweep import Sweep, Values, chunk_size
 from backpack_core.engine.traversal import Group, Traversal
+from backpack_core.engine.trust import Trust, trust_in
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
 from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
@@ -112,6 +114,7 @@ class BackwardPass(Traversal):
         graph: GraphPass | None = None,
         outer: BackwardPass | None = None,
         is_part: bool = False,
+        gradients: Sequence[Tensor | None] = (),
     ) -> None:
         """Look around, before autograd goes anywhere.
 
@@ -121,13 +124,12 @@ class BackwardPass(Traversal):
             graph: For extensions that read the loss as a whole.
             outer: The pass in a hook or a formula of which this one was begun.
             is_part: Whether it belongs to that, as a re-entrant checkpoint does.
+            gradients: What comes in at each of the roots, where that is known.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
         groups = [Group(p, e, frozenset(n for x in e for n in x.needs)) for p, e in context.groups]
-        if context.debug:
-            groups.append(Group(SampleProbe(), (), frozenset()))
         super().__init__(Survey(), groups)
         self.context = context
         self.visiting: View | None = None
@@ -148,8 +150,39 @@ class BackwardPass(Traversal):
         self._is_part = is_part and outer is not None
         if outer is not None and is_part:
             self._owners, self._deferred = outer._owners, outer._deferred
+        self._is_curvature = any(group.propagator.travels for group in groups)
+        self._trust: Trust | None = None
         if self.groups or context.graph_extensions:
             self._look_around(roots)
+            self._begin_measuring(roots, gradients)
+
+    def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
+        """Have the dye travel, too, if this structure is not known to be right."""
+        survey, check = self.survey, self.context.check
+        is_asked = check != "never" and self._is_outermost and bool(survey.sites)
+        if not is_asked or not any(group.propagator.per_sample for group in self.groups):
+            return
+        trust = trust_in(survey, "curvature" if self._is_curvature else "gradients")
+        if not trust.is_due() and check != "always":
+            return
+        self._trust = trust
+        dye = DyePropagator(survey.batch_size, trust.passes, self._is_curvature, survey.is_readable)
+        self.groups.append(Group(dye, (), frozenset()))
+        for edge, gradient in zip(roots, gradients, strict=False):
+            if gradient is not None:
+                self.leave_at(len(self.groups) - 1, edge, wide=dye.begin(gradient))
+
+    def _settle(self) -> None:
+        """Remember where there is nothing more to learn."""
+        if self._trust is not None:
+            (dye,) = (g.propagator for g in self.groups if isinstance(g.propagator, DyePropagator))
+            before = self._trust.open_sites
+            still = {
+                number
+                for number, place in enumerate(self.survey.sites)
+                if place not in dye.settled and not place[0].rule.is_loss
+            }
+            self._trust.open_sites = still if before is None else still & before
 
     def arrive(
         self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None = None
@@ -218,6 +251,7 @@ class BackwardPass(Traversal):
         assert not self.is_on_its_way(), "a quantity was left on its way"
         if self._is_part:
             return
+        self._settle()
         with torch.set_grad_enabled(self._is_differentiable):
             finished = [(e, e.finish(values)) for e, values in self._deferred.items()]
             for extension, values in (*finished, *self._graph.results(self.survey)):
@@ -371,7 +405,7 @@ class BackwardPass(Traversal):
                     parameter.__dict__.pop(extension.savefield, None)
 
     def _refuse_changes(self, view: View, changed_by: Sequence[Any] | None) -> None:
-        if changed_by is None or not any(group.propagator.travels for group in self.groups):
+        if changed_by is None or not self._is_curvature:
             return
         names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
         where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
@@ -411,8 +445,14 @@ def begin(
     """
     if not context.extensions:
         return None
-    found = [edge_of(r) if isinstance(r, Tensor) else Edge(r.node, r.output_nr) for r in roots]
+    edges, incoming = [], []
+    for root, gradient in zip_longest(roots, gradients):
+        edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
+        if edge is not None:
+            edges.append(edge)
+            is_one = gradient is None and isinstance(root, Tensor)
+            incoming.append(torch.ones_like(root) if is_one else gradient)
     outer = next(iter(context.passes.values()), None)
     graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
-    current_pass = BackwardPass(context, [edge for edge in found if edge is not None], graph, outer)
+    current_pass = BackwardPass(context, edges, graph, outer, gradients=incoming)
     return current_pass if current_pass.survey.sites else None

@@ -147,7 +147,9 @@ class Traversal(ABC):
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call = site.call
         is_rule = isinstance(carrier, RuleCarrier)
-        if is_rule and call.goes_inside and not call.rule.is_loss:
+        starts_everywhere = self.groups[slot].propagator.starts_everywhere
+        goes_inside = starts_everywhere if call.rule.is_loss else call.goes_inside
+        if is_rule and goes_inside:
             self._send_below(slot, site, quantity, arrived)
             return
         if all(edge is None for edge in call.edges):
@@ -167,7 +169,7 @@ class Traversal(ABC):
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
-        if arrived == NOTHING:
+        if arrived == NOTHING or self.groups[slot].propagator.starts_everywhere:
             self.deliver(slot, site.below, own=quantity)
         else:
             self.deliver(slot, site.below, *arrived)
@@ -292,8 +294,11 @@ class Traversal(ABC):
             wide: What comes from nodes, for the whole batch.
             own: What comes from calls, for the samples that take part.
         """
-        if not will_execute(edge.node):
-            return
+        if will_execute(edge.node):
+            self.leave_at(slot, edge, wide, own)
+
+    def leave_at(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
+        """The same where autograd is known to get."""
         propagator = self.groups[slot].propagator
         site = self.survey.site_at(edge)
         if site is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
 
 from backpack_core._torch import ACCUMULATE, Node
 from backpack_core.errors import BridgeError
@@ -51,9 +52,21 @@ def is_function(node: Node) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
+def is_hook(node: Node) -> bool:
+    """Whether a node is where torch calls a module's full backward hooks."""
+    return getattr(type(node), "_forward_cls", None) is BackwardHookFunction
+
+
 def name_of(node: Node) -> str:
     """The node's operation, as ``"Mul"`` for ``MulBackward0``."""
     return re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
+
+
+def described(node: Node) -> str:
+    """The operation, and the user's line where anomaly mode has recorded it."""
+    lines = node.metadata.get("traceback_") or ()  # type: ignore[attr-defined]
+    line = str(lines[-1]).strip().partition("\n")[0] if lines else ""
+    return f"{name_of(node)} [{line}]" if line else name_of(node)
 
 
 def refuse(node: Node, reason: str) -> BridgeError:

@@ -200,6 +200,15 @@ class Survey:
                 return error
         return None
 
+    def names(self) -> Iterator[str]:
+        """Names of the nodes between calls."""
+        return (node.name() for node, _ in self._seen)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether what autograd saved may be read by others, everywhere."""
+        return all(call.is_readable for call, _ in self.sites)
+
     def nonlinear(self) -> list[Node]:
         """Nodes between calls, with parameters behind them, that are not known to be linear."""
         between = dict.fromkeys(node for node, _ in self._seen)

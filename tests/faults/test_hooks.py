@@ -27,7 +27,7 @@ def double(grad: Tensor) -> Tensor:
 
 def clip(grad: Tensor) -> Tensor:
     """Changes some entries."""
-    return grad.clamp(-0.05, 0.05)
+    return grad.clamp(-0.01, 0.01)
 
 
 def observe(grad: Tensor) -> None:
@@ -352,3 +352,11 @@ def test_hooks_before_and_after_the_library() -> None:
     inner = Net(inside, w=nn.Parameter(torch.randn(4)))
     net = Net(forward, first=nn.Linear(3, 4), inner=inner, last=nn.Linear(4, 3))
     check(classification(net, (3,)), "gradients")
+
+
+@pytest.mark.parametrize("hook", [double, clip])
+@pytest.mark.parametrize("place", ELSEWHERE)
+def test_curvature_refuses_a_change_elsewhere(place: str, hook: Any) -> None:
+    problem = classification(ELSEWHERE[place](hook), (3,))
+    with pytest.raises(UnsupportedError, match=r"[Hh]ook"):
+        problem.run(DiagGGNExact())
