@@ -38,6 +38,8 @@ class Extension(ABC):
             what :meth:`read` returns is handed to :meth:`finish`.
         keeps_graph: Whether results need the graph of the pass later on, so that it is not freed
             before they are.
+        needs_every_parameter: Whether the result means nothing where a trained parameter of the
+            model is left out, as a bound on the norm of all of them does.
 
     Attributes:
         propagator: What travels backwards for this extension.
@@ -53,6 +55,7 @@ class Extension(ABC):
     per_sample: ClassVar[bool] = False
     is_deferred: ClassVar[bool] = False
     keeps_graph: ClassVar[bool] = False
+    needs_every_parameter: ClassVar[bool] = False
     chunk_size: int | None = None
 
     def __init__(

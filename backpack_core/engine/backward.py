@@ -387,6 +387,7 @@ class BackwardPass(Traversal):
         for key in self.survey.bare.keys() - known - self.survey.uses.keys():
             parameter, node = self.survey.bare[key]
             operation = nodes.name_of(node)
+            self._refuse_gaps(parameter, operation)
             warn_once(
                 (tuple(parameter.shape), operation),
                 f"A parameter of shape {list(parameter.shape)} is used by the operation "
@@ -394,6 +395,18 @@ class BackwardPass(Traversal):
                 "parameter of the module whose forward() uses it.",
                 UncoveredParameterWarning,
             )
+
+    def _refuse_gaps(self, parameter: Tensor, operation: str) -> None:
+        """Raise where a quantity means nothing without a parameter."""
+        for extension in self.context.extensions:
+            if extension.needs_every_parameter:
+                raise UnsupportedError(
+                    f"A parameter of shape {list(parameter.shape)} is used by the operation "
+                    f"{operation!r} outside of any extended module that owns it, and "
+                    f"{registry.describe(extension)} means nothing without it. Extend the module "
+                    "that it belongs to, make it a parameter of the module whose forward() uses "
+                    "it, or freeze it."
+                )
 
     def _clear_fields(self) -> None:
         """Remove the fields of earlier passes from the models that take part in this one."""

@@ -163,6 +163,12 @@ def allows_fallback(extension: Extension, view: View) -> bool:
             f"Install a plugin that knows {name}, or write a layer rule.",
             name,
         )
+    if extension.needs_every_parameter and extension.fail_mode != "autodiff":
+        raise UnsupportedError(
+            f"No layer rule covers the parameters of {view.path}, and fail_mode is "
+            f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
+            "fail_mode='autodiff', freeze them, or write a layer rule."
+        )
     if extension.fail_mode == "silent":
         return False
     if extension.fail_mode == "warning":
@@ -181,7 +187,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
 
 def tolerates(extension: Extension, view: View, name: str, error: UnsupportedError) -> bool:
     """Whether an extension goes on where it has no value, as its ``fail_mode`` says."""
-    if extension.fail_mode in ("error", "autodiff"):
+    if extension.fail_mode in ("error", "autodiff") or extension.needs_every_parameter:
         return False
     if extension.fail_mode == "warning":
         key = (type(view.call.module), type(extension), name)

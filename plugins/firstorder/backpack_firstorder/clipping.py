@@ -45,6 +45,7 @@ class ClippedSumGrad(FirstOrderExtension):
 
     savefield = "grad_clipped"
     is_deferred: ClassVar[bool] = True
+    needs_every_parameter: ClassVar[bool] = True
     needs = (squared_norm,)  # of which norms are made
 
     def __init__(
