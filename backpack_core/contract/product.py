@@ -67,6 +67,11 @@ class Reading:
         self.kept: dict[Any, Any] = {}
         self.beside: dict[Any, Any] = {}
 
+    def place(self, module: Module, path: str, name: str, rule: type, is_linear: bool) -> None:
+        """Say where it stands; the engine does."""
+        self.module, self.path, self.name = module, path, name
+        self.rule, self.is_linear = rule, is_linear
+
     def join(self, others: Sequence[Any]) -> Any:
         """The same for a parameter that is used several times, from this and later readings.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backpack_core._torch import Node
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.module_extension import Grads, ModuleExtension
@@ -21,10 +22,11 @@ from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackError,
     BackpackWarning,
+    BridgeError,
     UnsupportedError,
     warn_once,
 )
-from backpack_core.graph.survey import parameters_of
+from backpack_core.graph.survey import Survey, parameters_of
 from backpack_core.plugins.loading import missing
 from backpack_core.record.view import View
 
@@ -60,8 +62,10 @@ class RuleCarrier(Carrier):
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
         for name, parameter, is_covered in parameters_of(view.call):
             rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-            product = self._propagator.product(rule, view, name, quantity)
-            yield name, parameter, product, is_covered
+            reading = self._propagator.product(rule, view, name, quantity)
+            is_linear = is_covered and name in rule.linear_in_params
+            reading.place(view.call.module, view.path, name, type(rule), is_linear)
+            yield name, parameter, reading, is_covered
 
     def values(self, view: View, quantity: Any) -> Iterator[Found]:
         """None."""
@@ -182,12 +186,35 @@ def located(view: View, who: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "backpack_context", None) is None:
-            call = view.call
-            text = f"[{who}, at {view.path}, rule {type(call.rule).__name__} of {call.provenance}]"
-            error.backpack_context = text  # type: ignore[attr-defined]
-            if isinstance(error, BackpackError):
-                error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
-            elif hasattr(error, "add_note"):
-                error.add_note(text)
+        rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
+        _place(error, f"{who}, at {view.path}, rule {rule}")
         raise
+
+
+@contextmanager
+def located_between(survey: Survey, who: str, node: Node | None = None) -> Iterator[None]:
+    """The same between modules: behind which of them an operation stands, as far as it is known.
+
+    Args:
+        survey: What is known about the graph.
+        who: The extension, and who provided it.
+        node: The operation; ``None`` if the error will say.
+    """
+    try:
+        yield
+    except Exception as error:
+        at = error.node if node is None and isinstance(error, BridgeError) else node
+        paths = [] if at is None else survey.sources(at)
+        _place(error, f"{who}, after {', '.join(paths)}" if paths else who)
+        raise
+
+
+def _place(error: Exception, where: str) -> None:
+    """Say it once: the innermost place counts."""
+    if getattr(error, "backpack_context", None) is not None:
+        return
+    error.backpack_context = f"[{where}]"  # type: ignore[attr-defined]
+    if isinstance(error, BackpackError):
+        error.args = (f"{error.args[0] if error.args else ''}\n[{where}]", *error.args[1:])
+    elif hasattr(error, "add_note"):
+        error.add_note(f"[{where}]")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
-from backpack_core.engine.carriers import located
+from backpack_core.engine.carriers import located, located_between
 from backpack_core.errors import UsageError
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
@@ -57,7 +57,9 @@ class GraphPass:
             gradients = self._gradients or (None,) * len(self._roots)
             graph = LossGraph(self._roots, gradients, _parameters(survey), survey.nonlinear)
             for extension, reading in self._readings:
-                yield extension, reading.results(graph)
+                with located_between(survey, registry.describe(extension)):
+                    values = reading.results(graph)
+                yield extension, values
 
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from backpack_core._torch import ACCUMULATE, Node, will_execute
+from backpack_core._torch import Node, will_execute
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import (
@@ -21,6 +21,7 @@ from backpack_core.engine.carriers import (
     RuleCarrier,
     allows_fallback,
     located,
+    located_between,
     tolerates,
 )
 from backpack_core.engine.ownership import owned
@@ -307,14 +308,16 @@ class Traversal(ABC):
     def cross(self, node: Node) -> None:
         """Push what waits at a node through it."""
         for slot, quantities in self._at_nodes.pop(node, {}).items():
-            propagator = self.groups[slot].propagator
-            crossed = propagator.cross(node, quantities, self.survey.batch_size)
+            propagator, extensions, _ = self.groups[slot]
+            who = self._name(extensions[0] if extensions else None)
+            with located_between(self.survey, who, node):
+                crossed = propagator.cross(node, quantities, self.survey.batch_size)
             if not crossed:
                 continue
             edges: dict[int, Edge] = dict(edges_behind(node))
             for position, quantity in crossed:
                 edge = edges.get(position)
-                if edge is not None and edge.node.name() != ACCUMULATE:
+                if edge is not None and not nodes.is_leaf(edge.node):
                     self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
 
     @staticmethod

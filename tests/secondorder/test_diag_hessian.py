@@ -75,8 +75,11 @@ def test_two_losses() -> None:
 def test_nonlinear_operation_between_modules(operation: object, name: str) -> None:
     parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
     net = Net(lambda net, x: net.b(operation(net.a(x))), **parts)  # type: ignore[operator]
-    with pytest.raises(BridgeError, match=f"operation '{name}'"):
+    with pytest.raises(BridgeError, match=f"operation '{name}'") as error:
         classification(net, (3,)).run(DiagHessian())
+    where = error.value.backpack_context  # type: ignore[attr-defined]
+    assert where == "[DiagHessian of backpack-plugin-secondorder 0.1.0, after Linear 'a']"
+    assert where in str(error.value)
 
 
 def test_linear_operations_between_modules() -> None:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack_core import AffineRule, ParametricRule, View
-from backpack_core._torch import Node
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of

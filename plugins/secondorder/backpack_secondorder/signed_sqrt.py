@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack_core import (
     Columns,
@@ -22,7 +23,6 @@ from backpack_core import (
     Propagator,
     View,
 )
-from backpack_core._torch import Node
 from backpack_core.contract.columns import Root
 from backpack_core.contract.propagator import cross_columns, pick_samples, spread_samples
 from backpack_core.errors import UnsupportedError
@@ -102,10 +102,7 @@ class SignedSqrt(Propagator):
         self, rule: ParametricRule, view: View, name: str, quantity: Hessian
     ) -> HessianReading:
         """The Hessian, to be read at the parameter."""
-        reading = HessianReading([Use(rule, view, name, quantity)])
-        reading.name, reading.path, reading.rule = name, view.path, type(rule)
-        reading.module = view.call.module
-        return reading
+        return HessianReading([Use(rule, view, name, quantity)])
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
         """Columns root by root; diagonals and blocks come from different roots."""

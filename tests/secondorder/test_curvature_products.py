@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from backpack_core import disable
-from backpack_core.errors import OverwrittenInputError, ShapeError, UsageError
+from backpack_core import backpack, disable, extend
+from backpack_core.errors import (
+    BridgeError,
+    NotExtendedError,
+    OverwrittenInputError,
+    ShapeError,
+    UsageError,
+)
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.record.call import live_calls
 from tests import oracle
@@ -107,6 +114,24 @@ def test_modules_without_a_rule() -> None:
     problem.run(GGNMP(), HMP())
     compare(problem, "ggnmp", ggn)
     compare(problem, "hmp", hessian)
+
+
+def test_nonlinear_operation_between_modules() -> None:
+    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    net = Net(lambda net, x: net.b(torch.sigmoid(net.a(x) / 2)), **parts)
+    with pytest.raises(BridgeError, match="operation 'Sigmoid'") as error:
+        classification(net, (3,)).run(PCHMP())
+    where = error.value.backpack_context  # type: ignore[attr-defined]
+    assert where == "[PCHMP of backpack-plugin-secondorder 0.1.0, after Linear 'a']"
+
+
+def test_loss_that_is_not_extended() -> None:
+    problem = make("mlp")
+    extend(problem.model)
+    loss = F.cross_entropy(problem.model(*problem.inputs), problem.target)
+    with pytest.raises(NotExtendedError, match="GGNMP needs") as error, backpack(GGNMP()):
+        loss.backward()
+    assert error.value.backpack_context == "[GGNMP of backpack-plugin-secondorder 0.1.0]"  # type: ignore[attr-defined]
 
 
 def test_next_to_other_extensions() -> None:
