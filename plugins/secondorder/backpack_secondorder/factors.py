@@ -10,7 +10,7 @@ from torch import Tensor
 from backpack_core.contract import contractions
 from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import Operation
-from backpack_core.contract.product import AffineProduct, SampleProduct
+from backpack_core.contract.product import AffineProduct, SampleProduct, SumProduct
 from backpack_core.errors import UnsupportedError
 from backpack_secondorder import covariances
 from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
@@ -41,14 +41,22 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         sharing: How positions that share the weight are treated; see :func:`input_covariance`.
 
     Raises:
-        UnsupportedError: The product has no such structure.
+        UnsupportedError: The product has no such structure, or is a sum of several.
     """
     if product.is_linear and len(product.shape) == 1:
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+    instead = "or use DiagGGNExact or DiagGGNMC, which need no structure."
+    if isinstance(product, SumProduct):
+        forms = ", ".join(type(part).__name__ for part in product.parts)
+        raise UnsupportedError(
+            f"The uses of the parameter {product.name!r} of {product.path} have no Kronecker "
+            f"factors in common: they are of {len(product.parts)} forms ({forms}), or store the "
+            f"entries in different orders. Untie the uses, freeze the parameter, {instead}"
+        )
     raise UnsupportedError(
         f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
         f"{product.rule.__name__} declares none: derive the rule from AffineRule, freeze the "
-        "parameter, or use DiagGGNExact or DiagGGNMC, which need no structure."
+        f"parameter, {instead}"
     )
 
 
