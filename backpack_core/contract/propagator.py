@@ -177,7 +177,8 @@ class Propagator(ABC):
             view: The call.
             quantity: The quantity at its output; at a loss, and of a residual, at its input.
             size: How many columns fit into memory at the widest call.
-            is_rooted: Whether everything has to be in the form of :meth:`rooted`.
+            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`: a parameter is
+                used several times, or an operation between modules comes next.
 
         Returns:
             What goes on, and parts that are carried through the net one after the other, at once.

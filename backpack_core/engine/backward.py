@@ -248,8 +248,10 @@ class BackwardPass(Traversal):
         size = self._chunk_size(slot, view)
         if size is None:
             return quantity
-        propagator, rooted = self.groups[slot].propagator, self.survey.is_shared
-        kept, parts = propagator.shed(site.call.rule, view, quantity, size, rooted)
+        propagator, call = self.groups[slot].propagator, site.call
+        edges = (site.below,) if call.goes_inside and not call.rule.is_loss else call.edges
+        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
+        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
         for part in parts:
             self._sweep(slot, site, lambda s, part=part: s.send(slot, site, view, carrier, part))
         return kept
@@ -262,11 +264,15 @@ class BackwardPass(Traversal):
             if edge is None:
                 continue
             if size is not None:
-                new, parts = propagator.shed(None, view, new, size, self.survey.is_shared)
+                new, parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
                 for part in parts:
                     self._sweep(slot, site, lambda s, part=part: s.deliver(slot, edge, own=part))
             old = inputs.get(position)
             inputs[position] = new if old is None else propagator.merge(old, new)
+
+    def _is_rooted(self, edge: Edge) -> bool:
+        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
+        return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def _chunk_size(self, slot: int, view: View) -> int | None:
         extensions = self.groups[slot].extensions

@@ -123,14 +123,15 @@ class Traversal(ABC):
                 quantity = propagator.nothing(view)
             if quantity is None and not self._may_miss(carrier, view):
                 raise _nothing_arrived(view, first)
-            if self.survey.is_shared:
-                quantity = propagator.rooted(quantity)
-        self._read(slot, view, carrier, quantity)
+            whole = propagator.rooted(quantity) if self.survey.is_shared else quantity
+        self._read(slot, view, carrier, whole)
         if not propagator.travels:
             return
         with located(view, self._name(first)):
-            quantity = self.shed(slot, site, view, carrier, quantity)
-            self.send(slot, site, view, carrier, quantity, arrived)
+            if site.layout is None and not view.axis:  # else what is below has another shape
+                whole = self.shed(slot, site, view, carrier, whole)
+                arrived = arrived if whole is quantity else Waiting()
+            self.send(slot, site, view, carrier, whole, arrived)
 
     def send(
         self,

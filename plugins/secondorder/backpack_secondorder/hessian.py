@@ -12,6 +12,7 @@ from torch import Tensor
 from backpack_core import Columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
+from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 
 
@@ -191,10 +192,9 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
     """
     count, samples, *shape = rows.shape
     flat = rows.reshape(count, samples, -1)
-    size = flat.shape[2]
     tiny = torch.finfo(rows.dtype).tiny
     scale = flat.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
-    unit = torch.eye(size, dtype=rows.dtype, device=rows.device)[some].unsqueeze(1) * scale
+    unit = unit_vectors(rows[0], some).flatten(2) * scale
     mat = torch.cat([unit + flat / scale, unit - flat / scale]) / 2
     signs = rows.new_ones(2 * count, samples)
     signs[count:] = -1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -24,6 +25,7 @@ from backpack_core import (
     View,
 )
 from backpack_core.contract.columns import Root
+from backpack_core.contract.contractions import slices
 from backpack_core.contract.propagator import cross_columns, pick_samples, spread_samples
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import is_linear, refuse
@@ -130,9 +132,10 @@ class SignedSqrt(Propagator):
             return Hessian(last), map(Hessian, first)
         if rule is None:
             stays = quantity.rows is None and not (is_rooted and quantity.unformed > size)
+        elif quantity.formed + quantity.unformed <= size:
+            stays = True
         else:
-            is_small = quantity.formed + quantity.unformed <= size
-            stays = is_small or self._forms_nothing(rule, view, quantity)
+            stays = not is_rooted and self._forms_nothing(rule, view, quantity)
         if stays:
             return quantity, ()
         kept = replace(quantity, diagonal=None, spread=None, block=None, rows=None)
@@ -250,7 +253,13 @@ def _may_spread(diagonal: Tensor | None, rule: LayerRule, view: View, position: 
 
 def _spread(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Spread:
     """``Jᵀ diag(d) J``, where one Jacobian serves all samples."""
-    product = rule.jac_t_mat_prod(view.subsample([0]), unit_vectors(diagonal[:1]))[position]
-    assert product is not None
-    scale = product.new_ones(len(diagonal), *product.shape[2:])
-    return Spread(product, diagonal.flatten(1).T, scale)
+    one, first, size = view.subsample([0]), diagonal[:1], diagonal.shape[1:].numel()
+    step = max(1, memory_budget() // max(1, first.nbytes))
+    rows = []
+    for some in slices(size, step):
+        product = rule.jac_t_mat_prod(one, unit_vectors(first, some))[position]
+        assert product is not None
+        rows.append(product)
+    jacobian = torch.cat(rows)
+    scale = jacobian.new_ones(len(diagonal), *jacobian.shape[2:])
+    return Spread(jacobian, diagonal.flatten(1).T, scale)
