@@ -7,6 +7,7 @@ from math import sqrt
 from typing import cast
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
@@ -140,12 +141,12 @@ def _module(view: View) -> MultiheadAttention:
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """``[*, L, H·D] → [*, H, L, D]``."""
-    return x.reshape(*x.shape[:-1], heads, -1).transpose(-2, -3)
+    return rearrange(x, "... l (h d) -> ... h l d", h=heads)
 
 
 def _merge(x: Tensor) -> Tensor:
     """``[*, H, L, D] → [*, L, H·D]``."""
-    return x.transpose(-2, -3).flatten(-2)
+    return rearrange(x, "... h l d -> ... l (h d)")
 
 
 def _to_one_length(tensors: list[Tensor]) -> list[Tensor]:

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn import (
     Conv1d,
@@ -114,8 +115,8 @@ class ConvTransposeRule(_ConvolutionRule):
         pixels, shape = torch.Size(_conv(view).kernel_size).numel(), view.parameter(name).shape
 
         def arrange(mat: Tensor) -> Tensor:
-            split = mat.reshape(*mat.shape[:-1], -1, pixels)  # [*lead, G, O, C, K]
-            return split.transpose(-3, -2).reshape(*mat.shape[:-3], *shape)
+            rows = rearrange(mat, "... g o (c k) -> ... (g c) o k", k=pixels)
+            return rows.reshape(*mat.shape[:-3], *shape)
 
         return arrange
 

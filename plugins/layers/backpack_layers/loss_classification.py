@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from backpack_core.contract.arguments import tensor
@@ -62,9 +63,9 @@ class CrossEntropyLossRule(LossRule):
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         p = _by_position(view.input.softmax(1))
         batch, classes, positions = p.shape
-        rows = p.detach().transpose(1, 2).reshape(-1, classes)
+        rows = rearrange(p.detach(), "n c s -> (n s) c")
         drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
-        labels = drawn.T.reshape(samples, batch, 1, positions)
+        labels = rearrange(drawn, "(n s) k -> k n 1 s", s=positions)
         index = torch.arange(classes, device=p.device)[:, None]
         gradient = p - (labels == index).to(p.dtype)
         scaled = gradient * real_root(view, _factor(view) / samples)

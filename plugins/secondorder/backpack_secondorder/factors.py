@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
@@ -24,7 +25,7 @@ def block(product: SampleProduct) -> Tensor:
     size = product.shape.numel()
     total = product.new_zeros(size, size)
     for _, _, part in product.pieces():
-        rows = part.flatten(2).flatten(0, 1)
+        rows = rearrange(part.flatten(2), "v n p -> (v n) p")
         total = torch.addmm(total, rows.T, rows)
     return total
 
@@ -142,7 +143,10 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     # Weight and bias of an affine layer have the same columns.
     key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
     if key not in product.beside:
-        rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
+        if sharing == "expand":
+            rows = rearrange(out, "v n s g o -> (v n s) g o")
+        else:
+            rows = rearrange(out.sum(2), "v n g o -> (v n) g o")
         # With the columns: another tensor must not get their memory as long as the key is known.
         product.beside[key] = out, _without_groups(covariances.outer(rows))
     factor: Tensor = product.beside[key][1]

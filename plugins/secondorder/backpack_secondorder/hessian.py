@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core import Columns
@@ -141,11 +142,12 @@ class Hessian:
                 continue
             flat = mat.flatten(2)
             signed = flat if root.signs is None else flat * root.signs.unsqueeze(-1)
-            product = (signed.permute(1, 2, 0) @ flat.transpose(0, 1)).transpose(0, 1)
+            left, right = rearrange(signed, "v n d -> n d v"), rearrange(flat, "v n e -> n v e")
+            product = rearrange(left @ right, "n d e -> d n e")
             block = add(block, product.reshape(flat.shape[2], *mat.shape[1:]))
         if self.diagonal is not None:
-            dense = torch.diag_embed(self.diagonal.flatten(1)).transpose(0, 1)
-            block = add(block, dense.reshape(dense.shape[0], *self.diagonal.shape))
+            dense = rearrange(torch.diag_embed(self.diagonal.flatten(1)), "n d e -> d n e")
+            block = add(block, dense.reshape(len(dense), *self.diagonal.shape))
         return Hessian(Columns(kept) if kept else None, block=block, branched=self.branched)
 
     @cached_property

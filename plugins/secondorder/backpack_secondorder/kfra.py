@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -85,7 +86,7 @@ class BatchAveraged(Propagator):
                 continue
             if half.shape[1] != batch_size:
                 raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
-            turned = half.flatten(2).transpose(0, 2)
+            turned = rearrange(half.flatten(2), "o n i -> i n o")
             full = push(node, {number: turned.reshape(-1, *shape)})[position].flatten(2)
             result.append((position, full[:, list(chosen)].mean(1)))
         return result
@@ -125,8 +126,9 @@ class AverageReading(Reading):
         else:
             outer = average.sum((0, 3))
         if name == "bias":
-            return KroneckerFactors([outer.flatten(2).flatten(0, 1)], ParameterOrder(shape))
-        by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
+            block = rearrange(outer, "g o h p -> (g o) (h p)")
+            return KroneckerFactors([block], ParameterOrder(shape))
+        by_group = rearrange(outer.diagonal(dim1=0, dim2=2), "o p g -> g o p")
         columns = view.stored.outputs[view.index].new_zeros(1, *view.output_shape)
         product = rule.param_product(view, name, columns.to(view.dtype))
         assert isinstance(product, AffineProduct)

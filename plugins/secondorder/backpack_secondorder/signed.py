@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import singledispatch
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
@@ -83,13 +84,13 @@ def by_position(out: Tensor, inp: Rows, per_sample: bool) -> Tensor:
     parts = []
     total = out.new_zeros(*out.shape[2:], inp.shape[3])
     for rows in contractions.row_steps(inp, out.element_size()):
-        left = out[rows].permute(0, 2, 3, 1)  # [n, G, O, S]
-        right = inp[rows].square().transpose(1, 2)  # [n, G, S, I]
+        left, right = out[rows], inp[rows].square()
         if per_sample:
-            parts.append(left @ right)
+            columns = rearrange(left, "n s g o -> n g o s")
+            parts.append(columns @ rearrange(right, "n s g i -> n g s i"))
             continue
-        stacked = left.permute(1, 2, 0, 3).flatten(2), right.transpose(0, 1).flatten(1, 2)
-        total = torch.baddbmm(total, *stacked)
+        columns = rearrange(left, "n s g o -> g o (n s)")
+        total = torch.baddbmm(total, columns, rearrange(right, "n s g i -> g (n s) i"))
     return torch.cat(parts) if per_sample else total
 
 

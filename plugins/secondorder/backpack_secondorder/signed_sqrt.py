@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -218,8 +219,8 @@ class SignedSqrt(Propagator):
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
         if quantity.block is not None:
-            half = push(quantity.block)  # [D_out, N, *in]
-            turned = half.flatten(2).transpose(0, 2)  # [D_in, N, D_out]
+            half = push(quantity.block).flatten(2)  # [D_out, N, D_in]
+            turned = rearrange(half, "o n i -> i n o")
             block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
             return replace(quantity, block=block).map_columns(push)
         spread = None
