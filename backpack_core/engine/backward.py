@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class BackwardPass(Traversal):
                 self._look_around([site.edge])
             self._refuse_changes(view, changed_by)
             if not call.rule.is_loss:  # a loss matters only where something starts
-                with located(view, self._name(None)):
+                with located(view, None):
                     call.rule.check(view)
             for slot in range(len(self.groups)):
                 self.visit(slot, site, view)
@@ -253,20 +254,23 @@ class BackwardPass(Traversal):
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
         for part in parts:
-            self._sweep(slot, site, lambda s, part=part: s.send(slot, site, view, carrier, part))
+            start = partial(
+                Sweep.send, slot=slot, site=site, view=view, carrier=carrier, quantity=part
+            )
+            self._sweep(slot, site, start)
         return kept
 
     def add_residuals(self, slot: int, site: Site, view: View, inputs: dict[int, Any]) -> None:
         """Carry through at once what does not fit; the rest goes with what there is."""
-        propagator, size = self.groups[slot].propagator, self._chunk_size(slot, view)
+        propagator = self.groups[slot].propagator
         for position, new in propagator.residual(site.call.rule, view).items():
-            edge = site.call.edges[position]
+            edge, size = site.call.edges[position], self._chunk_size(slot, view)
             if edge is None:
                 continue
             if size is not None:
                 new, parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
                 for part in parts:
-                    self._sweep(slot, site, lambda s, part=part: s.deliver(slot, edge, own=part))
+                    self._sweep(slot, site, partial(Sweep.deliver, slot=slot, edge=edge, own=part))
             old = inputs.get(position)
             inputs[position] = new if old is None else propagator.merge(old, new)
 

@@ -28,6 +28,7 @@ from backpack_core.errors import (
 )
 from backpack_core.graph.survey import Survey, parameters_of
 from backpack_core.plugins.loading import missing
+from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 
 _AUTODIFF = AutodiffRule()
@@ -181,23 +182,25 @@ def tolerates(extension: Extension, view: View, name: str, error: UnsupportedErr
 
 
 @contextmanager
-def located(view: View, who: str) -> Iterator[None]:
+def located(view: View, extension: Extension | None) -> Iterator[None]:
     """Add where it happened to an error: module, extension, and who provided them."""
     try:
         yield
     except Exception as error:
         rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
-        _place(error, f"{who}, at {view.path}, rule {rule}")
+        _place(error, extension, f", at {view.path}, rule {rule}")
         raise
 
 
 @contextmanager
-def located_between(survey: Survey, who: str, node: Node | None = None) -> Iterator[None]:
+def located_between(
+    survey: Survey, extension: Extension | None, node: Node | None = None
+) -> Iterator[None]:
     """The same between modules: behind which of them an operation stands, as far as it is known.
 
     Args:
         survey: What is known about the graph.
-        who: The extension, and who provided it.
+        extension: The extension.
         node: The operation; ``None`` if the error will say.
     """
     try:
@@ -205,16 +208,17 @@ def located_between(survey: Survey, who: str, node: Node | None = None) -> Itera
     except Exception as error:
         at = error.node if node is None and isinstance(error, BridgeError) else node
         paths = [] if at is None else survey.sources(at)
-        _place(error, f"{who}, after {', '.join(paths)}" if paths else who)
+        _place(error, extension, f", after {', '.join(paths)}" if paths else "")
         raise
 
 
-def _place(error: Exception, where: str) -> None:
+def _place(error: Exception, extension: Extension | None, where: str) -> None:
     """Say it once: the innermost place counts."""
     if getattr(error, "backpack_context", None) is not None:
         return
-    error.backpack_context = f"[{where}]"  # type: ignore[attr-defined]
+    who = "no extension" if extension is None else registry.describe(extension)
+    text = error.backpack_context = f"[{who}{where}]"  # type: ignore[attr-defined]
     if isinstance(error, BackpackError):
-        error.args = (f"{error.args[0] if error.args else ''}\n[{where}]", *error.args[1:])
+        error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
     elif hasattr(error, "add_note"):
-        error.add_note(f"[{where}]")
+        error.add_note(text)

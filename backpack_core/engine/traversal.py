@@ -115,7 +115,7 @@ class Traversal(ABC):
         view = view.subsample(propagator.subsampling)
         arrived = self._at_sites.pop((slot, site.call, site.index), Waiting())
         carrier = self._carrier(slot, view)
-        with located(view, self._name(first)):
+        with located(view, first):
             quantity = propagator.arrive(
                 site.call.rule, view, self._at_output(propagator, site, view, arrived)
             )
@@ -127,7 +127,7 @@ class Traversal(ABC):
         self._read(slot, view, carrier, whole)
         if not propagator.travels:
             return
-        with located(view, self._name(first)):
+        with located(view, first):
             if site.layout is None and not view.axis:  # else what is below has another shape
                 whole = self.shed(slot, site, view, carrier, whole)
                 arrived = arrived if whole is quantity else Waiting()
@@ -203,7 +203,7 @@ class Traversal(ABC):
         if not extensions:
             return
         beside: dict[Any, Any] = {}
-        with located(view, self._name(extensions[0])):
+        with located(view, extensions[0]):
             for name, parameter, value, _ in carrier.values(view, quantity):
                 self._refuse_shared(parameter, name)
                 self.store(extensions[0], parameter, value)
@@ -234,7 +234,7 @@ class Traversal(ABC):
         """Let all extensions of a group read off one parameter."""
         readings, view, name, parameter, is_covered = pending
         for extension in self.groups[slot].extensions:
-            with located(view, self._name(extension)):
+            with located(view, extension):
                 if not is_covered and not allows_fallback(extension, view):
                     continue
                 try:
@@ -310,8 +310,8 @@ class Traversal(ABC):
         """Push what waits at a node through it."""
         for slot, quantities in self._at_nodes.pop(node, {}).items():
             propagator, extensions, _ = self.groups[slot]
-            who = self._name(extensions[0] if extensions else None)
-            with located_between(self.survey, who, node):
+            first = extensions[0] if extensions else None
+            with located_between(self.survey, first, node):
                 crossed = propagator.cross(node, quantities, self.survey.batch_size)
             if not crossed:
                 continue
@@ -320,10 +320,6 @@ class Traversal(ABC):
                 edge = edges.get(position)
                 if edge is not None and not nodes.is_leaf(edge.node):
                     self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
-
-    @staticmethod
-    def _name(extension: Extension | None) -> str:
-        return "no extension" if extension is None else registry.describe(extension)
 
 
 def join(readings: list[Any]) -> Any:

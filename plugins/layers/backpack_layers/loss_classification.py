@@ -62,7 +62,7 @@ class CrossEntropyLossRule(LossRule):
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         p = _by_position(view.input.softmax(1))
-        batch, classes, positions = p.shape
+        _, classes, positions = p.shape
         rows = rearrange(p.detach(), "n c s -> (n s) c")
         drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
         labels = rearrange(drawn, "(n s) k -> k n 1 s", s=positions)
