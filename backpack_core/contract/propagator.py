@@ -235,7 +235,7 @@ class ColumnPropagator(Propagator):
 
     def widen(self, quantity: Columns, batch_size: int) -> Columns:
         """Zeros for the samples that were left out."""
-        return spread_samples(quantity, self.subsampling, batch_size)
+        return widen_samples(quantity, self.subsampling, batch_size)
 
     def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
         """The chosen samples."""
@@ -337,7 +337,7 @@ def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
     return propagator.map(quantity, lambda mat: look_through(mat, layout))
 
 
-def spread_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
+def widen_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
     """``[V, n, *]`` of chosen samples to the whole batch; zeros elsewhere.
 
     A sample that was chosen several times may have other columns each time (drawn ones have), so
@@ -347,16 +347,16 @@ def spread_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size:
         return columns
     turns = _occurrences(chosen, batch_size)
 
-    def spread(mat: Tensor) -> Tensor:
+    def widen(mat: Tensor) -> Tensor:
         whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
         whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
         return whole.transpose(1, 2).flatten(0, 1)
 
-    return Columns({root: spread(mat) for root, mat in columns.blocks.items()})
+    return Columns({root: widen(mat) for root, mat in columns.blocks.items()})
 
 
 def pick_samples(columns: Columns, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
-    """The reverse of :func:`spread_samples`, where the samples lie on some axis of the tensor."""
+    """The reverse of :func:`widen_samples`, where the samples lie on some axis of the tensor."""
     if chosen is None:
         return columns
 

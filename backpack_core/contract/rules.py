@@ -89,7 +89,7 @@ class LayerRule(ABC):
         """
         return False
 
-    def batch_axis(self, view: View, output_nr: int) -> int:
+    def batch_axis(self, view: View, index: int) -> int:
         """Which axis of an output holds the samples; 0 for all but some state outputs.
 
         The engine moves that axis to the front of ``mat``, ``view.output`` and ``view.grad_output``

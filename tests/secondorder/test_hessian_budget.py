@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from backpack_core import extend
+from backpack_core import ModuleExtension, extend
 from backpack_core.extensions import BatchDiagHessian, DiagHessian
 from tests.cases import Net, Problem, classification
 from tests.contract.products import budget
+from tests.secondorder import problems as secondorder
 from tests.secondorder.problems import hessians
 
 SAMPLES = 2
@@ -79,7 +80,13 @@ def _inside() -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(net, nn.Tanh(), nn.Linear(96, 3)), (4,)
 
 
-NETS = {"tokens": _tokens, "operations": _operations, "inside": _inside}
+def _wide() -> tuple[nn.Module, tuple[int, ...]]:
+    """A block and a diagonal at three features, of which the block of the 48 before has no room."""
+    layers = [nn.Linear(4, 48), nn.Tanh(), nn.Linear(48, 3), nn.Tanh(), nn.Softmax(1)]
+    return nn.Sequential(*layers, nn.Linear(3, 3)), (4,)
+
+
+NETS = {"tokens": _tokens, "operations": _operations, "inside": _inside, "wide": _wide}
 # Columns of the widest tensor: 96 activations, two samples, eight bytes.
 COLUMN = 96 * SAMPLES * 8
 BUDGET = 8 * COLUMN
@@ -103,6 +110,21 @@ def test_nothing_exceeds_the_budget(net: str) -> None:
     problem = make(net)
     widest = max(p.nbytes for p in problem.parameters)
     assert largest(problem, DiagHessian()) <= max(2 * BUDGET, widest)
+
+
+@pytest.mark.parametrize("net", ["normalised", "residual", "deep"])
+def test_exact_where_columns_cannot_go_in_chunks(net: str) -> None:
+    """With a module extension, whatever is for: residuals too large for the budget all the same."""
+    problem = secondorder.make(net, SAMPLES)
+    expected = [
+        block.diagonal(dim1=1, dim2=2).reshape(-1, *p.shape)
+        for block, p in zip(problem.expected(hessians), problem.parameters, strict=True)
+    ]
+    extension = BatchDiagHessian()
+    extension.set_module_extension(nn.Bilinear, ModuleExtension())
+    with budget(1):
+        problem.run(extension)
+    problem.compare("diag_h_batch", expected)
 
 
 @pytest.mark.parametrize("net", NETS)

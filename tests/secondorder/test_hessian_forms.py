@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import Columns
-from backpack_secondorder.hessian import Hessian, Spread
+from backpack_secondorder.hessian import Factored, Hessian
 from tests.oracle import assert_close
 
 N, SHAPE = 3, (2, 2)
@@ -27,8 +27,8 @@ def block() -> Tensor:
     return (half + half.mT).transpose(0, 1).reshape(D, N, *SHAPE)
 
 
-def spread() -> Spread:
-    return Spread(torch.randn(6, 1, *SHAPE), torch.randn(6, N), torch.randn(N, *SHAPE))
+def factored() -> Factored:
+    return Factored(torch.randn(6, 1, *SHAPE), torch.randn(6, N), torch.randn(N, *SHAPE))
 
 
 def dense(hessian: Hessian) -> Tensor:
@@ -39,10 +39,10 @@ def dense(hessian: Hessian) -> Tensor:
         total += torch.einsum("vn,vna,vnb->nab", weights, mat.flatten(2), mat.flatten(2))
     if hessian.diagonal is not None:
         total += torch.diag_embed(hessian.diagonal.flatten(1))
-    if hessian.spread is not None:
-        rows = hessian.spread.rows.flatten(1)
-        inner = torch.einsum("va,vn,vb->nab", rows, hessian.spread.weights, rows)
-        scale = hessian.spread.scale.flatten(1)
+    if hessian.factored is not None:
+        rows = hessian.factored.rows.flatten(1)
+        inner = torch.einsum("va,vn,vb->nab", rows, hessian.factored.weights, rows)
+        scale = hessian.factored.scale.flatten(1)
         total += scale.unsqueeze(2) * inner * scale.unsqueeze(1)
     if hessian.block is not None:
         total += hessian.block.flatten(2).transpose(0, 1)
@@ -62,14 +62,14 @@ def cases() -> dict[str, Hessian]:
     return {
         "columns": Hessian(columns()),
         "diagonal": Hessian(diagonal=torch.randn(N, *SHAPE)),
-        "spread": Hessian(spread=spread()),
+        "factored": Hessian(factored=factored()),
         "block": Hessian(block=block()),
         "rows": Hessian(rows=lazy()),
-        "all": Hessian(columns(), torch.randn(N, *SHAPE), spread(), block()),
+        "all": Hessian(columns(), torch.randn(N, *SHAPE), factored(), block()),
     }
 
 
-FORMED = ["columns", "diagonal", "spread", "block", "all"]
+FORMED = ["columns", "diagonal", "factored", "block", "all"]
 NAMES = [*FORMED, "rows"]
 
 
@@ -77,7 +77,7 @@ NAMES = [*FORMED, "rows"]
 def test_columns(name: str) -> None:
     hessian = cases()[name]
     found = hessian.as_columns()
-    assert (found.diagonal, found.spread, found.block, found.rows) == (None,) * 4
+    assert (found.diagonal, found.factored, found.block, found.rows) == (None,) * 4
     assert found.formed == hessian.formed + hessian.unformed
     assert_close(dense(found), dense(hessian))
 
@@ -98,8 +98,17 @@ def test_chunks(name: str, size: int) -> None:
 def test_block(name: str) -> None:
     hessian = cases()[name]
     found = hessian.as_block()
-    assert (found.columns, found.diagonal, found.spread) == (None,) * 3
+    assert (found.columns, found.diagonal, found.factored) == (None,) * 3
     assert_close(dense(found), dense(hessian))
+
+
+def test_rows_are_formed_as_a_block() -> None:
+    hessian = cases()["rows"].merge(cases()["all"])
+    found = hessian.with_rows_formed()
+    assert found.rows is None
+    assert_close(dense(found), dense(hessian))
+    twice = cases()["rows"].merge(cases()["rows"])
+    assert_close(dense(twice), 2 * dense(cases()["rows"]))
 
 
 @pytest.mark.parametrize("name", FORMED[1:])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
-from backpack_core.contract.arguments import arguments, by_slot, root, tensor
+from backpack_core.contract.arguments import arguments, by_slot, tensor, whole_call
 from backpack_core.contract.rules import AffinePairsRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
@@ -218,7 +218,7 @@ def _mask(view: View, keys: int) -> Tensor | None:
 
 def _per_sample(view: View, name: str) -> Tensor:
     """A mask of this view, as it was passed, with axes ``[N or 1, H or 1, L or 1, S]``."""
-    whole, chosen = root(view)
+    whole, chosen = whole_call(view)
     mask: Tensor = arguments(whole)[name]
     if name == "key_padding_mask":
         mask = mask[:, None, None]

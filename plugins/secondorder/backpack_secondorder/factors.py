@@ -25,8 +25,8 @@ def block(product: SampleProduct) -> Tensor:
     size = product.shape.numel()
     total = product.new_zeros(size, size)
     for _, _, part in product.pieces():
-        rows = rearrange(part.flatten(2), "v n p -> (v n) p")
-        total = torch.addmm(total, rows.T, rows)
+        vectors = rearrange(part.flatten(2), "v n p -> (v n) p")
+        total = torch.addmm(total, vectors.T, vectors)
     return total
 
 
@@ -117,16 +117,16 @@ class RotatedRows:
         self._inp, self._matrix = inp, matrix
         self.shape = inp.shape
 
-    def __getitem__(self, rows: slice) -> Tensor:
+    def __getitem__(self, samples: slice) -> Tensor:
         """The rotated inputs of some samples."""
-        return _rotate(self._inp[rows], self._matrix)
+        return _rotate(self._inp[samples], self._matrix)
 
 
-def _rotate(rows: Tensor, matrix: Tensor) -> Tensor:
+def _rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
     """``[..., G, D]`` times ``[D, D]`` or ``[G, D, D]``."""
     if matrix.dim() == 2:
-        return rows @ matrix
-    return (rows.unsqueeze(-2) @ matrix).squeeze(-2)
+        return vectors @ matrix
+    return (vectors.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
 def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") -> Tensor:
@@ -144,11 +144,11 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
     if key not in product.beside:
         if sharing == "expand":
-            rows = rearrange(out, "v n s g o -> (v n s) g o")
+            vectors = rearrange(out, "v n s g o -> (v n s) g o")
         else:
-            rows = rearrange(out.sum(2), "v n g o -> (v n) g o")
+            vectors = rearrange(out.sum(2), "v n g o -> (v n) g o")
         # With the columns: another tensor must not get their memory as long as the key is known.
-        product.beside[key] = out, _without_groups(covariances.outer(rows))
+        product.beside[key] = out, _without_groups(covariances.outer(vectors))
     factor: Tensor = product.beside[key][1]
     return factor
 
@@ -207,8 +207,8 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
         return ParameterOrder(product.shape)
-    rows = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
-    return ParameterOrder(product.shape, product.to_parameter(rows).flatten().argsort())
+    numbers = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
+    return ParameterOrder(product.shape, product.to_parameter(numbers).flatten().argsort())
 
 
 def _without_groups(factor: Tensor) -> Tensor:
