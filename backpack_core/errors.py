@@ -32,6 +32,7 @@ import sys
 import warnings
 from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 
 class BackpackError(Exception):
@@ -71,7 +72,13 @@ class SampleMixingError(UnsupportedError):
 
 
 class BridgeError(UnsupportedError):
-    """A quantity cannot be carried through an autograd node exactly."""
+    """A quantity cannot be carried through an autograd node exactly.
+
+    Attributes:
+        node: The node; ``None`` if there is no single one.
+    """
+
+    node: Any = None
 
 
 class ShapeError(BackpackError, ValueError):

@@ -47,6 +47,11 @@ def set_memory_budget(size: int) -> None:
     _budget = size
 
 
+def column_budget(device: str) -> int:
+    """Bytes that columns at one tensor may take, on a type of device."""
+    return min(HEAP, _budget) if device == "cpu" else _budget
+
+
 def even_size(count: int, most: int) -> int:
     """The size of parts that are about equal and no larger than ``most``."""
     return -(-count // -(-count // most)) if count else 1

@@ -61,7 +61,7 @@ def by_slot(
     return tuple(result)
 
 
-def root(view: View) -> tuple[View, Tensor | None]:
+def whole_call(view: View) -> tuple[View, Tensor | None]:
     """The call with all samples, and which of them this view shows (``None`` for all).
 
     A view cuts every tensor whose axis 0 is as long as the batch. A mask or an initial state, whose

@@ -41,6 +41,5 @@ def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:
             "out."
         )
     product = ComputedProduct(reading, source, leaf)
-    for name in ("name", "path", "module", "rule"):
-        setattr(product, name, getattr(reading, name))
+    product.place(reading.module, reading.path, reading.name, reading.rule, is_linear=False)
     return product

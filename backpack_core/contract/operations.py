@@ -52,6 +52,10 @@ class Operation(Generic[R]):
         registered: Callable[..., R] = self._dispatch.register(version)
         return registered
 
+    def has_version(self, form: type[SampleProduct]) -> bool:
+        """Whether a form has a version of its own, beside the definition for all."""
+        return self._dispatch.dispatch(form) is not self._dispatch.dispatch(object)
+
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
         """The result for a product: computed once, and nobody's to change."""
         key = (self, *settings)

@@ -67,6 +67,11 @@ class Reading:
         self.kept: dict[Any, Any] = {}
         self.beside: dict[Any, Any] = {}
 
+    def place(self, module: Module | None, path: str, name: str, rule: type, is_linear: bool) -> None:
+        """Say where it stands; the engine does."""
+        self.module, self.path, self.name = module, path, name
+        self.rule, self.is_linear = rule, is_linear
+
     def join(self, others: Sequence[Any]) -> Any:
         """The same for a parameter that is used several times, from this and later readings.
 
@@ -356,12 +361,8 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     roots: dict[Root, int] = {}
     for part in parts:
         roots.update(part.roots)
-    summands = [
-        p if list(p.roots.items()) == list(roots.items()) else PlacedProduct(p, roots)
-        for p in parts
-    ]
     merged: list[SampleProduct] = []
-    for part in summands:
+    for part in (placed(part, roots) for part in parts):
         for position, other in enumerate(merged):
             joined = _joined(other, part)
             if joined is not None:
@@ -372,6 +373,23 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     result = merged[0] if len(merged) == 1 else SumProduct(merged)
     result.roots = roots
     return result
+
+
+def placed(product: SampleProduct, roots: Mapping[Root, int]) -> SampleProduct:
+    """A product among the columns of other roots, for which it is zero, in its own form if it may.
+
+    Args:
+        product: The product of some roots.
+        roots: All of them, and how many columns each has.
+    """
+    if list(product.roots.items()) == list(roots.items()):
+        return product
+    if not isinstance(product, AffineProduct):
+        return PlacedProduct(product, roots)
+    blocks = dict(zip(product.roots, product.out.split(list(product.roots.values())), strict=True))
+    zeros = product.new_zeros(*product.out.shape[1:])
+    found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
+    return product.with_columns(torch.cat(found))
 
 
 def _joined(first: SampleProduct, second: SampleProduct) -> AffineProduct | None:

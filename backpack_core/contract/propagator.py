@@ -17,7 +17,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.columns import Columns, Root
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge
@@ -81,8 +81,8 @@ class Propagator(ABC):
         """
 
     @abstractmethod
-    def product(self, rule: ParametricRule, view: View, name: str, quantity: Any) -> SampleProduct:
-        """What extensions read at a parameter.
+    def product(self, rule: ParametricRule, view: View, name: str, quantity: Any) -> Reading:
+        """What extensions read at a parameter; the engine says on it where it stands.
 
         Args:
             rule: The layer's rule.
@@ -180,7 +180,8 @@ class Propagator(ABC):
             view: The call.
             quantity: The quantity at its output; at a loss, and of a residual, at its input.
             size: How many columns fit into memory at the widest call.
-            is_rooted: Whether everything has to be in the form of :meth:`rooted`.
+            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`: a parameter is
+                used several times, or an operation between modules comes next.
 
         Returns:
             What goes on, and parts that are carried through the net one after the other, at once.
@@ -237,7 +238,7 @@ class ColumnPropagator(Propagator):
 
     def widen(self, quantity: Columns, batch_size: int) -> Columns:
         """Zeros for the samples that were left out."""
-        return spread_samples(quantity, self.subsampling, batch_size)
+        return widen_samples(quantity, self.subsampling, batch_size)
 
     def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
         """The chosen samples."""
@@ -339,7 +340,7 @@ def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
     return propagator.map(quantity, lambda mat: look_through(mat, layout))
 
 
-def spread_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
+def widen_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
     """``[V, n, *]`` of chosen samples to the whole batch; zeros elsewhere.
 
     A sample that was chosen several times may have other columns each time (drawn ones have), so
@@ -349,16 +350,16 @@ def spread_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size:
         return columns
     turns = _occurrences(chosen, batch_size)
 
-    def spread(mat: Tensor) -> Tensor:
+    def widen(mat: Tensor) -> Tensor:
         whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
         whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
         return whole.transpose(1, 2).flatten(0, 1)
 
-    return Columns({root: spread(mat) for root, mat in columns.blocks.items()})
+    return Columns({root: widen(mat) for root, mat in columns.blocks.items()})
 
 
 def pick_samples(columns: Columns, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
-    """The reverse of :func:`spread_samples`, where the samples lie on some axis of the tensor."""
+    """The reverse of :func:`widen_samples`, where the samples lie on some axis of the tensor."""
     if chosen is None:
         return columns
 

@@ -89,7 +89,7 @@ class LayerRule(ABC):
         """
         return False
 
-    def batch_axis(self, view: View, output_nr: int) -> int:
+    def batch_axis(self, view: View, index: int) -> int:
         """Which axis of an output holds the samples; 0 for all but some state outputs.
 
         The engine moves that axis to the front of ``mat``, ``view.output`` and ``view.grad_output``
@@ -243,9 +243,6 @@ class ParametricRule(LayerRule):
                 f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
                 f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
             )
-        product.name, product.path, product.rule = name, view.path, type(self)
-        product.module = view.call.module
-        product.is_linear = name in self.linear_in_params
         return product
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:

@@ -213,7 +213,7 @@ class BackwardPass(Traversal):
                 self._look_around([site.edge])
             self._refuse_changes(view, changed_by)
             if not call.rule.is_loss:  # a loss matters only where something starts
-                with located(view, self._name(None)):
+                with located(view, None):
                     call.rule.check(view)
             for slot in range(len(self.groups)):
                 self.visit(slot, site, view)
@@ -283,28 +283,34 @@ class BackwardPass(Traversal):
         size = self._chunk_size(slot, view)
         if size is None:
             return quantity
-        propagator, rooted = self.groups[slot].propagator, self.survey.is_shared
-        kept, parts = propagator.shed(site.call.rule, view, quantity, size, rooted)
+        propagator, call = self.groups[slot].propagator, site.call
+        edges = (site.below,) if call.goes_inside and not call.rule.is_loss else call.edges
+        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
+        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
         for part in parts:
-            send = partial(
+            start = partial(
                 Sweep.send, slot=slot, site=site, view=view, carrier=carrier, quantity=part
             )
-            self._sweep(slot, site, send)
+            self._sweep(slot, site, start)
         return kept
 
     def add_residuals(self, slot: int, site: Site, view: View, inputs: dict[int, Any]) -> None:
         """Carry through at once what does not fit; the rest goes with what there is."""
-        propagator, size = self.groups[slot].propagator, self._chunk_size(slot, view)
+        propagator = self.groups[slot].propagator
         for position, new in propagator.residual(site.call.rule, view).items():
-            edge = site.call.edges[position]
+            edge, size = site.call.edges[position], self._chunk_size(slot, view)
             if edge is None:
                 continue
             if size is not None:
-                new, parts = propagator.shed(None, view, new, size, self.survey.is_shared)
+                new, parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
                 for part in parts:
-                    self._sweep(slot, site, partial(_deliver, slot=slot, edge=edge, part=part))
+                    self._sweep(slot, site, partial(Sweep.deliver, slot=slot, edge=edge, own=part))
             old = inputs.get(position)
             inputs[position] = new if old is None else propagator.merge(old, new)
+
+    def _is_rooted(self, edge: Edge) -> bool:
+        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
+        return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def _chunk_size(self, slot: int, view: View) -> int | None:
         extensions = self.groups[slot].extensions
@@ -427,10 +433,6 @@ class BackwardPass(Traversal):
             "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
             "or leave second-order extensions out."
         )
-
-
-def _deliver(sweep: Sweep, slot: int, edge: Edge, part: Any) -> None:
-    sweep.deliver(slot, edge, own=part)
 
 
 def _log(view: View) -> None:

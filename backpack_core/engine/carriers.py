@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from backpack_core._torch import class_of
+from backpack_core._torch import Node, class_of
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
@@ -24,11 +24,13 @@ from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackError,
     BackpackWarning,
+    BridgeError,
     UnsupportedError,
     warn_once,
 )
-from backpack_core.graph.survey import parameters_of
+from backpack_core.graph.survey import Survey, parameters_of
 from backpack_core.plugins.loading import missing
+from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 
 _AUTODIFF = AutodiffRule()
@@ -65,7 +67,10 @@ class RuleCarrier(Carrier):
         for name, parameter, tensor, is_covered in parameters_of(view.call):
             if name not in used:
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                used[name] = self._propagator.product(rule, view, name, quantity)
+                reading = self._propagator.product(rule, view, name, quantity)
+                is_linear = is_covered and name in rule.linear_in_params
+                reading.place(view.call.module, view.path, name, type(rule), is_linear)
+                used[name] = reading
             reading = used[name]
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
@@ -196,17 +201,43 @@ def tolerates(extension: Extension, view: View, name: str, error: UnsupportedErr
 
 
 @contextmanager
-def located(view: View, who: str) -> Iterator[None]:
+def located(view: View, extension: Extension | None) -> Iterator[None]:
     """Add where it happened to an error: module, extension, and who provided them."""
     try:
         yield
     except Exception as error:
-        if getattr(error, "backpack_context", None) is None:
-            call = view.call
-            text = f"[{who}, at {view.path}, rule {type(call.rule).__name__} of {call.provenance}]"
-            error.backpack_context = text  # type: ignore[attr-defined]
-            if isinstance(error, BackpackError):
-                error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
-            elif hasattr(error, "add_note"):
-                error.add_note(text)
+        rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
+        _place(error, extension, f", at {view.path}, rule {rule}")
         raise
+
+
+@contextmanager
+def located_between(
+    survey: Survey, extension: Extension | None, node: Node | None = None
+) -> Iterator[None]:
+    """The same between modules: behind which of them an operation stands, as far as it is known.
+
+    Args:
+        survey: What is known about the graph.
+        extension: The extension.
+        node: The operation; ``None`` if the error will say.
+    """
+    try:
+        yield
+    except Exception as error:
+        at = error.node if node is None and isinstance(error, BridgeError) else node
+        paths = [] if at is None else survey.sources(at)
+        _place(error, extension, f", after {', '.join(paths)}" if paths else "")
+        raise
+
+
+def _place(error: Exception, extension: Extension | None, where: str) -> None:
+    """Say it once: the innermost place counts."""
+    if getattr(error, "backpack_context", None) is not None:
+        return
+    who = "no extension" if extension is None else registry.describe(extension)
+    text = error.backpack_context = f"[{who}{where}]"  # type: ignore[attr-defined]
+    if isinstance(error, BackpackError):
+        error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
+    elif hasattr(error, "add_note"):
+        error.add_note(text)

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
-from backpack_core.engine.carriers import located
+from backpack_core.engine.carriers import located, located_between
 from backpack_core.errors import UsageError
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 
@@ -47,7 +46,7 @@ class GraphPass:
     def observe(self, view: View) -> None:
         """Show a visit to all of them."""
         for extension, reading in self._readings:
-            with located(view, registry.describe(extension)):
+            with located(view, extension):
                 reading.observe(view)
 
     def results(self, survey: Survey) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
@@ -57,7 +56,9 @@ class GraphPass:
             gradients = self._gradients or (None,) * len(self._roots)
             graph = LossGraph(self._roots, gradients, _parameters(survey), survey.nonlinear)
             for extension, reading in self._readings:
-                yield extension, reading.results(graph)
+                with located_between(survey, extension):
+                    values = reading.results(graph)
+                yield extension, values
 
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
-from backpack_core.tuning import HEAP, memory_budget
+from backpack_core.tuning import column_budget, memory_budget
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
@@ -42,7 +42,7 @@ def chunk_size(extensions: Sequence[Extension], survey: Survey, device: torch.de
     asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
     if asked:
         return min(asked)
-    limit = min(HEAP, memory_budget()) if device.type == "cpu" else memory_budget()
+    limit = column_budget(device.type)
     if any(e.per_sample for e in extensions):
         limit = max(limit, survey.weights * survey.batch_size)
     return max(1, limit // max(1, survey.widest))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from backpack_core._torch import ACCUMULATE, Node, will_execute
+from backpack_core._torch import Node, will_execute
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import (
@@ -21,6 +21,7 @@ from backpack_core.engine.carriers import (
     RuleCarrier,
     allows_fallback,
     located,
+    located_between,
     tolerates,
 )
 from backpack_core.engine.ownership import owned
@@ -118,7 +119,7 @@ class Traversal(ABC):
         view = view.subsample(propagator.subsampling)
         arrived = self._at_sites.pop((slot, site.call, site.index), NOTHING)
         carrier = self._carrier(slot, view)
-        with located(view, self._name(first)):
+        with located(view, first):
             quantity = propagator.arrive(
                 site.call.rule, view, self._at_output(propagator, site, view, arrived)
             )
@@ -126,14 +127,15 @@ class Traversal(ABC):
                 quantity = propagator.nothing(view)
             if quantity is None and not self._may_miss(carrier, view):
                 raise _nothing_arrived(view, first)
-            if self.survey.is_shared:
-                quantity = propagator.rooted(quantity)
-        self._read(slot, view, carrier, quantity)
+            whole = propagator.rooted(quantity) if self.survey.is_shared else quantity
+        self._read(slot, view, carrier, whole)
         if not propagator.travels:
             return
-        with located(view, self._name(first)):
-            quantity = self.shed(slot, site, view, carrier, quantity)
-            self.send(slot, site, view, carrier, quantity, arrived)
+        with located(view, first):
+            if site.layout is None and not view.axis:  # else what is below has another shape
+                whole = self.shed(slot, site, view, carrier, whole)
+                arrived = arrived if whole is quantity else Waiting()
+            self.send(slot, site, view, carrier, whole, arrived)
 
     def send(
         self,
@@ -207,7 +209,7 @@ class Traversal(ABC):
         if not extensions:
             return
         beside: dict[Any, Any] = {}
-        with located(view, self._name(extensions[0])):
+        with located(view, extensions[0]):
             for name, parameter, value, _ in carrier.values(view, quantity):
                 self._refuse_shared(parameter, name)
                 self.store(extensions[0], parameter, value)
@@ -239,7 +241,7 @@ class Traversal(ABC):
         """Let all extensions of a group read off one parameter."""
         readings, view, name, parameter, is_covered = pending
         for extension in self.groups[slot].extensions:
-            with located(view, self._name(extension)):
+            with located(view, extension):
                 if not is_covered and not allows_fallback(extension, view):
                     continue
                 try:
@@ -321,19 +323,17 @@ class Traversal(ABC):
     def cross(self, node: Node) -> None:
         """Push what waits at a node through it."""
         for slot, quantities in self._at_nodes.pop(node, {}).items():
-            propagator = self.groups[slot].propagator
-            crossed = propagator.cross(node, quantities, self.survey.batch_size)
+            propagator, extensions, _ = self.groups[slot]
+            first = extensions[0] if extensions else None
+            with located_between(self.survey, first, node):
+                crossed = propagator.cross(node, quantities, self.survey.batch_size)
             if not crossed:
                 continue
             edges: dict[int, Edge] = dict(edges_behind(node))
             for position, quantity in crossed:
                 edge = edges.get(position)
-                if edge is not None and edge.node.name() != ACCUMULATE:
+                if edge is not None and not nodes.is_leaf(edge.node):
                     self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
-
-    @staticmethod
-    def _name(extension: Extension | None) -> str:
-        return "no extension" if extension is None else registry.describe(extension)
 
 
 def join(readings: list[Any]) -> Any:

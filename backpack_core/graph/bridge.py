@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from backpack_core._torch import ACCUMULATE, Node, metadata_of, quiet_vmap
+from backpack_core._torch import Node, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError
-from backpack_core.graph.nodes import is_function, refuse
+from backpack_core.graph.nodes import is_function, is_leaf, refuse
 
 Columns = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 
@@ -35,7 +35,7 @@ def push(node: Node, mats: Columns) -> Columns:
     Raises:
         BridgeError: The node runs a backward pass of its own, or draws random numbers.
     """
-    if node.name() == ACCUMULATE:
+    if is_leaf(node):
         return {}
     metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}

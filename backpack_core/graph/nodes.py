@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 
+import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from backpack_core._torch import ACCUMULATE, Node
+from backpack_core._torch import ACCUMULATE, Node, metadata_of
 from backpack_core.errors import BridgeError
 
 # Backward nodes that are linear maps whatever their arguments are.
@@ -57,6 +58,16 @@ def is_hook(node: Node) -> bool:
     return getattr(type(node), "_forward_cls", None) is BackwardHookFunction
 
 
+def is_leaf(node: Node) -> bool:
+    """Whether a node takes the gradient of a leaf: a parameter, say."""
+    return node.name() == ACCUMULATE
+
+
+def shape_of(node: Node, output_nr: int) -> torch.Size:
+    """The shape of one of a node's outputs."""
+    return torch.Size(metadata_of(node, output_nr).shape)
+
+
 def name_of(node: Node) -> str:
     """The node's operation, as ``"Mul"`` for ``MulBackward0``."""
     return re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
@@ -71,10 +82,12 @@ def described(node: Node) -> str:
 
 def refuse(node: Node, reason: str) -> BridgeError:
     """The error for a node that cannot be crossed."""
-    return BridgeError(
+    error = BridgeError(
         f"Cannot carry the quantity through the operation {name_of(node)!r} ({node.name()}) "
         f"between two modules: {reason}. Move the operation into a module and give it a layer rule."
     )
+    error.node = node
+    return error
 
 
 def is_linear(node: Node) -> bool:
@@ -87,9 +100,7 @@ def is_linear(node: Node) -> bool:
     name = name_of(node)
     if name in LINEAR or name in PIECEWISE_LINEAR:
         return True
-    varies = [
-        parent is not None and parent.name() != ACCUMULATE for parent, _ in node.next_functions
-    ]
+    varies = [parent is not None and not is_leaf(parent) for parent, _ in node.next_functions]
     if name in FACTORS:
         return not all(varies[position] for position in FACTORS[name])
     return name in QUOTIENTS and not any(varies[1:])
@@ -102,5 +113,4 @@ def mixes_samples(node: Node) -> bool:
     """
     if is_function(node) or not _BATCH_NORM.match(node.name()):
         return False
-    (output, *_) = node._input_metadata
-    return output.shape[0] > 1 and bool(getattr(node, "_saved_training", True))
+    return shape_of(node, 0)[0] > 1 and bool(getattr(node, "_saved_training", True))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core._torch import ACCUMULATE, COPY_SLICES, Node
+from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import (
     BackpackError,
     SampleMixingError,
@@ -146,7 +146,7 @@ class Survey:
         if nodes.mixes_samples(node):
             self.faults.append((_mixing_node(node), node))
         for _, edge in edges_behind(node):
-            if edge.node.name() == ACCUMULATE:
+            if nodes.is_leaf(edge.node):
                 self._note_parameter(edge.node.variable, node, region)  # type: ignore[attr-defined]
                 continue
             if edge.level:
@@ -214,6 +214,20 @@ class Survey:
         between = dict.fromkeys(node for node, _ in self._seen)
         return [n for n in between if not nodes.is_linear(n) and leads_to_parameters(n)]
 
+    def sources(self, node: Node) -> list[str]:
+        """The calls whose outputs an operation works on, through other operations: their paths."""
+        found: dict[str, None] = {}
+        todo, seen = [node], {node}
+        while todo:
+            for _, edge in edges_behind(todo.pop()):
+                site = self.site_at(edge)
+                if site is not None:
+                    found[site.call.path] = None
+                elif edge.node not in seen:
+                    seen.add(edge.node)
+                    todo.append(edge.node)
+        return list(found)
+
     def _other_batch(self, call: Call, size: int) -> BackpackError:
         return ShapeError(
             f"{call.path} received a batch of {size}, but {self._first} one of "
@@ -234,10 +248,17 @@ def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
 
 
 def leads_to_parameters(node: Node) -> bool:
-    """Whether any trained parameter of an extended module lies behind a node."""
-    behind = Survey()
-    behind.add(edge for _, edge in edges_behind(node))
-    return bool(behind.uses or behind.bare)
+    """Whether a parameter lies behind a node; also when calls have let go of their tensors."""
+    todo, seen = [node], {node}
+    while todo:
+        for child, _ in todo.pop().next_functions:
+            if child is None or child in seen:
+                continue
+            if nodes.is_leaf(child) and isinstance(child.variable, Parameter):  # type: ignore[attr-defined]
+                return True
+            seen.add(child)
+            todo.append(child)
+    return False
 
 
 class Trained(NamedTuple):

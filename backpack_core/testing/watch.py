@@ -8,7 +8,6 @@ from torch.nn import Module
 
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.operations import Operation
 from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.rules import LayerRule, ParametricRule, ProductRule
 
@@ -65,9 +64,4 @@ def declared_form(rule: type[LayerRule]) -> type[SampleProduct]:
 
 def is_fast(extension: type[Extension], form: type[SampleProduct]) -> bool:
     """Whether all that an extension needs has a version for a form, so that no ``M`` is formed."""
-    return bool(extension.needs) and all(_has_version(need, form) for need in extension.needs)
-
-
-def _has_version(operation: Operation[Any], form: type[SampleProduct]) -> bool:
-    dispatch = operation._dispatch.dispatch
-    return dispatch(form) is not dispatch(SampleProduct)
+    return bool(extension.needs) and all(need.has_version(form) for need in extension.needs)

@@ -95,8 +95,8 @@ def transposed(positions: int, reverse: bool = False) -> Formed:
     return Formed(product, mat.flip(2), (out, inp))
 
 
-def bias(positions: int) -> Formed:
-    out = leaf(COLUMNS, SAMPLES, positions, 6, 2)
+def bias(positions: int, columns: int = COLUMNS) -> Formed:
+    out = leaf(columns, SAMPLES, positions, 6, 2)
     return Formed(AffineProduct(out, None, SHAPE), out.sum(2), (out,))
 
 

@@ -267,6 +267,13 @@ def test_a_form_of_somebody_else_has_the_versions_of_its_parents_or_its_own() ->
         assert not torch.allclose(square_sum(product), matrix.square().sum((0, 1)))
 
 
+def test_an_operation_knows_the_forms_it_has_versions_for() -> None:
+    assert largest.has_version(AffineProduct)
+    assert square_sum.has_version(ShiftedTable)  # its parent's
+    assert not largest.has_version(LookupProduct)
+    assert not dense.has_version(SampleProduct)
+
+
 def test_an_operation_has_the_name_and_text_of_its_definition() -> None:
     assert repr(square_sum) == "<operation square_sum>"
     assert largest.__doc__ is not None

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack_core import (
-    extend,
-    memory_budget,
-)
+from backpack_core import backpack, extend, memory_budget
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import (
+    EKFAC,
     KFAC,
+    KFLR,
     KFRA,
     BatchDiagHessian,
     BatchGrad,
@@ -30,9 +30,7 @@ from backpack_core.testing.extensions_run import installed_extensions
 from backpack_core.testing.network import Readout, Shrink, SoftmaxLoss, install_own_rules
 from tests import oracle
 from tests.cases import Net, Problem, classification
-from tests.contract.products import (
-    budget,
-)
+from tests.contract.products import budget
 from tests.oracle import assert_close
 
 
@@ -114,6 +112,14 @@ def one_recurrent_layer_twice() -> Net:
     )
 
 
+def both_outputs_of_a_recurrent_layer() -> Net:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        steps, last = net.rnn(x)
+        return net.readout(steps + last.transpose(0, 1))  # type: ignore[no-any-return]
+
+    return Net(forward, rnn=nn.GRU(2, 2, batch_first=True), readout=Readout(6))
+
+
 class Outer(Module):
     """A module that no rule knows."""
 
@@ -143,6 +149,7 @@ SHARED = [
     biases_of_a_linear_layer_and_a_norm,
     one_layer_three_times,
     one_recurrent_layer_twice,
+    both_outputs_of_a_recurrent_layer,
     without_and_with_a_rule,
 ]
 
@@ -185,7 +192,7 @@ def test_kronecker_factors_of_shared_weights() -> None:
     for make in (embedding_and_its_transpose, convolution_and_its_transpose):
         given = kit_problem(make)
         assert not given.usable([KFAC()])
-        assert "Kronecker structure is needed" in given.refused["KFAC"]
+        assert "have no Kronecker factors in common" in given.refused["KFAC"]
 
 
 @pytest.mark.parametrize("extension", [DiagHessian, BatchDiagHessian])
@@ -230,8 +237,6 @@ def two_heads() -> tuple[Net, Problem, Callable[[Module], Tensor]]:
 
 def test_two_losses_at_one_weight() -> None:
     """Columns of each loss reach one use only; the gradient is a single column."""
-    from backpack_core import backpack
-
     net, plain, loss = two_heads()
     gradients = plain.expected(oracle.individual_gradients)
     diagonals = [d.sum(0) for d in plain.expected(oracle.ggn_diagonals)]
@@ -245,3 +250,26 @@ def test_two_losses_at_one_weight() -> None:
     for parameter, block in zip(plain.parameters, blocks, strict=True):
         found = parameter.ggn_gram.gram.flatten(0, 1).flatten(1)
         assert_close(torch.linalg.matrix_norm(found), torch.linalg.matrix_norm(block))
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
+def test_kronecker_factors_of_two_losses_at_one_weight(setting: Any, size: int | None) -> None:
+    """``B`` adds up over losses, ``A`` has the positions of both uses, in chunks as at once."""
+    net, plain, loss = two_heads()
+    blocks = dict(zip(plain.parameters, plain.expected(oracle.ggn), strict=True))
+    (x,) = plain.inputs
+    hidden = torch.tanh(net.stem(x)).detach()
+    extend(net)
+    with backpack(KFLR(setting, chunk_size=size), EKFAC(None, setting)):
+        loss(net).backward()
+    outer, inner = net.a.weight.kflr
+    assert_close(outer, (blocks[net.a.bias] + blocks[net.b.bias]).sum(0))
+    scale = {"kfc": 2, "expand": 1, "reduce": 1}[setting]  # both uses have the same inputs
+    assert_close(inner, scale * hidden.T @ hidden / len(hidden))
+    basis = net.a.weight.ekfac
+    rotation = basis.with_values(torch.ones_like(basis.values)).rotate(
+        torch.eye(8).reshape(8, *net.a.weight.shape)
+    )
+    block = blocks[net.a.weight].sum(0)
+    assert_close(basis.values.flatten(), (rotation.T @ block @ rotation).diagonal())

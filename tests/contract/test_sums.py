@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -94,12 +96,24 @@ def test_two_columns_of_one_root_are_added() -> None:
 
 
 def test_columns_of_different_roots_stay_apart() -> None:
-    one = rooted(affine(1, (1, 6, 2), columns=1), {FIRST: 1})
-    other = rooted(affine(1, (1, 6, 2), columns=2), {SECOND: 2})
+    one = rooted(table(columns=1), {FIRST: 1})
+    other = rooted(table(columns=2), {SECOND: 2})
     product = sum_of([one.product, other.product])
     assert product.roots == {FIRST: 1, SECOND: 2}
     assert kinds(product) == [PlacedProduct] * 2
     assert_close(dense(product).detach(), torch.cat([one.matrix, other.matrix]).detach())
+
+
+@pytest.mark.parametrize("make", [lambda n: affine(2, (2, 3, 2), columns=n), lambda n: bias(2, n)])
+def test_columns_of_different_roots_keep_an_affine_form(make: Callable[[int], Formed]) -> None:
+    """With zeros where a root has no columns, so that there is nothing to form."""
+    one, other = rooted(make(1), {SECOND: 1}), rooted(make(3), {FIRST: 2, THIRD: 1})
+    product = sum_of([one.product, other.product])
+    assert isinstance(product, AffineProduct)
+    assert (product.roots, product.positions) == ({SECOND: 1, FIRST: 2, THIRD: 1}, 4)
+    matrix = torch.cat([one.matrix, other.matrix]).detach()
+    assert_close(dense(product).detach(), matrix)
+    assert_close(square_sum(product).detach(), matrix.square().sum((0, 1)))
 
 
 def test_the_order_of_roots_does_not_matter() -> None:

@@ -63,6 +63,16 @@ def test_a_room_imports_those_below_it(room: str) -> None:
             assert allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
+@pytest.mark.parametrize("package", FAMILIES)
+def test_plugins_import_nothing_private(package: str) -> None:
+    """Of the core, no name that begins with an underscore: what they need has a public home."""
+    for path in sorted(PACKAGES[package].rglob("*.py")):
+        for name in imported(path):
+            top, *rest = name.split(".")
+            private = top == "backpack_core" and any(part.startswith("_") for part in rest)
+            assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
 def python(source: str, **environment: str) -> str:
     """Run a script in a process of its own; its standard output."""
     result = subprocess.run(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,8 +75,11 @@ def test_two_losses() -> None:
 def test_nonlinear_operation_between_modules(operation: object, name: str) -> None:
     parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
     net = Net(lambda net, x: net.b(operation(net.a(x))), **parts)  # type: ignore[operator]
-    with pytest.raises(BridgeError, match=f"operation '{name}'"):
+    with pytest.raises(BridgeError, match=f"operation '{name}'") as error:
         classification(net, (3,)).run(DiagHessian())
+    where = error.value.backpack_context  # type: ignore[attr-defined]
+    assert where == "[DiagHessian of backpack-plugin-secondorder 0.1.0, after Linear 'a']"
+    assert where in str(error.value)
 
 
 def test_linear_operations_between_modules() -> None:
@@ -92,11 +97,35 @@ def test_linear_operations_between_modules() -> None:
     problem.compare("diag_h_batch", expected)
 
 
-def test_shared_parameter_is_refused() -> None:
-    layer = nn.Linear(3, 3)
-    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=layer, t=nn.Tanh())
-    with pytest.raises(UnsupportedError, match="module calls share"):
-        classification(net, (3,)).run(DiagHessian())
+def _branches(net: Net, x: Tensor) -> Tensor:
+    """One layer at two tensors, which meet behind nonlinear modules."""
+    return net.last(net.t(net.a(x)) + net.s(net.a(net.t(2 * x))))  # type: ignore[no-any-return]
+
+
+def _tokens_and_mean(net: Net, x: Tensor) -> Tensor:
+    tokens = net.t(net.a(x.unsqueeze(1) * torch.arange(1.0, 4.0).reshape(1, 3, 1)))
+    return net.last(net.s(net.a(x)) + tokens.mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [None, 1])
+@pytest.mark.parametrize("forward", [_branches, _tokens_and_mean])
+def test_parameter_of_several_branches(
+    forward: Callable[[Net, Tensor], Tensor], size: int | None
+) -> None:
+    parts = {"a": nn.Linear(3, 3), "last": nn.Linear(3, 3), "t": nn.Tanh(), "s": nn.Sigmoid()}
+    problem = classification(Net(forward, **parts), (3,))
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(DiagHessian(chunk_size=size), BatchDiagHessian(chunk_size=size))
+    problem.compare("diag_h", [d.sum(0) for d in expected])
+    problem.compare("diag_h_batch", expected)
+
+
+def test_parameter_used_twice_in_a_row() -> None:
+    """The loss has second derivatives in both uses together, which are not carried."""
+    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=nn.Linear(3, 3), t=nn.Tanh())
+    for extension in (DiagHessian(), BatchDiagHessian()):
+        with pytest.raises(UnsupportedError, match="is used again on the way to its own use"):
+            classification(net, (3,)).run(extension)
 
 
 def test_activation_used_twice_is_fine() -> None:

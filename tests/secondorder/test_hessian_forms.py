@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from backpack_core import Columns
-from backpack_secondorder.hessian import Hessian, Spread
+from backpack_secondorder.hessian import Factored, Hessian
 from tests.oracle import assert_close
 
 N, SHAPE = 3, (2, 2)
@@ -25,26 +27,34 @@ def block() -> Tensor:
     return (half + half.mT).transpose(0, 1).reshape(D, N, *SHAPE)
 
 
-def spread() -> Spread:
-    return Spread(torch.randn(6, 1, *SHAPE), torch.randn(6, N), torch.randn(N, *SHAPE))
+def factored() -> Factored:
+    return Factored(torch.randn(6, 1, *SHAPE), torch.randn(6, N), torch.randn(N, *SHAPE))
 
 
 def dense(hessian: Hessian) -> Tensor:
     """``[N, D, D]``, from the definition."""
     total = torch.zeros(N, D, D)
-    for mat, signs in hessian.signed_columns():
-        weights = torch.ones(mat.shape[:2]) if signs is None else signs
+    for root, mat in hessian.signed_columns():
+        weights = torch.ones(mat.shape[:2]) if root.signs is None else root.signs
         total += torch.einsum("vn,vna,vnb->nab", weights, mat.flatten(2), mat.flatten(2))
     if hessian.diagonal is not None:
         total += torch.diag_embed(hessian.diagonal.flatten(1))
-    if hessian.spread is not None:
-        rows = hessian.spread.rows.flatten(1)
-        inner = torch.einsum("va,vn,vb->nab", rows, hessian.spread.weights, rows)
-        scale = hessian.spread.scale.flatten(1)
+    if hessian.factored is not None:
+        rows = hessian.factored.rows.flatten(1)
+        inner = torch.einsum("va,vn,vb->nab", rows, hessian.factored.weights, rows)
+        scale = hessian.factored.scale.flatten(1)
         total += scale.unsqueeze(2) * inner * scale.unsqueeze(1)
     if hessian.block is not None:
         total += hessian.block.flatten(2).transpose(0, 1)
+    if hessian.rows is not None:
+        size, rows = hessian.rows
+        total += rows(slice(0, size)).flatten(2).transpose(0, 1)
     return total
+
+
+def lazy() -> tuple[int, Callable[[slice], Tensor]]:
+    formed = block()
+    return D, lambda some: formed[some]
 
 
 def cases() -> dict[str, Hessian]:
@@ -52,41 +62,81 @@ def cases() -> dict[str, Hessian]:
     return {
         "columns": Hessian(columns()),
         "diagonal": Hessian(diagonal=torch.randn(N, *SHAPE)),
-        "spread": Hessian(spread=spread()),
+        "factored": Hessian(factored=factored()),
         "block": Hessian(block=block()),
-        "all": Hessian(columns(), torch.randn(N, *SHAPE), spread(), block()),
+        "rows": Hessian(rows=lazy()),
+        "all": Hessian(columns(), torch.randn(N, *SHAPE), factored(), block()),
     }
 
 
-NAMES = ["columns", "diagonal", "spread", "block", "all"]
+FORMED = ["columns", "diagonal", "factored", "block", "all"]
+NAMES = [*FORMED, "rows"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_forms(name: str) -> None:
+def test_columns(name: str) -> None:
     hessian = cases()[name]
-    expected = dense(hessian)
-    assert_close(dense(hessian.as_columns()), expected)
-    assert hessian.as_columns().block is None
-    assert_close(dense(hessian.as_block()), expected)
-    assert hessian.as_block().columns is None
-    assert_close(dense(hessian.formed()), expected)
-    if name != "columns":
-        own = dense(Hessian(None, hessian.diagonal, hessian.spread, hessian.block))
-        assert_close(hessian.own_diagonal().flatten(1), own.diagonal(dim1=1, dim2=2))
+    found = hessian.as_columns()
+    assert (found.diagonal, found.factored, found.block, found.rows) == (None,) * 4
+    assert found.formed == hessian.formed + hessian.unformed
+    assert_close(dense(found), dense(hessian))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
 @pytest.mark.parametrize("name", NAMES)
-def test_operations(name: str) -> None:
+def test_chunks(name: str, size: int) -> None:
+    """What is not formed yet, in parts of limited size; a block's go in pairs."""
     hessian = cases()[name]
-    expected = dense(hessian)
-    mat = torch.randn(7, N, *SHAPE)
-    product = torch.einsum("nab,vnb->vna", expected, mat.flatten(2)).reshape(mat.shape)
-    assert_close(hessian.matmul(mat), product)
+    parts = list(hessian.chunks(size))
+    assert all(part.formed <= max(2, size) for part in parts)
+    assert sum(part.formed for part in parts) == hessian.unformed
+    total = sum(map(dense, parts), torch.zeros(N, D, D))
+    assert_close(total, dense(hessian) - dense(Hessian(hessian.columns)))
+
+
+@pytest.mark.parametrize("name", FORMED)
+def test_block(name: str) -> None:
+    hessian = cases()[name]
+    found = hessian.as_block()
+    assert (found.columns, found.diagonal, found.factored) == (None,) * 3
+    assert_close(dense(found), dense(hessian))
+
+
+def test_rows_are_formed_as_a_block() -> None:
+    hessian = cases()["rows"].merge(cases()["all"])
+    found = hessian.with_rows_formed()
+    assert found.rows is None
+    assert_close(dense(found), dense(hessian))
+    twice = cases()["rows"].merge(cases()["rows"])
+    assert_close(dense(twice), 2 * dense(cases()["rows"]))
+
+
+@pytest.mark.parametrize("name", FORMED[1:])
+def test_diagonal_of_all_but_the_columns(name: str) -> None:
+    hessian = cases()[name]
+    own = dense(hessian) - dense(Hessian(hessian.columns))
+    assert hessian.own_diagonal is not None
+    assert_close(hessian.own_diagonal.flatten(1), own.diagonal(dim1=1, dim2=2))
+
+
+def test_columns_alone_have_no_diagonal_of_their_own() -> None:
+    assert cases()["columns"].own_diagonal is None
+
+
+@pytest.mark.parametrize("name", FORMED)
+def test_scale(name: str) -> None:
+    hessian = cases()[name]
     scale = torch.randn(N, *SHAPE)
     outer = torch.einsum("na,nb->nab", scale.flatten(1), scale.flatten(1))
-    assert_close(dense(hessian.scaled(scale)), expected * outer)
-    other = cases()["all"]
-    assert_close(dense(hessian.merge(other)), expected + dense(other))
+    assert_close(dense(hessian.scaled(scale)), dense(hessian) * outer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merge(name: str) -> None:
+    hessian, other = cases()[name], cases()["all"]
+    expected = dense(hessian) + dense(other)
+    assert_close(dense(hessian.merge(other)), expected)
+    assert_close(dense(other.merge(hessian)), expected)
 
 
 def test_branched_columns_stay_columns() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from backpack_core import View
 from backpack_core.errors import BridgeError, UnsupportedError, UsageError
-from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA, SqrtGGNExact
+from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA
 from backpack_core.plugins import temporary_plugin
 from backpack_layers.linear import LinearRule
 from backpack_secondorder.kronecker import KroneckerFactors
@@ -179,18 +179,16 @@ class Reversed(nn.Linear):
 class ReversedRule(LinearRule):
     module_types = (Reversed,)
 
-    def from_matrix(self, call: ModuleCall, name: str, mat: Tensor) -> Tensor:
-        result = super().from_matrix(call, name, mat)
-        return result.flip(-1) if name == "bias" else result
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        return (lambda mat: mat.flatten(-2).flip(-1)) if name == "bias" else None
 
 
 def test_bias_in_an_order_of_its_own() -> None:
     with temporary_plugin(ReversedRule):
         problem = classification(nn.Sequential(Reversed(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,))
-        problem.run(KFLR(), SqrtGGNExact())
-        bias = problem.model[0].bias
-        columns = bias.sqrt_ggn_exact.flatten(0, 1)
-        oracle.assert_close(bias.kflr[0], columns.T @ columns)
+        blocks = problem.expected(oracle.ggn)
+        problem.run(KFLR())
+        oracle.assert_close(problem.parameters[1].kflr[0], blocks[1].sum(0))
 
 
 def test_groups_have_a_factor_each() -> None:
@@ -244,12 +242,54 @@ def test_no_structure(extension: Any) -> None:
     assert hasattr(net.last.weight, extension.savefield)
 
 
-def test_shared_parameter_is_refused() -> None:
-    layer = nn.Linear(3, 3)
-    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=layer, t=nn.Tanh())
-    for extension in (KFAC(), KFLR(), KFRA(), EKFAC()):
-        with pytest.raises(UnsupportedError, match="module calls share"):
-            classification(net, (3,)).run(extension)
+@pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
+def test_uses_of_a_weight_are_shared_positions(setting: Any) -> None:
+    """Eschenhagen et al. (2023): in several calls as on the tokens of one, to the last factor."""
+    layer, other, last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+    parts = {"a": layer, "b": other, "last": last, "t": nn.Tanh()}
+
+    def in_one_call(net: Net, x: Tensor) -> Tensor:
+        return net.last(net.b(net.t(net.a(x))).mean(1))  # type: ignore[no-any-return]
+
+    def in_three_calls(net: Net, x: Tensor) -> Tensor:
+        each = [net.b(net.t(net.a(token))) for token in x.unbind(1)]
+        return net.last(sum(each[1:], each[0]) / 3)  # type: ignore[no-any-return]
+
+    problem = classification(Net(in_one_call, **parts), (3, 3))
+    problem.run(KFLR(setting), EKFAC(None, setting))
+    expected = [list(p.kflr) for p in problem.parameters]
+    dense = [p.ekfac.dense() for p in problem.parameters]
+    problem.model = Net(in_three_calls, **parts)
+    problem.run(KFLR(setting), EKFAC(None, setting))
+    for p, factors, block in zip(problem.parameters, expected, dense, strict=True):
+        for ours, factor in zip(p.kflr, factors, strict=True):
+            oracle.assert_close(ours, factor)
+        oracle.assert_close(p.ekfac.dense(), block)
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_weight_of_two_layers_in_a_row(size: int | None) -> None:
+    """Factors by hand from both layers' inputs and columns; the block itself for the bias."""
+    net = Net(lambda net, x: net.b(net.t(net.a(x))), a=nn.Linear(3, 3), b=nn.Linear(3, 3),
+              t=nn.Tanh())  # fmt: skip
+    net.b.weight, net.b.bias = net.a.weight, net.a.bias
+    problem = classification(net, (3,))
+    weight, bias = problem.parameters
+    blocks = problem.expected(oracle.ggn)
+    received = inputs_of(problem)
+    problem.run(KFLR(chunk_size=size), KFLR("expand", savefield="expanded", chunk_size=size))
+    rows = torch.stack([received[net.a], received[net.b]], 1)
+    both = torch.einsum("nsi,nsj->ij", rows, rows) / len(rows)
+    oracle.assert_close(bias.kflr[0], blocks[1].sum(0))
+    oracle.assert_close(weight.kflr[0], blocks[1].sum(0))
+    oracle.assert_close(weight.kflr[1], both)
+    oracle.assert_close(weight.expanded[1], both / 2)
+
+
+def test_averages_of_several_uses_have_no_sum() -> None:
+    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=nn.Linear(3, 3), t=nn.Tanh())
+    with pytest.raises(UnsupportedError, match=r"used 2 times, and AverageReading has no meaning"):
+        classification(net, (3,)).run(KFRA())
 
 
 def test_subsampling() -> None:

@@ -104,9 +104,7 @@ class HandedOn(Propagator):
 
     def product(self, rule: Any, view: View, name: str, quantity: Any) -> Reading:
         """Nothing is read but by module extensions."""
-        reading = Reading(view.parameter_itself(name).shape)
-        reading.name, reading.path, reading.module = name, view.path, view.call.module
-        return reading
+        return Reading(view.parameter_itself(name).shape)
 
     def merge(self, first: Any, second: Any) -> Any:
         """The extension's own way to accumulate."""

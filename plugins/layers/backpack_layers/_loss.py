@@ -34,7 +34,7 @@ def restrict(view: View, whole: Tensor) -> Tensor:
     return whole if view.indices is None else whole[list(view.indices)]
 
 
-def spread(view: View, what: str, whole: Tensor) -> Tensor:
+def broadcast(view: View, what: str, whole: Tensor) -> Tensor:
     """Broadcast ``whole`` to the shape of the input, ``[N, *in]``.
 
     Raises:
@@ -51,7 +51,7 @@ def spread(view: View, what: str, whole: Tensor) -> Tensor:
         ) from error
 
 
-def real_root(view: View, curvature: Tensor) -> Tensor:
+def real_sqrt(view: View, curvature: Tensor) -> Tensor:
     """Square root of second derivatives or of the weights in front of them.
 
     Raises:
@@ -61,7 +61,8 @@ def real_root(view: View, curvature: Tensor) -> Tensor:
         raise UnsupportedError(
             f"A square root of the Hessian of {view.path} was asked for, but the Hessian is not "
             "positive semi-definite: a class weight is negative, or a target lies outside the "
-            "range that the loss is made for. Correct it, or use an extension that needs no root."
+            "range that the loss is made for. Correct it, or use an extension that needs no square "
+            "root."
         )
     return curvature.sqrt()
 
@@ -98,10 +99,12 @@ def check_arguments(view: View, axes: int) -> None:
 class ElementwiseLossRule(LossRule):
     """``ℓ = Σ_i ℓ_i(x_i)`` over all elements of the input, with ``ℓ_i'' ≥ 0``.
 
-    The Hessian of a sample is diagonal: the exact root has one column for each feature, ``V = D``.
+    The Hessian of a sample is diagonal: the exact square root has one column for each feature,
+    ``V = D``.
 
-    The sampled root estimates that same Hessian, at the targets of the batch. Where ``ℓ_i''`` does
-    not depend on the target it is the Fisher information of a likelihood, which is then sampled.
+    The sampled square root estimates that same Hessian, at the targets of the batch. Where
+    ``ℓ_i''`` does not depend on the target it is the Fisher information of a likelihood, which is
+    then sampled.
     Where it does, the two differ (``likelihood`` is empty), and ``√ℓ_i''`` gets random signs.
     """
 
@@ -113,9 +116,9 @@ class ElementwiseLossRule(LossRule):
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """Independent, centred numbers of variance :meth:`curvature`. ``[samples, N, *in]``."""
-        root = real_root(view, self.curvature(view))
-        signs = torch.randint(0, 2, (samples, *root.shape), dtype=root.dtype, device=root.device)
-        return root * (2 * signs - 1)
+        half = real_sqrt(view, self.curvature(view))
+        signs = torch.randint(0, 2, (samples, *half.shape), dtype=half.dtype, device=half.device)
+        return half * (2 * signs - 1)
 
     def check(self, view: View) -> None:
         """Targets must not broadcast the input, nor require a gradient."""
@@ -124,7 +127,7 @@ class ElementwiseLossRule(LossRule):
 
     def target(self, view: View) -> Tensor:
         """The target, of the shape and dtype of the input."""
-        return spread(view, "target", tensor(view.full, "target")).to(view.dtype)
+        return broadcast(view, "target", tensor(view.full, "target")).to(view.dtype)
 
     def normalisation(self, view: View) -> float:
         """A mean is over all elements of the whole batch."""
@@ -133,10 +136,10 @@ class ElementwiseLossRule(LossRule):
         return 1.0
 
     def _sqrt_hessian(self, view: View) -> Tensor:
-        root = real_root(view, self.curvature(view) * self.normalisation(view))
-        features = root.shape[1:].numel()
-        flat = root.reshape(len(root), features)
-        return torch.diag_embed(flat, dim1=0, dim2=2).reshape(features, *root.shape)
+        half = real_sqrt(view, self.curvature(view) * self.normalisation(view))
+        features = half.shape[1:].numel()
+        flat = half.reshape(len(half), features)
+        return torch.diag_embed(flat, dim1=0, dim2=2).reshape(features, *half.shape)
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         scale: float = (self.normalisation(view) / samples) ** 0.5
@@ -146,13 +149,13 @@ class ElementwiseLossRule(LossRule):
         return mat * (self.curvature(view) * self.normalisation(view))
 
     def sum_hessian(self, view: View) -> Tensor:
-        """Diagonal, so summed before it is spread out."""
+        """Diagonal, so summed before it is broadcast."""
         curvature = self.curvature(view) * self.normalisation(view) * self._scale(view)
         return torch.diag(curvature.sum(0).flatten())
 
 
 class LinearLossRule(LossRule):
-    """A loss whose Hessian in the input vanishes (almost everywhere): the root is a zero column.
+    """A loss whose Hessian in the input vanishes (almost everywhere): a single column of zeros.
 
     Exact quantities are then zero. Sampling is refused: a likelihood behind such a loss has Fisher
     information, so a Monte-Carlo quantity of zero would be mistaken for an estimate of it.

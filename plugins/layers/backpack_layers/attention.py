@@ -7,11 +7,12 @@ from math import sqrt
 from typing import cast
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
-from backpack_core.contract.arguments import arguments, by_slot, root, tensor
+from backpack_core.contract.arguments import arguments, by_slot, tensor, whole_call
 from backpack_core.contract.rules import AffinePairsRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
@@ -140,12 +141,12 @@ def _module(view: View) -> MultiheadAttention:
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """``[*, L, H·D] → [*, H, L, D]``."""
-    return x.reshape(*x.shape[:-1], heads, -1).transpose(-2, -3)
+    return rearrange(x, "... l (h d) -> ... h l d", h=heads)
 
 
 def _merge(x: Tensor) -> Tensor:
     """``[*, H, L, D] → [*, L, H·D]``."""
-    return x.transpose(-2, -3).flatten(-2)
+    return rearrange(x, "... h l d -> ... l (h d)")
 
 
 def _to_one_length(tensors: list[Tensor]) -> list[Tensor]:
@@ -217,7 +218,7 @@ def _mask(view: View, keys: int) -> Tensor | None:
 
 def _per_sample(view: View, name: str) -> Tensor:
     """A mask of this view, as it was passed, with axes ``[N or 1, H or 1, L or 1, S]``."""
-    whole, chosen = root(view)
+    whole, chosen = whole_call(view)
     mask: Tensor = arguments(whole)[name]
     if name == "key_padding_mask":
         mask = mask[:, None, None]

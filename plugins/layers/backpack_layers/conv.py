@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn import (
     Conv1d,
@@ -91,7 +92,7 @@ class ConvRule(_ConvolutionRule):
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         if name == "bias":
-            return _spread_bias(view, mat)
+            return _broadcast_bias(view, mat)
         # Columns become output channels: one convolution for all of them.
         groups = _conv(view).groups
         weight = mat.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
@@ -102,7 +103,7 @@ class ConvRule(_ConvolutionRule):
 class ConvTransposeRule(_ConvolutionRule):
     """``ConvTranspose1d`` to ``ConvTranspose3d``, as a convolution of the input with gaps.
 
-    What each pixel of the output sees is the input spread out by the stride, with zeros between.
+    What each pixel of the output sees is the input pulled apart by the stride, with zeros between.
     """
 
     module_types = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
@@ -114,27 +115,27 @@ class ConvTransposeRule(_ConvolutionRule):
         pixels, shape = torch.Size(_conv(view).kernel_size).numel(), view.parameter(name).shape
 
         def arrange(mat: Tensor) -> Tensor:
-            split = mat.reshape(*mat.shape[:-1], -1, pixels)  # [*lead, G, O, C, K]
-            return split.transpose(-3, -2).reshape(*mat.shape[:-3], *shape)
+            rows = rearrange(mat, "... g o (c k) -> ... (g c) o k", k=pixels)
+            return rows.reshape(*mat.shape[:-3], *shape)
 
         return arrange
 
     @staticmethod
     def _unfold(conv: _ConvNd, size: torch.Size, x: Tensor) -> Tensor:
-        spread = x
+        pulled = x
         pads: list[int] = []
         axes = zip(
             size, conv.kernel_size, conv.stride, conv.dilation,
             cast("tuple[int, ...]", conv.padding), strict=True,
         )  # fmt: skip
         for axis, (length, kernel, stride, dilation, padding) in enumerate(axes, start=2):
-            spread = _insert_zeros(spread, axis, stride)
+            pulled = _insert_zeros(pulled, axis, stride)
             reach = dilation * (kernel - 1)
             left = reach - padding
-            pads = [left, length + reach - left - spread.shape[axis], *pads]
-        spread = F.pad(spread, pads)
+            pads = [left, length + reach - left - pulled.shape[axis], *pads]
+        pulled = F.pad(pulled, pads)
         ones = [1] * len(conv.stride)
-        return _windows(spread, conv.kernel_size, ones, conv.dilation, conv.groups, flip=True)
+        return _windows(pulled, conv.kernel_size, ones, conv.dilation, conv.groups, flip=True)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         conv, weight = _conv(view), view.parameter("weight")
@@ -154,7 +155,7 @@ class ConvTransposeRule(_ConvolutionRule):
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         if name == "bias":
-            return _spread_bias(view, mat)
+            return _broadcast_bias(view, mat)
         weight = mat.movedim(0, 1).flatten(1, 2)
         product = self._forward(view, view.input.unsqueeze(0), weight).squeeze(0)
         return _columns_from_channels(view, product, len(mat))
@@ -179,9 +180,9 @@ class Patches:
         features = conv.in_channels // conv.groups * torch.Size(conv.kernel_size).numel()
         self.shape = torch.Size((len(x), size.numel(), conv.groups, features))
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        """What the samples ``rows`` show to the kernel, ``[n, S, G, I]``."""
-        return self._unfold(self._conv, self._size, self._input[rows]).permute(0, 3, 1, 2)
+    def __getitem__(self, samples: slice) -> Tensor:
+        """What some samples show to the kernel, ``[n, S, G, I]``."""
+        return self._unfold(self._conv, self._size, self._input[samples]).permute(0, 3, 1, 2)
 
 
 class DirectPatches(Patches, DirectRows):
@@ -213,9 +214,9 @@ class DirectPatches(Patches, DirectRows):
             )
         )
 
-    def product(self, out: Tensor, rows: slice) -> Tensor:
+    def product(self, out: Tensor, samples: slice) -> Tensor:
         """``Σ_s out ⊗ inp`` for columns ``[v, n, S, G, O]``, as ``[n·G, v·O, I]``."""
-        conv, x = self._conv, self._input[rows]
+        conv, x = self._conv, self._input[samples]
         x, padding = _zero_padded(conv, x)
         mat = out.permute(1, 3, 0, 4, 2).reshape(1, -1, *self._size)
         groups = len(x) * conv.groups
@@ -326,7 +327,7 @@ def _columns_from_channels(view: View, product: Tensor, columns: int) -> Tensor:
     return grouped.movedim(2, 0).reshape(columns, batch, channels, *spatial)
 
 
-def _spread_bias(view: View, mat: Tensor) -> Tensor:
+def _broadcast_bias(view: View, mat: Tensor) -> Tensor:
     """``[V, C] → [V, N, C, *spatial]``."""
     shape = view.output_shape
     columns = mat.reshape(len(mat), 1, -1, *[1] * (len(shape) - 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from backpack_core.contract.arguments import tensor
@@ -13,12 +14,12 @@ from backpack_core.record.view import View
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
+    broadcast,
     check_arguments,
     module_tensor,
-    real_root,
+    real_sqrt,
     restrict,
     setting,
-    spread,
 )
 
 
@@ -30,8 +31,8 @@ class CrossEntropyLossRule(LossRule):
     total weight, so every option is a factor in front of the Fisher information of the softmax.
     Labels are therefore sampled from ``p``, and the total weight is that of the actual target.
 
-    Positions (axes 2, 3, ...) do not mix: the exact root has ``V = C · positions`` columns. One
-    sampled column serves all positions, because their draws are independent.
+    Positions (axes 2, 3, ...) do not mix: the exact square root has ``V = C · positions`` columns.
+    One sampled column serves all positions, because their draws are independent.
     """
 
     module_types = (nn.CrossEntropyLoss,)
@@ -52,22 +53,22 @@ class CrossEntropyLossRule(LossRule):
         log_p = _by_position(F.log_softmax(view.input, 1))
         _, classes, positions = log_p.shape
         eye = torch.eye(classes, dtype=log_p.dtype, device=log_p.device)[:, None, :, None]
-        # Half the logarithm, not the root of p: its derivative is finite where p underflows.
-        root_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
-        root = root_p * (eye - log_p.exp()) * real_root(view, _factor(view))  # [C, N, C, positions]
+        # Half the logarithm, not the square root of p: its derivative is finite where p underflows.
+        half_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
+        half = half_p * (eye - log_p.exp()) * real_sqrt(view, _factor(view))  # [C, N, C, positions]
         if positions > 1:
-            root = torch.diag_embed(root, dim1=1, dim2=-1)
-        return root.reshape(classes * positions, *view.input_shape)
+            half = torch.diag_embed(half, dim1=1, dim2=-1)
+        return half.reshape(classes * positions, *view.input_shape)
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         p = _by_position(view.input.softmax(1))
-        batch, classes, positions = p.shape
-        rows = p.detach().transpose(1, 2).reshape(-1, classes)
+        _, classes, positions = p.shape
+        rows = rearrange(p.detach(), "n c s -> (n s) c")
         drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
-        labels = drawn.T.reshape(samples, batch, 1, positions)
+        labels = rearrange(drawn, "(n s) k -> k n 1 s", s=positions)
         index = torch.arange(classes, device=p.device)[:, None]
         gradient = p - (labels == index).to(p.dtype)
-        scaled = gradient * real_root(view, _factor(view) / samples)
+        scaled = gradient * real_sqrt(view, _factor(view) / samples)
         return scaled.reshape(samples, *view.input_shape)
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
@@ -119,14 +120,14 @@ class BCEWithLogitsLossRule(ElementwiseLossRule):
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``√(w (1 + (a - 1) y)) (σ(x) - b)`` for ``b`` drawn from the likelihood."""
-        return _logistic_sample(view.input, samples) * real_root(view, self._weight(view))
+        return _logistic_sample(view.input, samples) * real_sqrt(view, self._weight(view))
 
     def _weight(self, view: View) -> Tensor:
         positive = module_tensor(view, "pos_weight")
         weight = _element_weight(view)
         if positive is None:
             return weight
-        return weight * (1 + (spread(view, "pos_weight", positive) - 1) * self.target(view))
+        return weight * (1 + (broadcast(view, "pos_weight", positive) - 1) * self.target(view))
 
 
 class BCELossRule(ElementwiseLossRule):
@@ -187,7 +188,7 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``√(w_c / C) (σ(x) - b)`` for ``b`` drawn from the likelihood."""
-        return _logistic_sample(view.input, samples) * real_root(view, self._weight(view))
+        return _logistic_sample(view.input, samples) * real_sqrt(view, self._weight(view))
 
     def normalisation(self, view: View) -> float:
         """A mean is over samples: the one over classes is part of the loss."""
@@ -234,7 +235,7 @@ def _by_position(x: Tensor) -> Tensor:
 def _element_weight(view: View) -> Tensor:
     """The module's ``weight``, or ones, in the shape of the input."""
     weight = module_tensor(view, "weight")
-    return torch.ones_like(view.input) if weight is None else spread(view, "weight", weight)
+    return torch.ones_like(view.input) if weight is None else broadcast(view, "weight", weight)
 
 
 def _logistic_curvature(logits: Tensor) -> Tensor:

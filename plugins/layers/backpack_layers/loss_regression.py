@@ -13,8 +13,8 @@ from backpack_core.record.view import View
 from backpack_layers._loss import (
     ElementwiseLossRule,
     LinearLossRule,
+    broadcast,
     setting,
-    spread,
 )
 
 
@@ -127,7 +127,7 @@ class GaussianNLLLossRule(ElementwiseLossRule):
         variance = tensor(view.full, "var")
         if variance.shape == view.full.input_shape[:-1]:
             variance = variance.unsqueeze(-1)
-        return 1.0 / spread(view, "variance", variance).clamp(min=setting(view, "eps"))
+        return 1.0 / broadcast(view, "variance", variance).clamp(min=setting(view, "eps"))
 
     def sampled_gradient(self, view: View, samples: int) -> Tensor:
         """``(x - y) / v`` for ``y`` drawn from the likelihood."""

@@ -78,7 +78,7 @@ class NormalizationRule(ProductRule):
         return moved.reshape(*x.shape[: lead + 1], -1, entries)
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        factor = self._spread(view, mat)
+        factor = self._broadcast(view, mat)
         if name == "bias":
             return factor.expand(len(mat), *view.output_shape)
         return factor * self._normalised(view)
@@ -146,14 +146,14 @@ class NormalizationRule(ProductRule):
 
     def _slope(self, view: View) -> Tensor:
         scale = self._statistics(view)[1].flatten()
-        return self._spread(view, scale) * self._weight(view)
+        return self._broadcast(view, scale) * self._weight(view)
 
     def _weight(self, view: View) -> Tensor | float:
         if cast(LayerNorm, view.module).weight is None:
             return 1.0
-        return self._spread(view, view.parameter("weight"))
+        return self._broadcast(view, view.parameter("weight"))
 
-    def _spread(self, view: View, values: Tensor) -> Tensor:
+    def _broadcast(self, view: View, values: Tensor) -> Tensor:
         """``[..., *θ]`` to where it broadcasts with ``[..., N, *in]``."""
         first, stop = self.parameter_axes(view)
         shape = [n if first <= a < stop else 1 for a, n in enumerate(view.input_shape)]

@@ -42,10 +42,10 @@ class AvgPoolRule(LinearMapRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         aten = torch.ops.aten
-        spread = aten.avg_pool3d_backward if mat.dim() == 6 else aten.avg_pool2d_backward
+        backward = aten.avg_pool3d_backward if mat.dim() == 6 else aten.avg_pool2d_backward
 
         def transpose(m: Tensor) -> Tensor:
-            product = spread(_tall(view, m), _shape_only(view, m), *self._settings(view))
+            product = backward(_tall(view, m), _shape_only(view, m), *self._settings(view))
             return _flat(view, product)
 
         return over_columns(transpose, mat)
@@ -83,13 +83,13 @@ class AdaptiveAvgPoolRule(LinearMapRule):
             pixels = view.input_shape[2:].numel()
             return (mat / pixels).expand(len(mat), *view.input_shape)
         aten = torch.ops.aten
-        spread = (
+        backward = (
             aten._adaptive_avg_pool3d_backward
             if mat.dim() == 6
             else aten._adaptive_avg_pool2d_backward
         )
         return over_columns(
-            lambda m: _flat(view, spread(_tall(view, m), _shape_only(view, m))), mat
+            lambda m: _flat(view, backward(_tall(view, m), _shape_only(view, m))), mat
         )
 
 
@@ -112,21 +112,21 @@ class LPPoolRule(LayerRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         p, u = _power(view), self._sums(view)
-        return view.input ** (p - 1) * self._spread(view, mat * _root_slope(u, p))
+        return view.input ** (p - 1) * self._transposed_sum(view, mat * _power_slope(u, p))
 
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         p, u = _power(view), self._sums(view)
-        return _root_slope(u, p) * over_columns(
+        return _power_slope(u, p) * over_columns(
             lambda m: self._sum(view, m), view.input ** (p - 1) * mat
         )
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         p, x, u = _power(view), view.input, self._sums(view)
-        slope = grad_output * _root_slope(u, p)
+        slope = grad_output * _power_slope(u, p)
         change = over_columns(lambda m: self._sum(view, m), x ** (p - 1) * mat)
         curvature = torch.where(u != 0, (1 - p) * slope / u, 0.0)
-        own = (p - 1) * x ** (p - 2) * mat * self._spread(view, slope[None])
-        return own + x ** (p - 1) * self._spread(view, curvature * change)
+        own = (p - 1) * x ** (p - 2) * mat * self._transposed_sum(view, slope[None])
+        return own + x ** (p - 1) * self._transposed_sum(view, curvature * change)
 
     def _sums(self, view: View) -> Tensor:
         x = view.input
@@ -142,7 +142,7 @@ class LPPoolRule(LayerRule):
         mean: Tensor = pool(x, size, module.stride, 0, module.ceil_mode)
         return count * mean
 
-    def _spread(self, view: View, mat: Tensor) -> Tensor:
+    def _transposed_sum(self, view: View, mat: Tensor) -> Tensor:
         return transposed(lambda x: self._sum(view, x), view.input_shape[1:], mat)
 
 
@@ -150,7 +150,7 @@ def _power(view: View) -> float:
     return float(cast(LPPool2d, view.module).norm_type)
 
 
-def _root_slope(u: Tensor, p: float) -> Tensor:
+def _power_slope(u: Tensor, p: float) -> Tensor:
     """``p`` times the derivative of ``u^(1/p)``."""
     return torch.where(u != 0, u ** (1 / p - 1), 0.0)
 

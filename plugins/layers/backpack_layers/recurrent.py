@@ -14,9 +14,9 @@ from torch.nn.utils.rnn import PackedSequence
 from backpack_core.contract.arguments import (
     arguments,
     by_slot,
-    root,
     slots,
     tensor,
+    whole_call,
 )
 from backpack_core.contract.rules import AffinePairsRule
 from backpack_core.errors import UnsupportedError
@@ -100,9 +100,9 @@ class RecurrentRule(AffinePairsRule):
                 "this rule does not know: use proj_size=0, or put an nn.Linear behind."
             )
 
-    def batch_axis(self, view: View, output_nr: int) -> int:
+    def batch_axis(self, view: View, index: int) -> int:
         """Axis 0 of the sequence, axis 1 of the final states."""
-        return 0 if output_nr == 0 else 1
+        return 0 if index == 0 else 1
 
     @abstractmethod
     def cell(self, view: View) -> Cell:
@@ -124,7 +124,7 @@ class RecurrentRule(AffinePairsRule):
 
     def _chains(self, view: View) -> list[list[Chain]]:
         """The chains of every layer, with the samples of this view."""
-        whole, chosen = root(view)
+        whole, chosen = whole_call(view)
         layers = whole.once("chains", lambda: self._run(whole))
         if chosen is None:
             return layers

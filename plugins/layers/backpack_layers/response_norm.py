@@ -21,8 +21,8 @@ class LocalResponseNormRule(LayerRule):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         norm, x, d = _norm(view), view.input, _denominator(view)
         power = d**-norm.beta
-        spread = _spread(view, mat * (x * power / d))
-        return mat * power - 2 * norm.alpha * norm.beta * x * spread
+        change_of_sum = _transposed(view, mat * (x * power / d))
+        return mat * power - 2 * norm.alpha * norm.beta * x * change_of_sum
 
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         norm, x, d = _norm(view), view.input, _denominator(view)
@@ -35,8 +35,8 @@ class LocalResponseNormRule(LayerRule):
         factor = grad_output * d ** (-norm.beta - 1)
         change = 2 * norm.alpha * over_columns(lambda m: _neighbours(view, m), mat * x)
         inner = factor * mat - (norm.beta + 1) * factor * x / d * change
-        spread = mat * _spread(view, (factor * x)[None]) + x * _spread(view, inner)
-        return -norm.beta * (factor * change + 2 * norm.alpha * spread)
+        change_of_sum = mat * _transposed(view, (factor * x)[None]) + x * _transposed(view, inner)
+        return -norm.beta * (factor * change + 2 * norm.alpha * change_of_sum)
 
 
 def _norm(view: View) -> LocalResponseNorm:
@@ -58,5 +58,5 @@ def _neighbours(view: View, x: Tensor, transpose: bool = False) -> Tensor:
     return F.avg_pool2d(padded, (size, 1), stride=1).reshape(x.shape)
 
 
-def _spread(view: View, mat: Tensor) -> Tensor:
+def _transposed(view: View, mat: Tensor) -> Tensor:
     return over_columns(lambda m: _neighbours(view, m, transpose=True), mat)

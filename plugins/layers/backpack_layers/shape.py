@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.nn import (
     ChannelShuffle,
@@ -93,8 +94,7 @@ class ChannelShuffleRule(LayerRule):
         return self._shuffle(mat, cast(ChannelShuffle, view.module).groups)
 
     def _shuffle(self, mat: Tensor, groups: int) -> Tensor:
-        grouped = mat.reshape(*mat.shape[:2], groups, -1, *mat.shape[3:])
-        return grouped.transpose(2, 3).reshape(mat.shape)
+        return rearrange(mat, "v n (g c) ... -> v n (c g) ...", g=groups)
 
 
 class UnfoldRule(LayerRule):

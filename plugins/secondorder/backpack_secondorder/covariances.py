@@ -20,8 +20,8 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
     """
     positions = inp.shape[1]
     total: Tensor | None = None
-    for rows in row_steps(inp, itemsize):
-        part = inp[rows]
+    for samples in row_steps(inp, itemsize):
+        part = inp[samples]
         if mean:
             part = part.mean(1, keepdim=True)
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
@@ -35,23 +35,23 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
     return total * scale if torch.is_grad_enabled() else total.mul_(scale)
 
 
-def outer(rows: Tensor) -> Tensor:
-    """``Σ_m rows[m] ⊗ rows[m]`` for ``[M, G, I]``. Shape ``[G, I, I]``."""
-    return _mirrored(_add_outer(None, rows))
+def outer(vectors: Tensor) -> Tensor:
+    """``Σ_m vectors[m] ⊗ vectors[m]`` for ``[M, G, I]``. Shape ``[G, I, I]``."""
+    return _mirrored(_add_outer(None, vectors))
 
 
-def _add_outer(total: Tensor | None, rows: Tensor) -> Tensor:
-    """``total + Σ_m rows[m] ⊗ rows[m]``, on and above the diagonal; in place without autograd."""
-    size = rows.shape[2]
+def _add_outer(total: Tensor | None, vectors: Tensor) -> Tensor:
+    """``total + Σ_m vectors[m] ⊗ vectors[m]``, from the diagonal on; in place without autograd."""
+    size = vectors.shape[2]
     step = _band(size)
     if torch.is_grad_enabled() or step == size:
-        left, right = rows.permute(1, 2, 0), rows.transpose(0, 1)
+        left, right = vectors.permute(1, 2, 0), vectors.transpose(0, 1)
         if total is None:
             return torch.bmm(left, right)
         return torch.baddbmm(total, left, right, out=None if torch.is_grad_enabled() else total)
     if total is None:
-        total = rows.new_zeros(rows.shape[1], size, size)
-    for target, group in zip(total, rows.unbind(1), strict=True):
+        total = vectors.new_zeros(vectors.shape[1], size, size)
+    for target, group in zip(total, vectors.unbind(1), strict=True):
         for band in slices(size, step):
             target[band, band.start :].addmm_(group[:, band].T, group[:, band.start :])
     return total

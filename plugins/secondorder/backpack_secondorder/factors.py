@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import Operation
-from backpack_core.contract.product import AffineProduct, SampleProduct
+from backpack_core.contract.product import AffineProduct, SampleProduct, SumProduct
 from backpack_core.errors import UnsupportedError
 from backpack_secondorder import covariances
 from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
@@ -24,8 +25,8 @@ def block(product: SampleProduct) -> Tensor:
     size = product.shape.numel()
     total = product.new_zeros(size, size)
     for _, _, part in product.pieces():
-        rows = part.flatten(2).flatten(0, 1)
-        total = torch.addmm(total, rows.T, rows)
+        vectors = rearrange(part.flatten(2), "v n p -> (v n) p")
+        total = torch.addmm(total, vectors.T, vectors)
     return total
 
 
@@ -41,14 +42,22 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         sharing: How positions that share the weight are treated; see :func:`input_covariance`.
 
     Raises:
-        UnsupportedError: The product has no such structure.
+        UnsupportedError: The product has no such structure, or is a sum of several.
     """
     if product.is_linear and len(product.shape) == 1:
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+    instead = "or use DiagGGNExact or DiagGGNMC, which need no structure."
+    if isinstance(product, SumProduct):
+        forms = ", ".join(type(part).__name__ for part in product.parts)
+        raise UnsupportedError(
+            f"The uses of the parameter {product.name!r} of {product.path} have no Kronecker "
+            f"factors in common: they are of {len(product.parts)} forms ({forms}), or store the "
+            f"entries in different orders. Untie the uses, freeze the parameter, {instead}"
+        )
     raise UnsupportedError(
         f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
         f"{product.rule.__name__} declares none: derive the rule from AffineRule, freeze the "
-        "parameter, or use DiagGGNExact or DiagGGNMC, which need no structure."
+        f"parameter, {instead}"
     )
 
 
@@ -108,16 +117,16 @@ class RotatedRows:
         self._inp, self._matrix = inp, matrix
         self.shape = inp.shape
 
-    def __getitem__(self, rows: slice) -> Tensor:
+    def __getitem__(self, samples: slice) -> Tensor:
         """The rotated inputs of some samples."""
-        return _rotate(self._inp[rows], self._matrix)
+        return _rotate(self._inp[samples], self._matrix)
 
 
-def _rotate(rows: Tensor, matrix: Tensor) -> Tensor:
+def _rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
     """``[..., G, D]`` times ``[D, D]`` or ``[G, D, D]``."""
     if matrix.dim() == 2:
-        return rows @ matrix
-    return (rows.unsqueeze(-2) @ matrix).squeeze(-2)
+        return vectors @ matrix
+    return (vectors.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
 def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") -> Tensor:
@@ -134,9 +143,12 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     # Weight and bias of an affine layer have the same columns.
     key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
     if key not in product.beside:
-        rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
+        if sharing == "expand":
+            vectors = rearrange(out, "v n s g o -> (v n s) g o")
+        else:
+            vectors = rearrange(out.sum(2), "v n g o -> (v n) g o")
         # With the columns: another tensor must not get their memory as long as the key is known.
-        product.beside[key] = out, _without_groups(covariances.outer(rows))
+        product.beside[key] = out, _without_groups(covariances.outer(vectors))
     factor: Tensor = product.beside[key][1]
     return factor
 
@@ -195,8 +207,8 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
         return ParameterOrder(product.shape)
-    rows = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
-    return ParameterOrder(product.shape, product.to_parameter(rows).flatten().argsort())
+    numbers = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
+    return ParameterOrder(product.shape, product.to_parameter(numbers).flatten().argsort())
 
 
 def _without_groups(factor: Tensor) -> Tensor:

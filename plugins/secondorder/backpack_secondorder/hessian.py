@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core import Columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
+from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 
 
 @dataclass(frozen=True, eq=False)
-class Spread:
+class Factored:
     """``diag(a) Jᵀ diag(d) J diag(a)``, one matrix ``J`` for all samples: columns not yet formed.
 
     Attributes:
@@ -51,16 +53,16 @@ class Hessian:
     Attributes:
         columns: ``S``, with signs in the roots; ``None`` for none.
         diagonal: ``d``, shape ``[N, *]``; ``None`` for zero.
-        spread: More columns, in factored form; ``None`` for none.
+        factored: More columns, in factored form; ``None`` for none.
         block: ``H``, as its rows ``[D, N, *]``; ``None`` for zero.
         rows: The rows of a residual that is too large to be formed, ``D`` and a function of a
-            slice of them; it is shed where it came into being.
+            slice of them; it is shed where it came into being, or formed at the next call.
         branched: Roots of columns that went separate ways somewhere.
     """
 
     columns: Columns | None = None
     diagonal: Tensor | None = None
-    spread: Spread | None = None
+    factored: Factored | None = None
     block: Tensor | None = None
     rows: tuple[int, Callable[[slice], Tensor]] | None = None
     branched: frozenset[Root] = frozenset()
@@ -74,7 +76,7 @@ class Hessian:
     def unformed(self) -> int:
         """How many there would be of the rest."""
         width = 0 if self.diagonal is None else self.diagonal.shape[1:].numel()
-        width += 0 if self.spread is None else len(self.spread.rows)
+        width += 0 if self.factored is None else len(self.factored.rows)
         width += 0 if self.rows is None else 2 * self.rows[0]
         return width + (0 if self.block is None else 2 * len(self.block))
 
@@ -91,17 +93,17 @@ class Hessian:
 
     def scaled(self, scale: Tensor) -> Hessian:
         """``diag(a) · diag(a)`` around all of it, for ``a`` of shape ``[N, *]``."""
-        diagonal, block, spread = self.diagonal, self.block, self.spread
+        diagonal, block, factored = self.diagonal, self.block, self.factored
         if diagonal is not None:
             diagonal = diagonal * scale.square()
-        if spread is not None:
-            spread = replace(spread, scale=spread.scale * scale)
+        if factored is not None:
+            factored = replace(factored, scale=factored.scale * scale)
         if block is not None:
             rows = scale.flatten(1).T
             rows = rows.reshape(*rows.shape, *[1] * (scale.dim() - 1))
             block = block * scale * rows
         result = self.map_columns(lambda mat: mat * scale)
-        return replace(result, diagonal=diagonal, spread=spread, block=block)
+        return replace(result, diagonal=diagonal, factored=factored, block=block)
 
     def chunks(self, size: int) -> Iterator[Hessian]:
         """All that is not formed, as columns, in parts of at most ``size``."""
@@ -109,9 +111,9 @@ class Hessian:
             for some in slices(self.diagonal.shape[1:].numel(), size):
                 mat, signs = unit_columns(self.diagonal, some)
                 yield Hessian(Columns.start("residual", mat, signs))
-        if self.spread is not None:
-            for some in slices(len(self.spread.rows), size):
-                yield Hessian(self.spread.columns(some))
+        if self.factored is not None:
+            for some in slices(len(self.factored.rows), size):
+                yield Hessian(self.factored.columns(some))
         if self.block is not None:
             for some in slices(len(self.block), max(1, size // 2)):
                 yield Hessian(block_columns(self.block[some], some))
@@ -119,18 +121,27 @@ class Hessian:
             for some in slices(self.rows[0], max(1, size // 2)):
                 yield Hessian(block_columns(self.rows[1](some), some))
 
+    def with_rows_formed(self) -> Hessian:
+        """The same with its rows, if it has any, in the block."""
+        if self.rows is None:
+            return self
+        size, rows = self.rows
+        return replace(self, rows=None, block=add(self.block, rows(slice(0, size))))
+
     def as_columns(self) -> Hessian:
         """The same with columns only."""
-        result = replace(self, diagonal=None, block=None, spread=None, rows=None)
+        result = replace(self, diagonal=None, block=None, factored=None, rows=None)
         for part in self.chunks(max(1, self.unformed)):
             result = result.merge(part)
         return result
 
     def as_block(self) -> Hessian:
         """The same with all that did not branch in the dense block."""
-        spread = self.spread
+        factored = self.factored
         formed = (
-            self if spread is None else replace(self, spread=None).merge(Hessian(spread.columns()))
+            self
+            if factored is None
+            else replace(self, factored=None).merge(Hessian(factored.columns()))
         )
         kept: dict[Root, Tensor] = {}
         block = self.block
@@ -140,19 +151,20 @@ class Hessian:
                 continue
             flat = mat.flatten(2)
             signed = flat if root.signs is None else flat * root.signs.unsqueeze(-1)
-            product = (signed.permute(1, 2, 0) @ flat.transpose(0, 1)).transpose(0, 1)
+            left, right = rearrange(signed, "v n d -> n d v"), rearrange(flat, "v n e -> n v e")
+            product = rearrange(left @ right, "n d e -> d n e")
             block = add(block, product.reshape(flat.shape[2], *mat.shape[1:]))
         if self.diagonal is not None:
-            dense = torch.diag_embed(self.diagonal.flatten(1)).transpose(0, 1)
-            block = add(block, dense.reshape(dense.shape[0], *self.diagonal.shape))
+            dense = rearrange(torch.diag_embed(self.diagonal.flatten(1)), "n d e -> d n e")
+            block = add(block, dense.reshape(len(dense), *self.diagonal.shape))
         return Hessian(Columns(kept) if kept else None, block=block, branched=self.branched)
 
     @cached_property
     def own_diagonal(self) -> Tensor | None:
         """The diagonal of all but the columns. Shape ``[N, *]``; ``None`` if there is no more."""
         result = self.diagonal
-        if self.spread is not None:
-            result = add(result, self.spread.diagonal())
+        if self.factored is not None:
+            result = add(result, self.factored.diagonal())
         if self.block is not None:
             flat = self.block.flatten(2).diagonal(dim1=0, dim2=2)
             result = add(result, flat.reshape(self.block.shape[1:]))
@@ -160,16 +172,18 @@ class Hessian:
 
     def merge(self, other: Hessian) -> Hessian:
         """The sum of what arrived over two branches."""
-        if self.spread is not None and other.spread is not None:
-            spread = Hessian(self.spread.columns())
-            return replace(self, spread=None).merge(spread).merge(other)
+        if self.rows is not None and other.rows is not None:
+            return self.with_rows_formed().merge(other)
+        if self.factored is not None and other.factored is not None:
+            factored = Hessian(self.factored.columns())
+            return replace(self, factored=None).merge(factored).merge(other)
         columns = self.columns or other.columns
         if self.columns is not None and other.columns is not None:
             columns = self.columns.merge(other.columns)
         return Hessian(
             columns,
             add(self.diagonal, other.diagonal),
-            self.spread or other.spread,
+            self.factored or other.factored,
             add(self.block, other.block),
             self.rows or other.rows,
             self.branched | other.branched,
@@ -191,10 +205,9 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
     """
     count, samples, *shape = rows.shape
     flat = rows.reshape(count, samples, -1)
-    size = flat.shape[2]
     tiny = torch.finfo(rows.dtype).tiny
     scale = flat.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
-    unit = torch.eye(size, dtype=rows.dtype, device=rows.device)[some].unsqueeze(1) * scale
+    unit = unit_vectors(rows[0], some).flatten(2) * scale
     mat = torch.cat([unit + flat / scale, unit - flat / scale]) / 2
     signs = rows.new_ones(2 * count, samples)
     signs[count:] = -1

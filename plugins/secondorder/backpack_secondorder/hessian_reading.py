@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack_core import AffineRule, ParametricRule, View
-from backpack_core._torch import Node
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
-from backpack_secondorder.hessian import Hessian
+from backpack_core.tuning import column_budget
+from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
 
 
@@ -75,18 +76,20 @@ class HessianReading(Reading):
         Returns:
             Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
         """
-        uses = [use._replace(hessian=_local(use)) for use in self._uses]
-        parts = [_squares(root, products, per_sample) for root, products in _by_root(uses).items()]
-        for use in uses:
-            if use.hessian.diagonal is not None:
-                product = use.product(use.hessian.diagonal.unsqueeze(0))
-                assert isinstance(product, AffineProduct)
-                parts.append(diagonal_square_sum(product, per_sample))
-        if not parts:
+        total: Tensor | None = None
+        for uses in _in_parts(self._uses):
+            for root, products in _by_root(uses).items():
+                total = add(total, _squares(root, products, per_sample))
+            for use in uses:
+                if use.hessian.diagonal is not None:
+                    product = use.product(use.hessian.diagonal.unsqueeze(0))
+                    assert isinstance(product, AffineProduct)
+                    total = add(total, diagonal_square_sum(product, per_sample))
+        if total is None:
             view = self._uses[0].view
             lead = (view.batch_size,) if per_sample else ()
-            return torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
-        return sum(parts[1:], parts[0])
+            total = torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
+        return total
 
 
 def _behind(node: Node | None) -> set[Node]:
@@ -116,22 +119,33 @@ def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) ->
     return per_sample_square_sum(product) if per_sample else square_sum(product)
 
 
-def _local(use: Use) -> Hessian:
-    """Columns, and a diagonal where that is enough: in an affine layer.
+def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:
+    """Columns and diagonals of all uses, whose sum they have: what columns share a root together.
 
-    There, without shared positions, it is for all but the columns.
+    The rest becomes columns, as many at a time as the memory budget allows.
+    """
+    halves = [_halves(use) for use in uses]
+    yield [use._replace(hessian=first) for use, (first, _) in zip(uses, halves, strict=True)]
+    for use, (_, rest) in zip(uses, halves, strict=True):
+        output = use.view.stored.outputs[use.view.index]
+        size = column_budget(output.device.type) // max(1, output.nbytes)
+        for part in rest.chunks(max(1, size)):
+            yield [use._replace(hessian=part)]
+
+
+def _halves(use: Use) -> tuple[Hessian, Hessian]:
+    """What is read as it is, and what has to become columns.
+
+    In an affine layer a diagonal is enough; without shared positions, for all but the columns.
     """
     rule, view, _, hessian = use
-    if not hessian.unformed:
-        return hessian
-    if not isinstance(rule, AffineRule):
-        return hessian.as_columns()
-    if hessian.spread is None and hessian.block is None:
-        return hessian
+    kept = Hessian(hessian.columns, branched=hessian.branched)
+    if not (hessian.unformed and isinstance(rule, AffineRule)):
+        return kept, hessian
     column = torch.empty(1, *view.output_shape)
     if rule.affine_output(view, column).shape[2] == 1:
-        return Hessian(hessian.columns, hessian.own_diagonal)
-    return replace(replace(hessian, diagonal=None).as_columns(), diagonal=hessian.diagonal)
+        return replace(kept, diagonal=hessian.own_diagonal), Hessian()
+    return replace(kept, diagonal=hessian.diagonal), replace(hessian, diagonal=None)
 
 
 def require_linear(rule: object, view: View, name: str) -> None:

@@ -113,8 +113,11 @@ class KFLR(FactorsExtension, ExactExtension):
 
 
 def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-    """Factors for the columns of both: ``B`` adds up, ``A`` is the same."""
-    return first.with_factors([first[0] + second[0], *first[1:]])
+    """Factors for the columns of both: ``B`` adds up.
+
+    ``A`` is the same, unless the first columns did not reach all uses of the parameter.
+    """
+    return first.with_factors([first[0] + second[0], *second[1:]])
 
 
 def as_weight_sharing(value: WeightSharing) -> WeightSharing:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from einops import rearrange
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack_core import (
     AffineRule,
@@ -20,12 +22,11 @@ from backpack_core import (
     View,
     memory_budget,
 )
-from backpack_core._torch import ACCUMULATE, Node
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.product import AffineProduct, Reading
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.bridge import push
-from backpack_core.graph.nodes import refuse
+from backpack_core.graph.nodes import is_leaf, refuse, shape_of
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import as_weight_sharing
@@ -72,7 +73,7 @@ class BatchAveraged(Propagator):
             BridgeError: The node has several outputs, or an output without samples on axis 0.
         """
         ((number, quantity),) = quantities.items()
-        shape = torch.Size(node._input_metadata[number].shape)
+        shape = shape_of(node, number)
         if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
             raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
         chosen = range(batch_size) if self.subsampling is None else self.subsampling
@@ -81,11 +82,11 @@ class BatchAveraged(Propagator):
         result = []
         for position, half in push(node, {number: rows.reshape(-1, *shape)}).items():
             parent = node.next_functions[position][0]
-            if parent is None or parent.name() == ACCUMULATE:
+            if parent is None or is_leaf(parent):
                 continue
             if half.shape[1] != batch_size:
                 raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
-            turned = half.flatten(2).transpose(0, 2)
+            turned = rearrange(half.flatten(2), "o n i -> i n o")
             full = push(node, {number: turned.reshape(-1, *shape)})[position].flatten(2)
             result.append((position, full[:, list(chosen)].mean(1)))
         return result
@@ -103,9 +104,7 @@ class AverageReading(Reading):
     def __init__(self, rule: ParametricRule, view: View, name: str, average: Tensor) -> None:
         """Store all."""
         super().__init__(view.parameter_itself(name).shape)
-        self.name, self.path, self.rule = name, view.path, type(rule)
-        self.module = view.call.module
-        self._layer, self._view, self._average = rule, view, average
+        self._layer, self._view, self._parameter, self._average = rule, view, name, average
 
     def factors(self, sharing: WeightSharing) -> KroneckerFactors:
         """``[B, A]`` for a weight, ``[B]`` for a bias, the block for another vector.
@@ -113,7 +112,7 @@ class AverageReading(Reading):
         Raises:
             UnsupportedError: The layer declares no structure.
         """
-        rule, view, name, shape = self._layer, self._view, self.name, self.shape
+        rule, view, name, shape = self._layer, self._view, self._parameter, self.shape
         if not isinstance(rule, AffineRule):
             return KroneckerFactors(
                 [_block(rule, view, name, self._average)], ParameterOrder(shape)
@@ -127,12 +126,13 @@ class AverageReading(Reading):
         else:
             outer = average.sum((0, 3))
         if name == "bias":
-            return KroneckerFactors([outer.flatten(2).flatten(0, 1)], ParameterOrder(shape))
-        by_group = outer.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # [G, O, O]
+            block = rearrange(outer, "g o h p -> (g o) (h p)")
+            return KroneckerFactors([block], ParameterOrder(shape))
+        by_group = rearrange(outer.diagonal(dim1=0, dim2=2), "o p g -> g o p")
         columns = view.stored.outputs[view.index].new_zeros(1, *view.output_shape)
         product = rule.param_product(view, name, columns.to(view.dtype))
         assert isinstance(product, AffineProduct)
-        product.kept = self.kept
+        product.kept, product.name = self.kept, name
         inner = kept_input_covariance(product, sharing)
         return KroneckerFactors([by_group.squeeze(0), inner], parameter_order(product))
 

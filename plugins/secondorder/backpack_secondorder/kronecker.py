@@ -29,7 +29,7 @@ class ParameterOrder:
     shape: torch.Size
     positions: Tensor | None = None
 
-    def rows(self, vectors: Tensor) -> Tensor:
+    def coordinates(self, vectors: Tensor) -> Tensor:
         """``[*θ]`` or ``[V, *θ]`` to ``[V, P]``, in the order of the rows.
 
         Raises:
@@ -44,11 +44,11 @@ class ParameterOrder:
         flat = vectors.reshape(-1, self.shape.numel())
         return flat if self.positions is None else flat[:, self.positions]
 
-    def vectors(self, rows: Tensor, like: Tensor) -> Tensor:
+    def vectors(self, coordinates: Tensor, like: Tensor) -> Tensor:
         """Back from ``[V, P]`` to the shape of ``like``."""
         if self.positions is not None:
-            rows = torch.empty_like(rows).index_copy(1, self.positions, rows)
-        return rows.reshape(like.shape)
+            coordinates = torch.empty_like(coordinates).index_copy(1, self.positions, coordinates)
+        return coordinates.reshape(like.shape)
 
     def matrix(self, mat: Tensor) -> Tensor:
         """Rows and columns of ``[P, P]``, put into the parameter's order."""
@@ -91,7 +91,7 @@ class KroneckerEigenbasis:
 
     def rotate(self, vectors: Tensor) -> Tensor:
         """``Qᵀ`` times vectors, ``[*θ]`` or ``[V, *θ]``: coordinates ``[V, P]``."""
-        return multiply([q.mT for q in self.vectors], self.order.rows(vectors))
+        return multiply([q.mT for q in self.vectors], self.order.coordinates(vectors))
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """Multiply. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
@@ -169,7 +169,7 @@ class KroneckerFactors(list[Tensor]):
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """Multiply with the Kronecker product, without forming it."""
-        return self.order.vectors(multiply(self, self.order.rows(vectors)), vectors)
+        return self.order.vectors(multiply(self, self.order.coordinates(vectors)), vectors)
 
     def eigenbasis(self) -> KroneckerEigenbasis:
         """The eigendecomposition; computed once, and again where a factor was changed."""
@@ -210,8 +210,8 @@ class KroneckerFactors(list[Tensor]):
             raise UsageError(f"Factored damping is defined for two factors. Got {len(self)}.")
         first, second = (factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in self)
         balance = torch.where((first > 0) & (second > 0), (second / first).sqrt(), 1.0)
-        root = sqrt(damping)
-        return self.with_factors([_add(self[0], root / balance), _add(self[1], root * balance)])
+        shift = sqrt(damping)
+        return self.with_factors([_add(self[0], shift / balance), _add(self[1], shift * balance)])
 
     def inverse(self, damping: float = 0.0) -> KroneckerFactors:
         """Factors of the inverse, ``F₁⁻¹ ⊗ F₂⁻¹``, after factored damping.
@@ -224,12 +224,12 @@ class KroneckerFactors(list[Tensor]):
         """
         factors = []
         for factor in self.damped(damping):
-            root, failed = torch.linalg.cholesky_ex(factor)
+            triangle, failed = torch.linalg.cholesky_ex(factor)
             if bool(failed.any()):
                 raise UsageError(
                     f"A Kronecker factor is singular with a damping of {damping}: increase it."
                 )
-            factors.append(torch.cholesky_inverse(root))
+            factors.append(torch.cholesky_inverse(triangle))
         return self.with_factors(factors)
 
     def trace(self) -> Tensor:
@@ -257,16 +257,16 @@ class KroneckerFactors(list[Tensor]):
         return self.order.matrix(full)
 
 
-def multiply(factors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """``(F₁ ⊗ F₂ ⊗ …) rows`` for each block. Shape ``[V, P] → [V, P]``."""
+def multiply(factors: Sequence[Tensor], coordinates: Tensor) -> Tensor:
+    """``(F₁ ⊗ F₂ ⊗ …) coordinates`` for each block. Shape ``[V, P] → [V, P]``."""
     groups = len(factors[0]) if factors[0].dim() == 3 else 1
     sizes = [factor.shape[-1] for factor in factors]
-    product = rows.reshape(len(rows), groups, *sizes).transpose(0, 1)
+    product = coordinates.reshape(len(coordinates), groups, *sizes).transpose(0, 1)
     for axis, factor in enumerate(factors, start=2):
         last = product.movedim(axis, -1)
         flat = last.reshape(groups, -1, factor.shape[-1])
         product = (flat @ factor.mT).reshape(last.shape).movedim(-1, axis)
-    return product.transpose(0, 1).reshape(rows.shape)
+    return product.transpose(0, 1).reshape(coordinates.shape)
 
 
 def check_damping(damping: float) -> float:

@@ -155,10 +155,10 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
             return [_term(view, lambda x: x * positive)]
         rows = dense_residual(rule, view)(slice(None))
     values, vectors = eigen(rows)
-    root = vectors * _modified(values, modify).unsqueeze(1)
+    weighted = vectors * _modified(values, modify).unsqueeze(1)
 
     def multiply(x: Tensor) -> Tensor:
-        return (root @ (vectors.mT @ x.flatten(1).unsqueeze(2))).reshape(x.shape)
+        return (weighted @ (vectors.mT @ x.flatten(1).unsqueeze(2))).reshape(x.shape)
 
     return [_term(view, multiply)]
 

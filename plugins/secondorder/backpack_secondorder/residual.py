@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core import Columns, ElementwiseRule, LayerRule, View
@@ -69,7 +70,7 @@ def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
     In single precision at least: torch knows no other.
     """
     size, samples = block.shape[:2]
-    matrices = block.reshape(size, samples, size).transpose(0, 1)
+    matrices = rearrange(block.reshape(size, samples, size), "d n e -> n d e")
     matrices = matrices.to(torch.promote_types(block.dtype, torch.float32))
     values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
     return values.to(block.dtype), vectors.to(block.dtype)
@@ -78,5 +79,5 @@ def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
 def eigen_columns(name: str, block: Tensor) -> Columns:
     """``[D, N, *]`` of symmetric matrices as eigenvectors times roots of eigenvalues, and signs."""
     values, vectors = eigen(block)
-    mat = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
+    mat = rearrange(vectors * values.abs().sqrt().unsqueeze(1), "n d v -> v n d")
     return Columns.start(name, mat.reshape(block.shape), values.sign().T)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import singledispatch
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
@@ -52,10 +53,10 @@ def signed_square_sum_affine(
         return product.to_parameter(by_position(weighted_squares(out, signs), inp, per_sample))
     lead = out.shape[1:2] if per_sample else ()
     result = out.new_zeros(*lead, *out.shape[3:], inp.shape[3])
-    for columns, rows, piece in contractions.pieces(out, inp):  # [n, G, v, O, I]
-        weighted = piece.square() * signs[columns, rows].T[:, None, :, None, None]
+    for columns, samples, piece in contractions.pieces(out, inp):  # [n, G, v, O, I]
+        weighted = piece.square() * signs[columns, samples].T[:, None, :, None, None]
         if per_sample:
-            result[rows] += weighted.sum(2)
+            result[samples] += weighted.sum(2)
         else:
             result = result + weighted.sum((0, 2))
     return product.to_parameter(result)
@@ -82,14 +83,14 @@ def by_position(out: Tensor, inp: Rows, per_sample: bool) -> Tensor:
     """``Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
     parts = []
     total = out.new_zeros(*out.shape[2:], inp.shape[3])
-    for rows in contractions.row_steps(inp, out.element_size()):
-        left = out[rows].permute(0, 2, 3, 1)  # [n, G, O, S]
-        right = inp[rows].square().transpose(1, 2)  # [n, G, S, I]
+    for samples in contractions.row_steps(inp, out.element_size()):
+        left, right = out[samples], inp[samples].square()
         if per_sample:
-            parts.append(left @ right)
+            columns = rearrange(left, "n s g o -> n g o s")
+            parts.append(columns @ rearrange(right, "n s g i -> n g s i"))
             continue
-        stacked = left.permute(1, 2, 0, 3).flatten(2), right.transpose(0, 1).flatten(1, 2)
-        total = torch.baddbmm(total, *stacked)
+        columns = rearrange(left, "n s g o -> g o (n s)")
+        total = torch.baddbmm(total, columns, rearrange(right, "n s g i -> g (n s) i"))
     return torch.cat(parts) if per_sample else total
 
 
@@ -105,11 +106,11 @@ def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor
     """
     flat = diagonal.flatten(1)
     samples, size = flat.shape
-    rows = torch.arange(size, device=flat.device)[entries]
-    mat = flat.new_zeros(len(rows), samples, size)
-    root = flat.abs().sqrt()
-    mat[torch.arange(len(rows), device=flat.device), :, rows] = root[:, rows].T
-    return mat.reshape(len(rows), *diagonal.shape), flat.sign()[:, rows].T
+    places = torch.arange(size, device=flat.device)[entries]
+    mat = flat.new_zeros(len(places), samples, size)
+    scale = flat.abs().sqrt()
+    mat[torch.arange(len(places), device=flat.device), :, places] = scale[:, places].T
+    return mat.reshape(len(places), *diagonal.shape), flat.sign()[:, places].T
 
 
 def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
@@ -117,6 +118,6 @@ def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
     weights = signs.reshape(*signs.shape, *[1] * (mat.dim() - 2))
     step = max(1, CACHE // max(1, mat[:1].nbytes))
     result = mat.new_zeros(mat.shape[1:])
-    for rows in contractions.slices(len(mat), step):
-        result = result + (mat[rows].square() * weights[rows]).sum(0)
+    for some in contractions.slices(len(mat), step):
+        result = result + (mat[some].square() * weights[some]).sum(0)
     return result

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import torch
+from einops import rearrange
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack_core import (
     Columns,
@@ -22,13 +25,13 @@ from backpack_core import (
     Propagator,
     View,
 )
-from backpack_core._torch import Node
 from backpack_core.contract.columns import Root
-from backpack_core.contract.propagator import cross_columns, pick_samples, spread_samples
+from backpack_core.contract.contractions import slices
+from backpack_core.contract.propagator import cross_columns, pick_samples, widen_samples
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import is_linear, refuse
 from backpack_core.tuning import even_size, memory_budget
-from backpack_secondorder.hessian import Hessian, Spread
+from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.residual import (
     dense_residual,
@@ -63,7 +66,10 @@ class SignedSqrt(Propagator):
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
         found: Hessian | None = super().arrive(rule, view, waiting)
-        if found is None or found.columns is None:
+        if found is None:
+            return None
+        found = found.with_rows_formed()
+        if found.columns is None:
             return found
         return replace(found, columns=found.columns.to(view.dtype))
 
@@ -102,10 +108,7 @@ class SignedSqrt(Propagator):
         self, rule: ParametricRule, view: View, name: str, quantity: Hessian
     ) -> HessianReading:
         """The Hessian, to be read at the parameter."""
-        reading = HessianReading([Use(rule, view, name, quantity)])
-        reading.name, reading.path, reading.rule = name, view.path, type(rule)
-        reading.module = view.call.module
-        return reading
+        return HessianReading([Use(rule, view, name, quantity)])
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
         """Columns root by root; diagonals and blocks come from different roots."""
@@ -133,12 +136,13 @@ class SignedSqrt(Propagator):
             return Hessian(last), map(Hessian, first)
         if rule is None:
             stays = quantity.rows is None and not (is_rooted and quantity.unformed > size)
+        elif quantity.formed + quantity.unformed <= size:
+            stays = True
         else:
-            is_small = quantity.formed + quantity.unformed <= size
-            stays = is_small or self._forms_nothing(rule, view, quantity)
+            stays = not is_rooted and self._forms_nothing(rule, view, quantity)
         if stays:
             return quantity, ()
-        kept = replace(quantity, diagonal=None, spread=None, block=None, rows=None)
+        kept = replace(quantity, diagonal=None, factored=None, block=None, rows=None)
         return kept, quantity.chunks(size)
 
     @staticmethod
@@ -151,8 +155,8 @@ class SignedSqrt(Propagator):
             return not live
         if _prefers_block(quantity, view, live[0]):
             return True
-        only_diagonal = quantity.spread is None and quantity.block is None
-        return only_diagonal and _may_spread(quantity.diagonal, rule, view, live[0])
+        only_diagonal = quantity.factored is None and quantity.block is None
+        return only_diagonal and _may_factor(quantity.diagonal, rule, view, live[0])
 
     def cross(
         self, node: Node, quantities: dict[int, Hessian], batch_size: int
@@ -182,7 +186,7 @@ class SignedSqrt(Propagator):
             return quantity
         formed = quantity.as_columns()
         assert formed.columns is not None
-        return replace(formed, columns=spread_samples(formed.columns, self.subsampling, batch_size))
+        return replace(formed, columns=widen_samples(formed.columns, self.subsampling, batch_size))
 
     def narrow(self, quantity: Hessian, axis: int = 0) -> Hessian:
         """The chosen samples."""
@@ -217,16 +221,16 @@ class SignedSqrt(Propagator):
 
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
-        if quantity.block is not None:
-            half = push(quantity.block)  # [D_out, N, *in]
-            turned = half.flatten(2).transpose(0, 2)  # [D_in, N, D_out]
-            block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
-            return replace(quantity, block=block).map_columns(push)
-        spread = None
-        if quantity.diagonal is not None and _may_spread(quantity.diagonal, rule, view, position):
-            spread = _spread(rule, view, quantity.diagonal, position)
+            if quantity.block is not None:  # else all columns have branched
+                half = push(quantity.block).flatten(2)  # [D_out, N, D_in]
+                turned = rearrange(half, "o n i -> i n o")
+                block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
+                return replace(quantity, block=block).map_columns(push)
+        factored = None
+        if quantity.diagonal is not None and _may_factor(quantity.diagonal, rule, view, position):
+            factored = _factored(rule, view, quantity.diagonal, position)
             quantity = replace(quantity, diagonal=None)
-        return replace(quantity.as_columns().map_columns(push), spread=spread)
+        return replace(quantity.as_columns().map_columns(push), factored=factored)
 
 
 def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
@@ -242,7 +246,7 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
     return quantity.block is not None or width > size_out + size_in
 
 
-def _may_spread(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
+def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
     """Whether one Jacobian serves all samples, and fits."""
     if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
         return False
@@ -251,9 +255,15 @@ def _may_spread(diagonal: Tensor | None, rule: LayerRule, view: View, position: 
     return entries * tensor.element_size() <= memory_budget()
 
 
-def _spread(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Spread:
+def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Factored:
     """``Jᵀ diag(d) J``, where one Jacobian serves all samples."""
-    product = rule.jac_t_mat_prod(view.subsample([0]), unit_vectors(diagonal[:1]))[position]
-    assert product is not None
-    scale = product.new_ones(len(diagonal), *product.shape[2:])
-    return Spread(product, diagonal.flatten(1).T, scale)
+    one, first, size = view.subsample([0]), diagonal[:1], diagonal.shape[1:].numel()
+    step = max(1, memory_budget() // max(1, first.nbytes))
+    rows = []
+    for some in slices(size, step):
+        product = rule.jac_t_mat_prod(one, unit_vectors(first, some))[position]
+        assert product is not None
+        rows.append(product)
+    jacobian = torch.cat(rows)
+    scale = jacobian.new_ones(len(diagonal), *jacobian.shape[2:])
+    return Factored(jacobian, diagonal.flatten(1).T, scale)

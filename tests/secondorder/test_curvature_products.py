@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from backpack_core import disable
-from backpack_core.errors import OverwrittenInputError, ShapeError, UnsupportedError, UsageError
+from backpack_core import backpack, disable, extend
+from backpack_core.errors import (
+    BridgeError,
+    NotExtendedError,
+    OverwrittenInputError,
+    ShapeError,
+    UsageError,
+)
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.record.call import live_calls
 from tests import oracle
@@ -82,13 +89,14 @@ def test_subsampling() -> None:
 
 
 def test_shared_parameter() -> None:
+    """In a row: the loss is no function of the sum over uses, and exact all the same."""
     layer = nn.Linear(3, 3)
     problem = classification(Net(lambda net, x: net.a(net.t(net.a(x))), a=layer, t=nn.Tanh()), (3,))
-    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
-    problem.run(GGNMP())
-    compare(problem, "ggnmp", blocks)
-    with pytest.raises(UnsupportedError, match="module calls share"):
-        problem.run(HMP())
+    ggn = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    hessian = [b.sum(0) for b in problem.expected(hessians)]
+    problem.run(GGNMP(), HMP())
+    compare(problem, "ggnmp", ggn)
+    compare(problem, "hmp", hessian)
 
 
 def test_modules_without_a_rule() -> None:
@@ -101,10 +109,29 @@ def test_modules_without_a_rule() -> None:
             return torch.sin(x * self.factor)
 
     problem = classification(nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 3)), (3,))
-    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
-    with pytest.warns(UserWarning, match="no layer rule"):
-        problem.run(GGNMP())
-    compare(problem, "ggnmp", blocks)
+    ggn = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    hessian = [b.sum(0) for b in problem.expected(hessians)]
+    problem.run(GGNMP(), HMP())
+    compare(problem, "ggnmp", ggn)
+    compare(problem, "hmp", hessian)
+
+
+def test_nonlinear_operation_between_modules() -> None:
+    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
+    net = Net(lambda net, x: net.b(torch.sigmoid(net.a(x) / 2)), **parts)
+    with pytest.raises(BridgeError, match="operation 'Sigmoid'") as error:
+        classification(net, (3,)).run(PCHMP())
+    where = error.value.backpack_context  # type: ignore[attr-defined]
+    assert where == "[PCHMP of backpack-plugin-secondorder 0.1.0, after Linear 'a']"
+
+
+def test_loss_that_is_not_extended() -> None:
+    problem = make("mlp")
+    extend(problem.model)
+    loss = F.cross_entropy(problem.model(*problem.inputs), problem.target)
+    with pytest.raises(NotExtendedError, match="GGNMP needs") as error, backpack(GGNMP()):
+        loss.backward()
+    assert error.value.backpack_context == "[GGNMP of backpack-plugin-secondorder 0.1.0]"  # type: ignore[attr-defined]
 
 
 def test_next_to_other_extensions() -> None:
@@ -116,50 +143,53 @@ def test_next_to_other_extensions() -> None:
         oracle.assert_close(p.diag_h.flatten(), block.diagonal())
 
 
-def test_functions_hold_no_graph() -> None:
+def test_functions_hold_the_graph_until_they_are_dropped() -> None:
     gc.collect()
     before = live_calls()
     problem = make("convolutions")
     loss = problem.run(GGNMP(), HMP())
     del loss
+    assert live_calls() > before
+    problem.model.zero_grad()
+    for p in problem.parameters:
+        del p.ggnmp, p.hmp  # type: ignore[attr-defined]
     assert live_calls() == before
 
 
 def test_after_a_step() -> None:
-    """The Jacobian of an affine layer is made of its inputs; that of others may have moved."""
+    """The graph has the parameters of its forward pass: never products at a mixture of two."""
     problem = make("normalised", 2)
-    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
-    problem.run(GGNMP())
+    problem.run(GGNMP(), HMP(), PCHMP())
     with torch.no_grad():
         for p in problem.parameters:
             p += 1
-    first, _, scale = problem.parameters[:3]
-    vectors = torch.randn(2, *first.shape)
-    oracle.assert_close(first.ggnmp(vectors).flatten(1), vectors.flatten(1) @ blocks[0])
-    with pytest.raises(OverwrittenInputError, match="changed since the backward pass"):
-        scale.ggnmp(torch.randn(1, *scale.shape))
+    first = problem.parameters[0]
+    for field in ("ggnmp", "hmp", "pchmp"):
+        with pytest.raises(OverwrittenInputError, match="changed since the backward pass"):
+            getattr(first, field)(torch.randn(2, *first.shape))
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (2, 4, 5), (2, 5, 4, 1)])
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5), (2, 5, 4, 1)])
 def test_wrong_shape(shape: tuple[int, ...]) -> None:
     problem = make("mlp")
     problem.run(GGNMP())
-    with pytest.raises(ShapeError, match=r"Expected vectors of shape \[V, 5, 4\]"):
-        problem.parameters[0].ggnmp(torch.randn(shape))
+    expected = r"Expected a vector of shape \[5, 4\], or several as \[V, 5, 4\]"
+    with pytest.raises(ShapeError, match=expected):
+        problem.parameters[0].ggnmp(torch.randn(shape))  # type: ignore[attr-defined]
 
 
 def test_arguments() -> None:
     with pytest.raises(UsageError, match="'clip', 'abs'"):
         PCHMP(modify="square")  # type: ignore[arg-type]
-    assert PCHMP(modify="abs").get_modification_mode() == "abs"
+    assert PCHMP(modify="abs").modify == "abs"
     assert [GGNMP("a").savefield, HMP("b").savefield, PCHMP("c").savefield] == ["a", "b", "c"]
 
 
 def test_parameters_that_enter_nonlinearly() -> None:
     parts = {"rnn": nn.RNN(2, 3, batch_first=True), "last": nn.Linear(3, 3)}
     problem = classification(Net(lambda net, x: net.last(net.rnn(x)[0][:, -1]), **parts), (2, 2))
-    blocks = [b.sum(0) for b in problem.expected(oracle.ggn)]
-    problem.run(GGNMP())
-    compare(problem, "ggnmp", blocks)
-    with pytest.raises(UnsupportedError, match="second derivative"):
-        problem.run(HMP())
+    ggn = [b.sum(0) for b in problem.expected(oracle.ggn)]
+    hessian = [b.sum(0) for b in problem.expected(hessians)]
+    problem.run(GGNMP(), HMP())
+    compare(problem, "ggnmp", ggn)
+    compare(problem, "hmp", hessian)

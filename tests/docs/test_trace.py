@@ -1,0 +1,60 @@
+"""The page that follows one pass is true."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trace import Step, numbers, trace
+
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "trace.md"
+
+
+def table() -> list[tuple[int, ...]]:
+    rows = re.findall(r"^\|[^|]+\| (\d+) \| (\d+) \| (\d+) \|$", PAGE.read_text("utf-8"), re.M)
+    return [tuple(map(int, row)) for row in rows]
+
+
+def test_numbers_of_the_page() -> None:
+    """Up to a tenth, so that not every helper function changes the page."""
+    found = trace()
+    phases = [numbers(steps) for _, steps in found.phases()]
+    pairs = list(zip(table(), [*phases, numbers(found.steps)], strict=True))
+    assert len(pairs) == 7
+    for expected, counted in pairs:
+        for one, other in zip(expected, counted, strict=True):
+            assert abs(one - other) <= 1 + one // 10, (expected, counted)
+
+
+def called(steps: list[Step]) -> Counter[str]:
+    return Counter(f"{Path(step.file).stem}.{step.name.rsplit('.', 1)[-1]}" for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [
+        (1, "traversal.visit traversal._at_output traversal._read backward.shed traversal.send"),
+        (1, "propagator.propagate rules.jac_t_mat_prod linear._jac_t_mat_prod"),
+        (2, "rules.param_product product.place diag_ggn.read ownership.owned backward.store"),
+    ],
+)
+def test_a_visit_does_each_thing_once(count: int, names: str) -> None:
+    """Once for the group, and once for each of its two parameters."""
+    phases = list(trace().phases())
+    assert [name for name, _ in phases] == ["start", *["visit"] * 4, "end"]
+    calls = called(phases[2][1])
+    assert {name: calls[name] for name in names.split()} == dict.fromkeys(names.split(), count)
+
+
+def test_functions_of_the_page_are_called() -> None:
+    names = {part for step in trace().steps for part in step.name.split(".")}
+    files = {Path(step.file).stem for step in trace().steps}
+    quoted = re.findall(r"`([A-Za-z_.]+)`", PAGE.read_text("utf-8").partition("## Start")[2])
+    known = {"Linear", "ReLU", "Announcer", "Site", "contract", "engine", "record", "BackwardPass"}
+    assert len(quoted) > 20
+    for text in set(quoted) - known:
+        for part in text.split("."):
+            assert part in names | files | known, text
