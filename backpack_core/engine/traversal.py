@@ -115,14 +115,12 @@ class Traversal(ABC):
         arrived = self._at_sites.pop((slot, site.call, site.index), Waiting())
         carrier = self._carrier(slot, view)
         with located(view, self._name(first)):
-            quantity = propagator.arrive(
-                site.call.rule, view, self._at_output(propagator, site, view, arrived)
-            )
+            quantity = carrier.arrive(view, self._at_output(propagator, site, view, arrived))
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
-            if quantity is None and not self._may_miss(carrier, view):
+            if quantity is None and not carrier.starts(view):
                 raise _nothing_arrived(view, first)
-            if self.survey.is_shared:
+            if quantity is not None and self.survey.is_shared:
                 quantity = propagator.rooted(quantity)
         self._read(slot, view, carrier, quantity)
         if not propagator.travels:
@@ -187,11 +185,6 @@ class Traversal(ABC):
         if found is None:
             return RuleCarrier(propagator)
         return HandWrittenCarrier(found, propagator, extensions[0])
-
-    @staticmethod
-    def _may_miss(carrier: Carrier, view: View) -> bool:
-        """Whether a call starts a quantity itself: a loss with a module extension."""
-        return isinstance(carrier, HandWrittenCarrier) and view.output_shape == ()
 
     # Reading -------------------------------------------------------------------------------------
 
