@@ -14,14 +14,18 @@ from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseLossDerivatives,
     BaseParameterDerivatives,
-    Grads,
     Subsampling,
-    _loss,
-    _prepared,
-    _rule,
     in_backward_mode,
 )
-from backpack_core import AffineRule, ElementwiseRule, View
+from backpack_compat.views import (
+    Grads,
+    checked_view,
+    loss_rule_for,
+    made_view,
+    rule_for,
+    unfolded,
+)
+from backpack_core import ElementwiseRule
 from backpack_core.errors import UsageError
 
 
@@ -33,13 +37,13 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """``φ'(x)``. Shape of the input."""
-        view = _prepared(module, g_out).subsample(subsampling)
+        view = checked_view(module, g_out).subsample(subsampling)
         return _elementwise(module).derivative(view)
 
     @in_backward_mode
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         """``φ''(x)``. Shape of the input."""
-        return _elementwise(module).second_derivative(_prepared(module, g_out))
+        return _elementwise(module).second_derivative(checked_view(module, g_out))
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Whether ``φ''`` vanishes; not so for an activation that says nothing about it."""
@@ -68,7 +72,7 @@ class ElementwiseDerivatives(BaseDerivatives):
 
 
 def _elementwise(module: Module) -> ElementwiseRule:
-    rule = _rule(module)
+    rule = rule_for(module)
     if not isinstance(rule, ElementwiseRule):
         raise NotImplementedError(f"{type(module).__name__} is not known as an activation.")
     return rule
@@ -104,8 +108,9 @@ class NLLLossDerivatives(BaseLossDerivatives):
         target = torch.zeros_like(x)
         if isinstance(loss, CrossEntropyLoss):
             target = target.select(1, 0).long()
-        view = _call(loss, x, target)
-        rule = _loss(loss)
+        value = loss(x, target)
+        view = made_view(loss, (x, target), value, torch.ones_like(value))
+        rule = loss_rule_for(loss)
         rule.check(view)
         return rule.sqrt_hessian_sampled(view, mc_samples) * sqrt(mc_samples)
 
@@ -126,22 +131,6 @@ class BCEWithLogitsDerivatives(NLLLossDerivatives):
 
     def __init__(self, use_autograd: bool = False) -> None:
         super().__init__(use_autograd)
-
-
-def _call(loss: Module, x: Tensor, target: Tensor) -> View:
-    value = loss(x, target)
-    return View(
-        module=loss,
-        args=(x, target),
-        kwargs={},
-        inputs=(x, target),
-        edges=(None, None),
-        outputs=(value,),
-        frame=None,
-        thread=0,
-        grad_output=torch.ones_like(value),
-        _versions=(x._version, target._version, value._version),
-    )
 
 
 class LinearLayerDerivatives(BaseParameterDerivatives):
@@ -166,10 +155,7 @@ class ConvolutionDerivatives(BaseParameterDerivatives):
 
     def get_unfolded_input(self, module: Module) -> Tensor:
         """What the kernel sees at each position. Shape ``[N, C·K, S]``."""
-        rule = _rule(module)
-        assert isinstance(rule, AffineRule)
-        patches = rule.affine_input(_prepared(module, None))  # [N, S, G, I]
-        return patches.permute(0, 2, 3, 1).flatten(1, 2)
+        return unfolded(module, checked_view(module, None))
 
 
 class PoolingDerivatives(BaseDerivatives):
