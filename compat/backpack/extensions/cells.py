@@ -19,9 +19,10 @@ from backpack.core.derivatives.basederivatives import (
 from backpack.extensions.hbp_options import LossHessianStrategy
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.strategies import extension_by
 from backpack_compat.views import checked_view, loss_view, parametric_rule_for, rule_for
 from backpack_core import Extension, LossRule
-from backpack_secondorder import diag_hessian, kfac, kfra
+from backpack_secondorder import diag_hessian, kfac
 
 Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives where there are parameters
 
@@ -244,10 +245,13 @@ class HBPBaseModule(CoreModule):
     core_extension = kfac.KFLR
 
     def _extension(self, ext: Any) -> Extension:
-        strategy = ext.get_loss_hessian_strategy()
-        if strategy == LossHessianStrategy.SAMPLING:
-            return kfac.KFAC(mc_samples=ext.get_num_mc_samples())
-        return kfra.KFRA() if strategy == LossHessianStrategy.SUM else kfac.KFLR()
+        return extension_by(
+            ext.get_curv_type(),
+            ext.get_loss_hessian_strategy(),
+            ext.get_backprop_strategy(),
+            ext.get_ea_strategy(),
+            ext.get_num_mc_samples(),
+        )
 
 
 class _Product(_PerParameter):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from math import sqrt
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module
+from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
-    BaseLossDerivatives,
     BaseParameterDerivatives,
     Subsampling,
     in_backward_mode,
@@ -20,13 +18,12 @@ from backpack.core.derivatives.basederivatives import (
 from backpack_compat.views import (
     Grads,
     checked_view,
-    loss_rule_for,
-    made_view,
     rule_for,
     unfolded,
+    view_of,
 )
 from backpack_core import ElementwiseRule
-from backpack_core.errors import UsageError
+from backpack_core.errors import UnsupportedError
 
 
 class ElementwiseDerivatives(BaseDerivatives):
@@ -78,61 +75,6 @@ def _elementwise(module: Module) -> ElementwiseRule:
     return rule
 
 
-class NLLLossDerivatives(BaseLossDerivatives):
-    """A loss that is the negative logarithm of a likelihood.
-
-    Args:
-        use_autograd: Accepted; the rule's formula is used either way.
-    """
-
-    def __init__(self, use_autograd: bool = True) -> None:
-        self.use_autograd = use_autograd
-
-    def compute_sampled_grads(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
-        """Gradients of a summed loss, for targets drawn from the likelihood.
-
-        Args:
-            subsampled_input: Input of the loss ``[N, *in]``.
-            mc_samples: How many targets to draw for each sample.
-
-        Returns:
-            Shape ``[mc_samples, N, *in]``.
-
-        Raises:
-            UsageError: The class stands for no particular loss.
-        """
-        if self.module_type is None:
-            raise UsageError(f"{type(self).__name__} stands for no particular loss.")
-        loss = self.module_type(reduction="sum")
-        x = subsampled_input.detach()
-        target = torch.zeros_like(x)
-        if isinstance(loss, CrossEntropyLoss):
-            target = target.select(1, 0).long()
-        value = loss(x, target)
-        view = made_view(loss, (x, target), value, torch.ones_like(value))
-        rule = loss_rule_for(loss)
-        rule.check(view)
-        return rule.sqrt_hessian_sampled(view, mc_samples) * sqrt(mc_samples)
-
-
-class CrossEntropyDerivatives(NLLLossDerivatives):
-    """Base of :class:`CrossEntropyLossDerivatives`."""
-
-    module_type = CrossEntropyLoss
-
-    def __init__(self, use_autograd: bool = False) -> None:
-        super().__init__(use_autograd)
-
-
-class BCEWithLogitsDerivatives(NLLLossDerivatives):
-    """Base of :class:`BCELossWithLogitsDerivatives`."""
-
-    module_type = BCEWithLogitsLoss
-
-    def __init__(self, use_autograd: bool = False) -> None:
-        super().__init__(use_autograd)
-
-
 class LinearLayerDerivatives(BaseParameterDerivatives):
     """Base of :class:`LinearDerivatives`."""
 
@@ -167,6 +109,41 @@ class PoolingDerivatives(BaseDerivatives):
 
     def __init__(self, N: int) -> None:
         self.N = N
+
+
+class AdaptivePoolingDerivatives(PoolingDerivatives):
+    """Base of the adaptive pooling layers; the layer rule treats any size of input and output."""
+
+    def check_parameters(self, module: Module) -> None:
+        """Raise unless there is an average pooling with a fixed kernel that does the same.
+
+        Raises:
+            UnsupportedError: The input has another number of axes, or its size is no multiple of
+                the output's.
+        """
+        sizes, wanted = self._spatial_sizes(module)
+        multiples = (size % target == 0 for size, target in zip(sizes, wanted, strict=True))
+        if len(sizes) != self.N or not all(multiples):
+            raise UnsupportedError(
+                f"{type(module).__name__} takes {list(sizes)} pixels to {list(wanted)}: no pooling "
+                f"with a fixed kernel in {self.N} dimensions does. The products of this class need "
+                "none."
+            )
+
+    def get_equivalent_parameters(self, module: Module) -> tuple[list[int], list[int]]:
+        """Stride and kernel size of that average pooling; ask ``check_parameters`` first."""
+        sizes, wanted = self._spatial_sizes(module)
+        strides = [size // target for size, target in zip(sizes, wanted, strict=True)]
+        return strides, list(strides)
+
+    def get_parameters(self, module: Module) -> tuple[list[int], list[int], int]:
+        """Stride, kernel size and padding of that average pooling."""
+        return *self.get_equivalent_parameters(module), 0
+
+    @staticmethod
+    def _spatial_sizes(module: Module) -> tuple[torch.Size, torch.Size]:
+        view = view_of(module)
+        return view.input_shape[2:], view.output_shape[2:]
 
 
 class weight_jac_t_save_memory:
