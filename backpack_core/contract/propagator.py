@@ -17,7 +17,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.columns import Columns, Root
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.rules import LayerRule, ParametricRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge
@@ -78,8 +78,8 @@ class Propagator(ABC):
         """
 
     @abstractmethod
-    def product(self, rule: ParametricRule, view: View, name: str, quantity: Any) -> SampleProduct:
-        """What extensions read at a parameter.
+    def product(self, rule: ParametricRule, view: View, name: str, quantity: Any) -> Reading:
+        """What extensions read at a parameter; the engine says on it where it stands.
 
         Args:
             rule: The layer's rule.

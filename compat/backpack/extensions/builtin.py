@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from backpack.extensions.backprop_extension import IncumbentNames
+from backpack.extensions.backprop_extension import IncumbentGraphNames, IncumbentNames
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.hbp_options import (
     BackpropStrategy,
@@ -268,21 +268,21 @@ class KFRA(HBP, kfra.KFRA):
         )
 
 
-class GGNMP(IncumbentNames, products.GGNMP):
+class GGNMP(IncumbentGraphNames, products.GGNMP):
     """Products with blocks of the generalised Gauss-Newton matrix, in ``ggnmp``."""
 
     def __init__(self, savefield: str = "ggnmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class HMP(IncumbentNames, products.HMP):
+class HMP(IncumbentGraphNames, products.HMP):
     """Products with blocks of the Hessian, in ``hmp``."""
 
     def __init__(self, savefield: str = "hmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class PCHMP(IncumbentNames, products.PCHMP):
+class PCHMP(IncumbentGraphNames, products.PCHMP):
     """Products with blocks of the positive-curvature Hessian, in ``pchmp``."""
 
     def __init__(self, savefield: str = "pchmp", modify: Literal["clip", "abs"] = "clip") -> None:
