@@ -6,10 +6,11 @@ Run ``python docs/make_reference.py`` after changing one; a test compares the pa
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
 
 PAGE = Path(__file__).parent / "extensions.md"
 
@@ -48,7 +49,7 @@ def _entry(name: str, kind: type) -> str:
     text = inspect.getdoc(kind) or ""
     if not text:
         raise SystemExit(f"{name} has no docstring.")
-    text = text.replace("``", "`").replace(":class:", "").replace(":func:", "")
+    text = re.sub(r":\w+:`~?[\w.]*?(\w+)`", r"`\1`", text.replace("``", "`"))
     return f"### {name}\n`{name}({arguments})`\n\n{text}\n"
 
 

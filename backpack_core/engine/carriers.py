@@ -43,6 +43,14 @@ class Carrier(ABC):
     """What a call does with a group's quantity."""
 
     @abstractmethod
+    def starts(self, view: View) -> bool:
+        """Whether nothing need arrive at the call: sending is what begins there."""
+
+    @abstractmethod
+    def arrive(self, view: View, waiting: Any) -> Any:
+        """The quantity at the call's output, from what was sent there; ``None`` for nothing."""
+
+    @abstractmethod
     def readings(self, view: View, quantity: Any) -> Iterator[Found]:
         """What extensions read, for every parameter, and whether the layer rule covers it."""
 
@@ -60,6 +68,14 @@ class RuleCarrier(Carrier):
 
     def __init__(self, propagator: Propagator) -> None:
         self._propagator = propagator
+
+    def starts(self, view: View) -> bool:
+        """It does not: the propagator has a quantity at a loss."""
+        return False
+
+    def arrive(self, view: View, waiting: Any) -> Any:
+        """By the propagator."""
+        return self._propagator.arrive(view.call.rule, view, waiting)
 
     def readings(self, view: View, quantity: Any) -> Iterator[Found]:
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
@@ -95,6 +111,16 @@ class HandWrittenCarrier(Carrier):
         self._module_extension = module_extension
         self._propagator = propagator
         self._extension = extension
+
+    def starts(self, view: View) -> bool:
+        """At a loss, of which a number or a known type tells."""
+        return view.output_shape == () or bool(view.call.rule.is_loss)
+
+    def arrive(self, view: View, waiting: Any) -> Any:
+        """By the propagator; at a loss it is left to ``backpropagate`` to start."""
+        if self.starts(view):
+            return waiting
+        return self._propagator.arrive(view.call.rule, view, waiting)
 
     def readings(self, view: View, quantity: Any) -> Iterator[Found]:
         """None: it computes values itself."""

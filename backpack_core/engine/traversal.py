@@ -120,21 +120,20 @@ class Traversal(ABC):
         arrived = self._at_sites.pop((slot, site.call, site.index), NOTHING)
         carrier = self._carrier(slot, view)
         with located(view, first):
-            quantity = propagator.arrive(
-                site.call.rule, view, self._at_output(propagator, site, view, arrived)
-            )
+            quantity = carrier.arrive(view, self._at_output(propagator, site, view, arrived))
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
-            if quantity is None and not self._may_miss(carrier, view):
+            if quantity is None and not carrier.starts(view):
                 raise _nothing_arrived(view, first)
-            whole = propagator.rooted(quantity) if self.survey.is_shared else quantity
+            is_shared = self.survey.is_shared and quantity is not None
+            whole = propagator.rooted(quantity) if is_shared else quantity
         self._read(slot, view, carrier, whole)
         if not propagator.travels:
             return
         with located(view, first):
             if site.layout is None and not view.axis:  # else what is below has another shape
                 whole = self.shed(slot, site, view, carrier, whole)
-                arrived = arrived if whole is quantity else Waiting()
+                arrived = arrived if whole is quantity else NOTHING
             self.send(slot, site, view, carrier, whole, arrived)
 
     def send(
@@ -195,11 +194,6 @@ class Traversal(ABC):
         if found is None:
             return RuleCarrier(propagator)
         return HandWrittenCarrier(found, propagator, extensions[0])
-
-    @staticmethod
-    def _may_miss(carrier: Carrier, view: View) -> bool:
-        """Whether a call starts a quantity itself: a loss with a module extension."""
-        return isinstance(carrier, HandWrittenCarrier) and view.output_shape == ()
 
     # Reading -------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from torch.nn import Module
 from backpack import extensions as extensions
 from backpack.context import CTX as CTX
 from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.debugging import Printer
 from backpack.extensions.backprop_extension import BackpropExtension as BackpropExtension
 from backpack.presence import warn_about_incumbent
 from backpack.storage import HookWithIO, hook_store_io, memory_cleanup, store_io
@@ -29,11 +30,14 @@ from backpack_core import context as contexts
 from backpack_core import disable as _disable
 from backpack_core._torch import graph_task_id
 from backpack_core.contract.extension import Extension
+from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning, NotExtendedError
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.extending import M
 from backpack_core.extending import extend as _extend
+
+_PRINTER = Printer(logger)
 
 __all__ = [
     "backpack",
@@ -62,7 +66,7 @@ class backpack(contexts.backpack):
             exts: Extensions to run.
             extension_hook: Called with each module after all extensions ran on it;
                 ``module.input0``, …, and ``module.output`` are those of the call in question.
-            debug: Log every step, and check at every module that samples do not mix.
+            debug: Print every step, and check at every module that samples do not mix.
             retain_graph: Keep inputs and outputs for another backward pass.
         """
         hook = None if extension_hook is None else HookWithIO(extension_hook, self._visiting)
@@ -72,6 +76,13 @@ class backpack(contexts.backpack):
         self.extension_hook = extension_hook
         self.retain_graph = retain_graph
 
+    def __enter__(self) -> backpack:
+        """Make this the active context of the thread."""
+        super().__enter__()
+        if self.debug:
+            _PRINTER.begin()
+        return self
+
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
@@ -79,6 +90,8 @@ class backpack(contexts.backpack):
         traceback: TracebackType | None,
     ) -> None:
         """Leave the block; that nothing was computed in it is a warning here, not an error."""
+        if self.debug:
+            _PRINTER.end()
         try:
             super().__exit__(exc_type, exc, traceback)
         except NotExtendedError as error:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backpack_compat.converter import convert
 from backpack_core import backpack, extend
-from backpack_core.converter import convert
 from backpack_core.errors import BackpackWarning
 from backpack_core.extensions import BatchGrad, DiagHessian
 from backpack_core.modules import ReduceTuple, SumModule
@@ -226,7 +226,7 @@ def test_second_derivatives_of_a_converted_network() -> None:
         return lossfunc(torch.func.functional_call(net, parameters, (x,)), y)
 
     hessian = torch.autograd.functional.hessian(loss_of, net.first.weight.detach())
-    model, loss = extend(net, use_converter=True), extend(lossfunc)
+    model, loss = extend(convert(net)), extend(lossfunc)
     assert any(isinstance(m, SumModule) for m in model.modules())
     value = loss(model(x), y)
     with backpack(DiagHessian()):

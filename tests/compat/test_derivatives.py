@@ -14,6 +14,7 @@ from backpack.core.derivatives import DERIVATIVES
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.convnd import weight_jac_t_save_memory
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
+from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
@@ -270,13 +271,80 @@ def test_batch_norm_in_train_mode() -> None:
 
 
 def test_no_particular_loss() -> None:
-    d: Any = DERIVATIVES["MSELossDerivatives"].__mro__[1]()
-    with pytest.raises(ValueError, match="no particular loss"):
+    d: Any = NLLLossDerivatives()
+    with pytest.raises(NotImplementedError, match="no particular loss"):
         d.compute_sampled_grads(torch.zeros(1, 1), 1)
+    with pytest.raises(NotImplementedError, match="_compute_sampled_grads_manual"):
+        NLLLossDerivatives(use_autograd=False).compute_sampled_grads(torch.zeros(1, 1), 1)
     with pytest.raises(NotImplementedError):
         d.hessian_is_psd()
     with pytest.raises(NotImplementedError, match="not a loss"):
         d.sqrt_hessian(_linear(), None, None)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_distributions(name: str) -> None:
+    """The negative logarithm of the likelihood is the loss, up to a constant."""
+    kind, target, features = LOSSES[name]
+    d: Any = DERIVATIVES[name]()
+    first, second, y = torch.randn(N, features), torch.randn(N, features), target()
+    drops = [-d._make_distribution(x).log_prob(y).sum() for x in (first, second)]
+    lossfunc = kind(reduction="sum")
+    assert_close(drops[0] - drops[1], lossfunc(first, y) - lossfunc(second, y))
+    mean = kind(reduction="mean")(first, y)
+    assert_close(lossfunc(first, y) / d._get_mean_normalization(first), mean)
+
+
+class Likelihood(nn.PoissonNLLLoss):
+    """A loss that no rule of its own is needed for."""
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_likelihood_of_one_s_own(reduction: str, scale: float | None) -> None:
+    class Poisson(NLLLossDerivatives):
+        def _make_distribution(self, subsampled_input: Tensor) -> Any:
+            return torch.distributions.Poisson(subsampled_input.exp())
+
+        @staticmethod
+        def _get_mean_normalization(input: Tensor) -> int:
+            return input.numel()
+
+    module, x = extend(Likelihood(reduction=reduction)), torch.randn(N, 2, requires_grad=True)
+    module(x, torch.poisson(x.detach().exp()))
+    g_out = None if scale is None else (torch.tensor(scale),)
+    root = Poisson().sqrt_hessian_sampled(module, None, g_out, 20_000, subsampling=[2, 0])
+    found = torch.einsum("vni,vnj->nij", root, root)
+    expected = torch.diag_embed(x.detach().exp())[[2, 0]] * (scale or 1.0)
+    expected = expected / (x.numel() if reduction == "mean" else 1)
+    # The standard error of a squared Poisson deviation is about 1.5 % here.
+    assert (found - expected).abs().max() < 0.08 * expected.abs().max()
+    with pytest.raises(NotImplementedError, match="_get_mean_normalization"):
+        NLLLossDerivatives._get_mean_normalization(x)
+    with pytest.raises(NotImplementedError, match="negative"):
+        Poisson().sqrt_hessian_sampled(module, None, (torch.tensor(-1.0),), 1)
+
+
+def test_adaptive_pooling_as_average_pooling() -> None:
+    d: Any = DERIVATIVES["AdaptiveAvgPool2dDerivatives"]()
+    x = torch.randn(N, 1, 4, 6)
+    even, uneven = extend(nn.AdaptiveAvgPool2d((2, 3))), extend(nn.AdaptiveAvgPool2d((3, None)))
+    expected = even(x)
+    uneven(x)
+    d.check_parameters(even)
+    stride, kernel, padding = d.get_parameters(even)
+    assert_close(nn.functional.avg_pool2d(x, kernel, stride, padding), expected)
+    with pytest.raises(NotImplementedError, match=r"\[4, 6\] pixels to \[3, 6\]"):
+        d.check_parameters(uneven)
+
+
+def test_train_mode_has_second_derivatives() -> None:
+    module, d = nn.BatchNorm1d(4), DERIVATIVES["BatchNormNdDerivatives"]()
+    assert not d.hessian_is_zero(module)
+    assert d.hessian_is_zero(module.eval())
+    extend(module.train())(torch.randn(N, 4))
+    assert not d.hessian_is_zero(module)
+    assert not d.hessian_is_diagonal(module)
 
 
 def test_diagonals() -> None:

@@ -29,7 +29,7 @@ from backpack.utils.examples import (
     load_one_batch_mnist,
 )
 from backpack.utils.subsampling import subsample
-from backpack_core import namesakes
+from backpack_compat import namesakes
 from backpack_core.cli import doctor
 from backpack_core.errors import BackpackWarning, MissingPluginError
 from tests.oracle import assert_close

@@ -74,13 +74,18 @@ class IncumbentNames(Extension):
         Raises:
             ValueError: There is a choice already, and ``overwrite`` is off.
         """
-        if isinstance(self, GraphExtension):
-            return  # exact for every module: there is nothing to add
         super().set_module_extension(module, extension, overwrite)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """What reaches a tensor over two branches, put together. The engine does it by itself."""
         return self.propagator.merge(existing, other)
+
+
+class IncumbentGraphNames(IncumbentNames, GraphExtension):
+    """The same for extensions that are read from the graph of the loss."""
+
+    def set_module_extension(self, *args: Any, **kwargs: Any) -> None:
+        """Accepted: what is read is exact for every module, so that there is nothing to add."""
 
 
 class HandedOn(Propagator):

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from backpack.extensions.backprop_extension import IncumbentNames
+from backpack.extensions.backprop_extension import IncumbentGraphNames, IncumbentNames
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.hbp_options import (
     BackpropStrategy,
     ExpectationApproximation,
     LossHessianStrategy,
 )
-from backpack_core import Extension, LayerRule, View
-from backpack_core.errors import UnsupportedError
+from backpack.extensions.strategies import extension_by
+from backpack_core import Extension
 from backpack_firstorder import individual, moments
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
+from backpack_secondorder.factors import kronecker_factors
 
 EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
 BOTEV_MARTENS = ExpectationApproximation.BOTEV_MARTENS
@@ -180,10 +181,10 @@ class BatchDiagHessian(IncumbentNames, diag_hessian.BatchDiagHessian):
 
 
 class HBP(IncumbentNames):
-    """Kronecker factors by strategies; the combinations that have names are there.
+    """Kronecker factors by strategies.
 
     Args:
-        curv_type: ``Curvature.GGN``.
+        curv_type: ``Curvature.GGN``, or ``Curvature.HESSIAN`` with ``SUM``.
         loss_hessian_strategy: ``EXACT`` (:class:`KFLR`), ``SAMPLING`` (:class:`KFAC`), or ``SUM``
             (:class:`KFRA`).
         backprop_strategy: ``BATCH_AVERAGE`` with ``SUM``, otherwise ``SQRT``.
@@ -191,6 +192,8 @@ class HBP(IncumbentNames):
         savefield: Name of the attribute on parameters.
     """
 
+    columns_add = True
+    needs = (kronecker_factors,)
     _mc_samples: int = 1
 
     def __init__(
@@ -201,30 +204,12 @@ class HBP(IncumbentNames):
         ea_strategy: str,
         savefield: str = "hbp",
     ) -> None:
-        self.curv_type = curv_type
-        self.loss_hessian_strategy = loss_hessian_strategy
-        self.backprop_strategy = backprop_strategy
-        self.ea_strategy = ea_strategy
-        self._base = self._named()
+        strategies = (curv_type, loss_hessian_strategy, backprop_strategy, ea_strategy)
+        self.curv_type, self.loss_hessian_strategy, self.backprop_strategy, self.ea_strategy = (
+            strategies
+        )
+        self._base = extension_by(*strategies, self.get_num_mc_samples())
         Extension.__init__(self, self._base.propagator, savefield)
-
-    def _named(self) -> Extension:
-        """The extension that goes by these strategies."""
-        found = (self.loss_hessian_strategy, self.backprop_strategy)
-        known: dict[tuple[str, str], type[kfac.KFAC | kfac.KFLR | kfra.KFRA]] = {
-            (EXACT, BackpropStrategy.SQRT): kfac.KFLR,
-            (SAMPLING, BackpropStrategy.SQRT): kfac.KFAC,
-            (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE): kfra.KFRA,
-        }
-        usual = (Curvature.GGN, BOTEV_MARTENS)
-        if (self.curv_type, self.ea_strategy) != usual or found not in known:
-            asked = (self.curv_type, *found, self.ea_strategy)
-            raise UnsupportedError(
-                f"HBP{asked} has no exact meaning in the literature and no counterpart here: use "
-                "KFAC, KFLR or KFRA."
-            )
-        base = known[found]
-        return kfac.KFAC(self.get_num_mc_samples()) if base is kfac.KFAC else base()
 
     def read(self, product: Any) -> Any:
         """The factors."""
@@ -283,21 +268,21 @@ class KFRA(HBP, kfra.KFRA):
         )
 
 
-class GGNMP(IncumbentNames, products.GGNMP):
+class GGNMP(IncumbentGraphNames, products.GGNMP):
     """Products with blocks of the generalised Gauss-Newton matrix, in ``ggnmp``."""
 
     def __init__(self, savefield: str = "ggnmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class HMP(IncumbentNames, products.HMP):
+class HMP(IncumbentGraphNames, products.HMP):
     """Products with blocks of the Hessian, in ``hmp``."""
 
     def __init__(self, savefield: str = "hmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class PCHMP(IncumbentNames, products.PCHMP):
+class PCHMP(IncumbentGraphNames, products.PCHMP):
     """Products with blocks of the positive-curvature Hessian, in ``pchmp``."""
 
     def __init__(self, savefield: str = "pchmp", modify: Literal["clip", "abs"] = "clip") -> None:

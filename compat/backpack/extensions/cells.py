@@ -15,16 +15,14 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
     BaseParameterDerivatives,
-    _loss_view,
-    _parametric,
-    _prepared,
-    _rule,
 )
 from backpack.extensions.hbp_options import LossHessianStrategy
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.strategies import extension_by
+from backpack_compat.views import checked_view, loss_view, parametric_rule_for, rule_for
 from backpack_core import Extension, LossRule
-from backpack_secondorder import diag_hessian, kfac, kfra
+from backpack_secondorder import diag_hessian, kfac
 
 Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives where there are parameters
 
@@ -206,22 +204,26 @@ class CoreModule(_PerParameter):
     def _value(
         self, param: str, ext: Any, module: Module, g_inp: Any, g_out: Any, backproped: Any
     ) -> Any:
-        view = _prepared(module, g_out).subsample(ext.get_subsampling())
+        view = checked_view(module, g_out).subsample(ext.get_subsampling())
         extension = self._extension(ext)
         quantity = extension.propagator.adopt(backproped, None)
-        reading = extension.propagator.product(_parametric(module, param), view, param, quantity)
+        reading = extension.propagator.product(
+            parametric_rule_for(module, param), view, param, quantity
+        )
         return extension.read(reading)
 
     def backpropagate(
         self, ext: Any, module: Module, g_inp: Any, g_out: Any, backproped: Any
     ) -> Any:
         """What the extension's propagator does at this layer or loss."""
-        propagator, rule = self._extension(ext).propagator, _rule(module)
+        propagator, rule = self._extension(ext).propagator, rule_for(module)
         if isinstance(rule, LossRule):
-            view = _loss_view(module, g_out).subsample(ext.get_subsampling())
+            view = loss_view(module, g_out).subsample(ext.get_subsampling())
             return propagator.present(propagator.start(rule, view))
-        view = _prepared(module, g_out).subsample(ext.get_subsampling())
+        view = checked_view(module, g_out).subsample(ext.get_subsampling())
         sent = propagator.propagate(rule, view, propagator.adopt(backproped, None))
+        for position, new in propagator.residual(rule, view).items():
+            sent[position] = propagator.merge(sent[position], new) if position in sent else new
         return propagator.present(sent[0])
 
 
@@ -243,10 +245,13 @@ class HBPBaseModule(CoreModule):
     core_extension = kfac.KFLR
 
     def _extension(self, ext: Any) -> Extension:
-        strategy = ext.get_loss_hessian_strategy()
-        if strategy == LossHessianStrategy.SAMPLING:
-            return kfac.KFAC(mc_samples=ext.get_num_mc_samples())
-        return kfra.KFRA() if strategy == LossHessianStrategy.SUM else kfac.KFLR()
+        return extension_by(
+            ext.get_curv_type(),
+            ext.get_loss_hessian_strategy(),
+            ext.get_backprop_strategy(),
+            ext.get_ea_strategy(),
+            ext.get_num_mc_samples(),
+        )
 
 
 class _Product(_PerParameter):

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 from torch.nn import functional as F
 
-from backpack.core.derivatives.basederivatives import _rule
 from backpack.utils.parameters import squares
-from backpack_core import AffineRule, View
+from backpack_compat.views import made_view, unfolded
 
 
 def get_conv_module(N: int) -> type[Module]:
@@ -35,23 +34,9 @@ def unfold_input(module: Module, input: Tensor) -> Tensor:
     Returns:
         Shape ``[N, C·K, S]``: ``K`` kernel elements, ``S`` positions, as ``torch.nn.Unfold``.
     """
-    rule = _rule(module)
-    assert isinstance(rule, AffineRule)
     with torch.no_grad():
         output = type(module).forward(module, input)
-    call = ModuleCall(
-        module=module,
-        args=(input,),
-        kwargs={},
-        inputs=(input,),
-        edges=(None,),
-        outputs=(output,),
-        frame=None,
-        thread=0,
-        _versions=(input._version, output._version),
-    )
-    patches = rule.affine_input(call)  # [N, S, G, I]
-    return patches.permute(0, 2, 3, 1).flatten(1, 2)
+    return unfolded(module, made_view(module, (input,), output))
 
 
 def unfold_by_conv(input: Tensor, module: Module) -> Tensor:

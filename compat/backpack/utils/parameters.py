@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor, typename
 from torch.nn import Linear, Module
 
-from backpack.core.derivatives.basederivatives import _parametric, view_of
+from backpack_compat.views import parametric_rule_for, view_of
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
 
 
@@ -53,4 +53,6 @@ def extract_bias_diagonal(module: Linear, S: Tensor, sum_batch: bool = True) -> 
 def squares(module: Module, name: str, columns: Tensor, sum_batch: bool) -> Tensor:
     """Squared transposed Jacobian products, summed over columns."""
     operation = square_sum if sum_batch else per_sample_square_sum
-    return operation(_parametric(module, name).param_product(view_of(module), name, columns))
+    return operation(
+        parametric_rule_for(module, name).param_product(view_of(module), name, columns)
+    )

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from backpack.core.derivatives import basederivatives, families
+from backpack.core.derivatives import basederivatives, families, likelihoods
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.families import (
-    BCEWithLogitsDerivatives,
+    AdaptivePoolingDerivatives,
     ConvolutionDerivatives,
-    CrossEntropyDerivatives,
     ElementwiseDerivatives,
     LinearLayerDerivatives,
-    NLLLossDerivatives,
     PoolingDerivatives,
     weight_jac_t_save_memory,
     with_dimensions,
+)
+from backpack.core.derivatives.likelihoods import (
+    BCEWithLogitsDerivatives,
+    CrossEntropyDerivatives,
+    MSEDerivatives,
+    NLLLossDerivatives,
 )
 from backpack.submodules import make_class, submodule
 
@@ -38,7 +40,7 @@ _CLASSES: dict[str, tuple[str, type]] = {
     "linear": ("LinearDerivatives", LinearLayerDerivatives),
     "logsigmoid": ("LogSigmoidDerivatives", ElementwiseDerivatives),
     "lstm": ("LSTMDerivatives", BaseParameterDerivatives),
-    "mseloss": ("MSELossDerivatives", NLLLossDerivatives),
+    "mseloss": ("MSELossDerivatives", MSEDerivatives),
     "pad": ("PadDerivatives", BaseDerivatives),
     "permute": ("PermuteDerivatives", BaseDerivatives),
     "relu": ("ReLUDerivatives", ElementwiseDerivatives),
@@ -62,7 +64,7 @@ _DIMENSIONAL = (
      "avgpool{n}d", "AvgPool{n}DDerivatives"),
     ("maxpoolnd", "MaxPoolNDDerivatives", PoolingDerivatives,
      "maxpool{n}d", "MaxPool{n}DDerivatives"),
-    ("adaptive_avg_pool_nd", "AdaptiveAvgPoolNDDerivatives", PoolingDerivatives,
+    ("adaptive_avg_pool_nd", "AdaptiveAvgPoolNDDerivatives", AdaptivePoolingDerivatives,
      "adaptive_avg_pool_nd", "AdaptiveAvgPool{n}dDerivatives"),
 )  # fmt: skip
 
@@ -84,8 +86,7 @@ def _fill() -> None:
         "convnd": {"weight_jac_t_save_memory": weight_jac_t_save_memory},
     }
     for where, (name, base) in _CLASSES.items():
-        extra = {"module_type": nn.MSELoss} if where == "mseloss" else {}
-        modules[where] = {name: _make(where, name, base, **extra)}
+        modules[where] = {name: _make(where, name, base)}
     for where, name, base, where_n, name_n in _DIMENSIONAL:
         general = _make(where, name, base)
         modules.setdefault(where, {})[name] = general
@@ -99,4 +100,4 @@ def _fill() -> None:
 
 _fill()
 
-__all__ = ["DERIVATIVES", "basederivatives", "families"]
+__all__ = ["DERIVATIVES", "basederivatives", "families", "likelihoods"]

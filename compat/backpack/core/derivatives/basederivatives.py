@@ -7,25 +7,26 @@ underscore; what it leaves out is answered by the layer rule for the module's ty
 
 from __future__ import annotations
 
-import threading
 from abc import ABC
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import LayerRule, LossRule, ParametricRule, View
-from backpack_core._torch import version_of
+from backpack_compat.views import (
+    Grads,
+    checked_view,
+    loss_rule_for,
+    loss_view,
+    mixes_samples,
+    parametric_rule_for,
+    rule_for,
+)
 from backpack_core.contract.operations import batch_sum, dense
-from backpack_core.errors import SampleMixingError, StoredIOError
-from backpack_core.plugins import ensure_loaded
-from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, Edge, Stored
 
-Grads = Any  # tuple[Tensor, ...] | None
 Subsampling = Sequence[int] | None
 
 P = ParamSpec("P")
@@ -42,52 +43,6 @@ def in_backward_mode(method: Callable[P, R]) -> Callable[P, R]:
             return method(*args, **kwargs)
 
     return wrapped
-
-
-def view_of(module: Module, g_out: Grads = None) -> View:
-    """The forward execution whose inputs and output are set on a module.
-
-    Args:
-        module: The module.
-        g_out: Gradients at the outputs; ``None`` for none.
-
-    Raises:
-        StoredIOError: Nothing is set on the module.
-    """
-    attributes = module.__dict__
-    inputs: list[Tensor] = []
-    while f"input{len(inputs)}" in attributes:
-        inputs.append(attributes[f"input{len(inputs)}"])
-    if not inputs or "output" not in attributes:
-        raise StoredIOError(
-            f"{type(module).__name__} has no input0 and output: extend it, run a forward pass, and "
-            "ask before the backward pass has freed them (or inside a hook)."
-        )
-    tensors = tuple(t for t in inputs if isinstance(t, Tensor))
-    nowhere: Any = None  # there is a graph, but nothing is sent into it
-    stored = Stored(
-        args=tuple(inputs),
-        kwargs={},
-        inputs=tensors,
-        outputs=(outputs := (attributes["output"].detach(),)),
-        versions=tuple(version_of(t) for t in (*tensors, *outputs)),
-        owned={name: (t, version_of(t)) for name, t in module.named_parameters()},
-        parameters=tuple(name for name, _ in module.named_parameters()),
-    )
-    resolved = registry.resolve(module)
-    call = Call(
-        module,
-        resolved.rule,
-        resolved.provenance,
-        tuple(Edge(nowhere, 0) if t.requires_grad else None for t in tensors),
-        stored,
-        threading.get_ident(),
-        module.training,
-        ((), ()),
-        is_rewired=False,
-        is_readable=False,
-    )
-    return View(call, 0, g_out[0] if g_out else None)
 
 
 class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
@@ -142,11 +97,11 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Whether ``∂²output/∂input²`` vanishes."""
-        return _rule(module).hessian_is_zero
+        return rule_for(module).hessian_is_zero and not mixes_samples(module)
 
     def hessian_is_diagonal(self, module: Module) -> bool:
         """Whether ``∂²output_o/∂input_i∂input_j`` vanishes unless ``o = i = j``."""
-        return _rule(module).hessian_is_diagonal
+        return rule_for(module).hessian_is_diagonal and not mixes_samples(module)
 
     @in_backward_mode
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
@@ -183,8 +138,8 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         return mat.reshape(-1, *_output_shape(module, None))
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        view = _prepared(module, g_out)
-        return _rule(module).jac_mat_prod(view, mat)
+        view = checked_view(module, g_out)
+        return rule_for(module).jac_mat_prod(view, mat)
 
     def _jac_t_mat_prod(
         self,
@@ -194,14 +149,14 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         mat: Tensor,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        view = _prepared(module, g_out).subsample(subsampling)
-        product = _rule(module).jac_t_mat_prod(view, mat)[0]
+        view = checked_view(module, g_out).subsample(subsampling)
+        product = rule_for(module).jac_t_mat_prod(view, mat)[0]
         assert product is not None
         return product
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        view = _prepared(module, g_out)
-        return _rule(module).second_derivative_mat_prod(view, g_out[0], mat)
+        view = checked_view(module, g_out)
+        return rule_for(module).second_derivative_mat_prod(view, g_out[0], mat)
 
 
 class BaseParameterDerivatives(BaseDerivatives, ABC):
@@ -242,8 +197,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
                     module, g_inp, g_out, columns, sum_batch=sum_batch, subsampling=subsampling
                 )
                 return result
-            view = _prepared(module, g_out).subsample(subsampling)
-            rule = _parametric(module, param_str)
+            view = checked_view(module, g_out).subsample(subsampling)
+            rule = parametric_rule_for(module, param_str)
             operation = batch_sum if sum_batch else dense
             return operation(rule.param_product(view, param_str, columns))
 
@@ -269,8 +224,8 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
             if own is not None:
                 result: Tensor = own(module, g_inp, g_out, columns)
                 return result
-            rule = _parametric(module, name)
-            return rule.param_jac_mat_prod(_prepared(module, g_out), name, columns)
+            rule = parametric_rule_for(module, name)
+            return rule.param_jac_mat_prod(checked_view(module, g_out), name, columns)
 
         parameter: Tensor = getattr(module, name)
         return _columns(product, mat, parameter.shape, name)
@@ -319,12 +274,12 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         """Whether the loss Hessian is positive semi-definite."""
         if self.module_type is None:
             return super().hessian_is_psd()
-        return _loss(self.module_type()).hessian_is_psd
+        return loss_rule_for(self.module_type()).hessian_is_psd
 
     def _sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
-        return _loss(module).sqrt_hessian(_loss_view(module, g_out).subsample(subsampling))
+        return loss_rule_for(module).sqrt_hessian(loss_view(module, g_out).subsample(subsampling))
 
     def _sqrt_hessian_sampled(
         self,
@@ -334,17 +289,17 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         mc_samples: int = 1,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        view = _loss_view(module, g_out).subsample(subsampling)
-        return _loss(module).sqrt_hessian_sampled(view, mc_samples)
+        view = loss_view(module, g_out).subsample(subsampling)
+        return loss_rule_for(module).sqrt_hessian_sampled(view, mc_samples)
 
     def _make_hessian_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads
     ) -> Callable[[Tensor], Tensor]:
-        rule, view = _loss(module), _loss_view(module, g_out)
+        rule, view = loss_rule_for(module), loss_view(module, g_out)
         return lambda mat: rule.hessian_mat_prod(view, mat)
 
     def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        return _loss(module).sum_hessian(_loss_view(module, g_out))
+        return loss_rule_for(module).sum_hessian(loss_view(module, g_out))
 
 
 def _input(module: Module) -> torch.Size:
@@ -372,50 +327,3 @@ def _columns(
         )
     result = product(columns)
     return result.squeeze(0) if is_vector else result
-
-
-def _rule(module: Module) -> LayerRule:
-    """The layer rule for a module's type."""
-    ensure_loaded()
-    resolved = registry.resolve(module)
-    if resolved.is_fallback:
-        raise NotImplementedError(
-            f"There is no layer rule for {type(module).__name__}: implement the method with an "
-            "underscore in a subclass, or write a layer rule."
-        )
-    return resolved.rule
-
-
-def _parametric(module: Module, name: str) -> ParametricRule:
-    rule = _rule(module)
-    if isinstance(rule, ParametricRule) and name in rule.parameter_names(module):
-        return rule
-    raise NotImplementedError(
-        f"The layer rule for {type(module).__name__} does not know the parameter {name!r}: "
-        f"implement _{name}_jac_t_mat_prod in a subclass."
-    )
-
-
-def _loss(module: Module) -> LossRule:
-    rule = _rule(module)
-    if not isinstance(rule, LossRule):
-        raise NotImplementedError(f"{type(module).__name__} is not a loss.")
-    return rule
-
-
-def _prepared(module: Module, g_out: Grads) -> View:
-    """The module's call, checked for settings that have no exact answer."""
-    view, rule = view_of(module, g_out), _rule(module)
-    rule.check(view)
-    if rule.mixes_samples(view):
-        raise SampleMixingError(
-            f"{view.path} makes every sample of the batch influence every other: call eval()."
-        )
-    return view
-
-
-def _loss_view(module: Module, g_out: Grads) -> View:
-    view = _prepared(module, g_out)
-    if view.grad_output is None:
-        view = view_of(module, (torch.ones_like(view.stored.outputs[0]),))
-    return view

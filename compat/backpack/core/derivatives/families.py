@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from math import sqrt
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module
+from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import (
     BaseDerivatives,
-    BaseLossDerivatives,
     BaseParameterDerivatives,
-    Grads,
     Subsampling,
-    _loss,
-    _prepared,
-    _rule,
     in_backward_mode,
 )
-from backpack_core import AffineRule, ElementwiseRule, View
-from backpack_core.errors import UsageError
+from backpack_compat.views import (
+    Grads,
+    checked_view,
+    rule_for,
+    unfolded,
+    view_of,
+)
+from backpack_core import ElementwiseRule
+from backpack_core.errors import UnsupportedError
 
 
 class ElementwiseDerivatives(BaseDerivatives):
@@ -33,13 +34,13 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """``φ'(x)``. Shape of the input."""
-        view = _prepared(module, g_out).subsample(subsampling)
+        view = checked_view(module, g_out).subsample(subsampling)
         return _elementwise(module).derivative(view)
 
     @in_backward_mode
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         """``φ''(x)``. Shape of the input."""
-        return _elementwise(module).second_derivative(_prepared(module, g_out))
+        return _elementwise(module).second_derivative(checked_view(module, g_out))
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Whether ``φ''`` vanishes; not so for an activation that says nothing about it."""
@@ -68,80 +69,10 @@ class ElementwiseDerivatives(BaseDerivatives):
 
 
 def _elementwise(module: Module) -> ElementwiseRule:
-    rule = _rule(module)
+    rule = rule_for(module)
     if not isinstance(rule, ElementwiseRule):
         raise NotImplementedError(f"{type(module).__name__} is not known as an activation.")
     return rule
-
-
-class NLLLossDerivatives(BaseLossDerivatives):
-    """A loss that is the negative logarithm of a likelihood.
-
-    Args:
-        use_autograd: Accepted; the rule's formula is used either way.
-    """
-
-    def __init__(self, use_autograd: bool = True) -> None:
-        self.use_autograd = use_autograd
-
-    def compute_sampled_grads(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
-        """Gradients of a summed loss, for targets drawn from the likelihood.
-
-        Args:
-            subsampled_input: Input of the loss ``[N, *in]``.
-            mc_samples: How many targets to draw for each sample.
-
-        Returns:
-            Shape ``[mc_samples, N, *in]``.
-
-        Raises:
-            UsageError: The class stands for no particular loss.
-        """
-        if self.module_type is None:
-            raise UsageError(f"{type(self).__name__} stands for no particular loss.")
-        loss = self.module_type(reduction="sum")
-        x = subsampled_input.detach()
-        target = torch.zeros_like(x)
-        if isinstance(loss, CrossEntropyLoss):
-            target = target.select(1, 0).long()
-        view = _call(loss, x, target)
-        rule = _loss(loss)
-        rule.check(view)
-        return rule.sqrt_hessian_sampled(view, mc_samples) * sqrt(mc_samples)
-
-
-class CrossEntropyDerivatives(NLLLossDerivatives):
-    """Base of :class:`CrossEntropyLossDerivatives`."""
-
-    module_type = CrossEntropyLoss
-
-    def __init__(self, use_autograd: bool = False) -> None:
-        super().__init__(use_autograd)
-
-
-class BCEWithLogitsDerivatives(NLLLossDerivatives):
-    """Base of :class:`BCELossWithLogitsDerivatives`."""
-
-    module_type = BCEWithLogitsLoss
-
-    def __init__(self, use_autograd: bool = False) -> None:
-        super().__init__(use_autograd)
-
-
-def _call(loss: Module, x: Tensor, target: Tensor) -> View:
-    value = loss(x, target)
-    return View(
-        module=loss,
-        args=(x, target),
-        kwargs={},
-        inputs=(x, target),
-        edges=(None, None),
-        outputs=(value,),
-        frame=None,
-        thread=0,
-        grad_output=torch.ones_like(value),
-        _versions=(x._version, target._version, value._version),
-    )
 
 
 class LinearLayerDerivatives(BaseParameterDerivatives):
@@ -166,10 +97,7 @@ class ConvolutionDerivatives(BaseParameterDerivatives):
 
     def get_unfolded_input(self, module: Module) -> Tensor:
         """What the kernel sees at each position. Shape ``[N, C·K, S]``."""
-        rule = _rule(module)
-        assert isinstance(rule, AffineRule)
-        patches = rule.affine_input(_prepared(module, None))  # [N, S, G, I]
-        return patches.permute(0, 2, 3, 1).flatten(1, 2)
+        return unfolded(module, checked_view(module, None))
 
 
 class PoolingDerivatives(BaseDerivatives):
@@ -181,6 +109,41 @@ class PoolingDerivatives(BaseDerivatives):
 
     def __init__(self, N: int) -> None:
         self.N = N
+
+
+class AdaptivePoolingDerivatives(PoolingDerivatives):
+    """Base of the adaptive pooling layers; the layer rule treats any size of input and output."""
+
+    def check_parameters(self, module: Module) -> None:
+        """Raise unless there is an average pooling with a fixed kernel that does the same.
+
+        Raises:
+            UnsupportedError: The input has another number of axes, or its size is no multiple of
+                the output's.
+        """
+        sizes, wanted = self._spatial_sizes(module)
+        multiples = (size % target == 0 for size, target in zip(sizes, wanted, strict=True))
+        if len(sizes) != self.N or not all(multiples):
+            raise UnsupportedError(
+                f"{type(module).__name__} takes {list(sizes)} pixels to {list(wanted)}: no pooling "
+                f"with a fixed kernel in {self.N} dimensions does. The products of this class need "
+                "none."
+            )
+
+    def get_equivalent_parameters(self, module: Module) -> tuple[list[int], list[int]]:
+        """Stride and kernel size of that average pooling; ask ``check_parameters`` first."""
+        sizes, wanted = self._spatial_sizes(module)
+        strides = [size // target for size, target in zip(sizes, wanted, strict=True)]
+        return strides, list(strides)
+
+    def get_parameters(self, module: Module) -> tuple[list[int], list[int], int]:
+        """Stride, kernel size and padding of that average pooling."""
+        return *self.get_equivalent_parameters(module), 0
+
+    @staticmethod
+    def _spatial_sizes(module: Module) -> tuple[torch.Size, torch.Size]:
+        view = view_of(module)
+        return view.input_shape[2:], view.output_shape[2:]
 
 
 class weight_jac_t_save_memory:

@@ -1,0 +1,59 @@
+"""Which extension goes by the strategies of ``HBP``. Imports the second-order plugin's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.hbp_options import (
+    BackpropStrategy,
+    ExpectationApproximation,
+    LossHessianStrategy,
+)
+from backpack_compat.averaged import AveragedHessianFactors
+from backpack_core import Extension
+from backpack_core.errors import UnsupportedError
+from backpack_secondorder import kfac, kfra
+
+_AVERAGE = (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE)
+
+# Curvature, form of the loss Hessian, and what is carried.
+_KNOWN: dict[tuple[str, str, str], Callable[[int], Extension]] = {
+    (Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT): lambda _: kfac.KFLR(),
+    (Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT): kfac.KFAC,
+    (Curvature.GGN, *_AVERAGE): lambda _: kfra.KFRA(),
+    (Curvature.HESSIAN, *_AVERAGE): lambda _: AveragedHessianFactors(),
+}
+
+
+def extension_by(
+    curvature: str, loss_hessian: str, carried: str, averaged: str, mc_samples: int = 1
+) -> Extension:
+    """The extension for a combination of strategies.
+
+    Args:
+        curvature: Of :class:`Curvature`.
+        loss_hessian: Of :class:`LossHessianStrategy`.
+        carried: Of :class:`BackpropStrategy`.
+        averaged: Of :class:`ExpectationApproximation`.
+        mc_samples: Number of samples, for ``SAMPLING``.
+
+    Raises:
+        UnsupportedError: Together they define no quantity.
+    """
+    make = _KNOWN.get((curvature, loss_hessian, carried))
+    if make is not None and averaged == ExpectationApproximation.BOTEV_MARTENS:
+        return make(mc_samples)
+    asked = (curvature, loss_hessian, carried, averaged)
+    if averaged == ExpectationApproximation.CHEN:
+        reason = "factors of averaged parameter Jacobians are no curvature of any batch but of one"
+    elif Curvature.is_pch(curvature):
+        reason = "which entries are positive depends on where one module ends and the next begins"
+    elif curvature == Curvature.HESSIAN:
+        reason = "a square root of the Hessian exists only where it is positive semi-definite"
+    else:
+        reason = "a root is carried for EXACT and SAMPLING, an average for SUM"
+    raise UnsupportedError(
+        f"HBP{asked} defines no quantity here: {reason}. Use KFAC, KFLR or KFRA, or the Hessian "
+        "with SUM, BATCH_AVERAGE and BOTEV_MARTENS."
+    )

@@ -1,0 +1,77 @@
+"""The code on the pages for authors runs as it stands, each block by itself."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from backpack_core.plugins import loading as plugins
+from backpack_core.plugins.registry import registry
+
+PAGES = Path(__file__).parents[2] / "docs" / "authors"
+
+
+class Block(NamedTuple):
+    """Code in Python, where it begins, and what stands before it on the page."""
+
+    name: str
+    code: str
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            line = text[: match.start()].count("\n") + 1
+            found.append(Block(f"{page.name}:{line}", match.group(1)))
+    return found
+
+
+BLOCKS = blocks()
+
+
+@pytest.fixture(autouse=True)
+def _as_a_reader_runs_it() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    preferred = dict(registry.preferred)
+    yield
+    torch.set_default_dtype(before)
+    registry.preferred.clear()
+    registry.preferred.update(preferred)
+    plugins.reset()
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_block_runs(block: Block, tmp_path: Path) -> None:
+    """As a script; a block with tests is run as a file of tests."""
+    is_test = "def test_" in block.code
+    path = tmp_path / ("test_page.py" if is_test else "page.py")
+    path.write_text(block.code, encoding="utf-8")
+    if not is_test:
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
+def test_block_checks_something(block: Block) -> None:
+    assert "assert " in block.code or "@parametrize_rule_checks" in block.code
+
+
+def test_every_kind_of_thing_has_a_block() -> None:
+    pages = {block.name.split(":")[0] for block in BLOCKS}
+    assert {"layer.md", "extension.md", "propagator.md", "performance.md"} <= pages
+    assert {"hooks.md", "testing.md", "lookup.md", "versioning.md"} <= pages
