@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch.func import functional_call
 from backpack_core import (
     Extension,
     FirstOrderExtension,
-    LayerRule,
-    ModuleCall,
+    SampleProduct,
     backpack,
     disable,
     extend,
@@ -41,13 +40,12 @@ class Interrupting(FirstOrderExtension):
     """Raises at one of its readings, when others have read the same parameter."""
 
     savefield = "nothing"
-    precedence: ClassVar[int] = -1
 
     def __init__(self, left: int) -> None:
         super().__init__()
         self.left = left
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> None:
+    def read(self, product: SampleProduct) -> None:
         """Count down."""
         self.left -= 1
         if not self.left:
