@@ -261,6 +261,13 @@ def site_at(edge: Edge) -> Site | None:
     return None if found is None else Site(*found, edge)
 
 
+def edge_at(call: Call, index: int, node: Node) -> Edge | None:
+    """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
+    table: Any = node.metadata.get(_SITES, {})  # type: ignore[attr-defined]
+    places = (nr for nr, found in table.items() if found == (call, index))
+    return next((Edge(node, nr) for nr in places), None)
+
+
 def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
     """Calls that returned views of an output, those inside of others first.
 

@@ -153,6 +153,20 @@ FOUND: dict[str, Recipe] = {
 }
 
 
+# Losses that read one tensor, or one another's model, and of which some are not known.
+SOME_OF_HESSIAN = (Request("HMP", {"subsampling": [1]}),)
+FOUND["losses-of-one-tensor"] = chain(linear(), also=("v0",), ask=SOME_OF_HESSIAN)
+FOUND["losses-in-a-row"] = chain(
+    linear(), ("Activation", {"name": "Tanh"}), linear(), also=("v0",), ask=SOME_OF_HESSIAN
+)
+FOUND["loss-of-an-input"] = chain(linear(), also=("x",), ask=(Request("GGNMP"), *SOME_OF_HESSIAN))
+FOUND["loss-of-an-input"] = FOUND["loss-of-an-input"].with_(
+    sources={"x": Source((3,), requires_grad=True)}
+)
+for name, reduction in [("loss-unknown", "sum"), ("loss-unknown-unreduced", "none")]:
+    FOUND[name] = chain(linear(), also=("v0",), ask=(Request("GGNMP"),))
+    own = Term("v0", "Own", {"reduction": reduction}, by_hand="sum", part="own")
+    FOUND[name] = FOUND[name].with_(terms=(FOUND[name].terms[0], own))
 # One module, called twice.
 FOUND["left-memo"] = FOUND["left-memo"].with_(
     steps=tuple(replace(step, part="p") for step in FOUND["left-memo"].steps)

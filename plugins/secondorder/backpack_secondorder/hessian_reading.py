@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from backpack_core import AffineRule, ParametricRule, View
-from backpack_core._torch import Node
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.order import behind
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
 
@@ -57,7 +57,7 @@ class HessianReading(Reading):
         uses = [use for reading in (self, *others) for use in reading._uses]
         nodes = {use.view.node for use in uses}
         for use in uses:
-            if not nodes.isdisjoint(_behind(use.view.node)):
+            if not nodes.isdisjoint(behind([use.view.node])):
                 raise UnsupportedError(
                     f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
                     "its own use there, so the loss has second derivatives in both together, which "
@@ -87,18 +87,6 @@ class HessianReading(Reading):
             lead = (view.batch_size,) if per_sample else ()
             return torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
         return sum(parts[1:], parts[0])
-
-
-def _behind(node: Node | None) -> set[Node]:
-    """Everything that a node sends gradients to, directly or not."""
-    found: set[Node] = set()
-    todo = [] if node is None else [node]
-    while todo:
-        for child, _ in todo.pop().next_functions:
-            if child is not None and child not in found:
-                found.add(child)
-                todo.append(child)
-    return found
 
 
 def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:
