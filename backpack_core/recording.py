@@ -12,7 +12,6 @@ import inspect
 import threading
 import weakref
 from functools import cache
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +37,7 @@ from backpack_core.record.call import (
     has_site,
 )
 from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+from backpack_core.record.state import settings_of, states_inside, tensors_of
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
 
@@ -222,7 +222,8 @@ def _record(
     if inputs.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: inputs.replaced.get(id(t), t))
     detached = tuple(o.detach() for o in outputs)
-    owned, parameters = _owned(module, resolved)
+    owned, parameters = tensors_of(module, resolved.nested)
+    inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
     versions = (*inputs.versions, *(version_of(o) for o in detached))
     stored = Stored(args, kwargs, stored_inputs, detached, versions, owned, parameters)
     call = Call(
@@ -233,9 +234,10 @@ def _record(
         stored,
         threading.get_ident(),
         execution.training,
-        _settings(module),
+        settings_of(module),
         inputs.is_rewired,
         not _torch.has_saving_hooks(),
+        inside,
     )
     for index, output in enumerate(outputs):
         _attach(call, index, aliases.get(id(output), output), execution)
@@ -318,45 +320,9 @@ def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> Non
     attach_viewed(call, index, Edge(base.grad_fn, base.output_nr), layout)
 
 
-def _owned(
-    module: Module, resolved: Resolved
-) -> tuple[dict[str, tuple[Tensor, int]], tuple[str, ...]]:
-    """Parameters and buffers of a module, as this forward pass used them."""
-    owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
-    for name in resolved.nested:
-        tensor = _nested(module, name)
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
-    parameters = tuple(owned)
-    for name, tensor in module._buffers.items():
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
-    return owned, parameters
-
-
-def _nested(module: Module, name: str) -> Tensor | None:
-    try:
-        found = attrgetter(name)(module)
-    except AttributeError:
-        return None
-    return found if isinstance(found, Tensor) else None
-
-
-_PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
-_OF_ALL = frozenset(vars(Module()))
-_setting_names: dict[type[Module], tuple[int, tuple[str, ...]]] = {}
-
-
-def _settings(module: Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """Names and values of a module's plain attributes."""
-    attributes = module.__dict__
-    known = _setting_names.get(type(module))
-    if known is None or known[0] != len(attributes):
-        names = [n for n, v in attributes.items() if n not in _OF_ALL and isinstance(v, _PLAIN)]
-        known = _setting_names[type(module)] = (len(attributes), tuple(names))
-    names = known[1]
-    try:
-        return names, tuple([attributes[name] for name in names])
-    except KeyError:  # another instance of the class has other attributes
-        del _setting_names[type(module)]
-        return _settings(module)
+def _runs_again(module: Module, resolved: Resolved) -> bool:
+    """Whether a parameter can only be read off by running modules inside once more."""
+    own = module._parameters
+    return bool(module._modules) and any(
+        own[name] is not None and not resolved.rule.covers(module, name) for name in own
+    )

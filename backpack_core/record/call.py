@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.errors import ReleasedIOError
+from backpack_core.record.state import State
 
 PATH_ATTRIBUTE: Final = "_backpack_path"
 _SITES: Final = "backpack_core.sites"
@@ -62,7 +63,8 @@ class Stored(NamedTuple):
         inputs: Every tensor among the arguments, positional ones first.
         outputs: Every tensor in the return value, detached.
         versions: How often each input and output had been changed in place.
-        owned: Parameters and buffers that the module had, each with the same count, by name.
+        owned: Parameters and buffers that the module had, each with the same count, by name; those
+            of modules inside, too, where it may have to run once more.
         parameters: Which of them are parameters.
     """
 
@@ -102,12 +104,14 @@ class Call:
             its input: the edges lead nowhere, and only the output's own node knows the way.
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
+        inside: What the modules inside were, where the module may have to run once more.
     """
 
     __slots__ = (
         "__weakref__",
         "_stored",
         "edges",
+        "inside",
         "is_readable",
         "is_rewired",
         "module",
@@ -130,6 +134,7 @@ class Call:
         settings: tuple[tuple[str, ...], tuple[Any, ...]],
         is_rewired: bool,
         is_readable: bool,
+        inside: tuple[State, ...] = (),
     ) -> None:
         self.module: Final = module
         self.rule: Final = rule
@@ -140,6 +145,7 @@ class Call:
         self.settings: Final = settings
         self.is_rewired: Final = is_rewired
         self.is_readable: Final = is_readable
+        self.inside: Final = inside
         self._stored: Stored | None = stored
         _Count.made += 1
 

@@ -95,6 +95,14 @@ FOUND: dict[str, Recipe] = {
     "forward-eps": chain(LAYER_NORM, passes="then_changed"),
     "forward-statistics": chain(("BatchNorm", {"affine": True}), passes="then_changed"),
     "forward-dropout": chain(linear(), DROPOUT, ask=DIAGONAL, passes="then_changed"),
+    "forward-inside": chain(("Twice", {}), in_place("Mish"), ask=DIAGONAL, passes="then_replaced"),
+    "forward-inside-stages": chain(
+        ("GatedStages", {}), in_place("SELU"), ask=CLIPPED, passes="then_replaced"
+    ),
+    "forward-inside-weights": chain(("Gated", {}), in_place("Mish"), passes="with_other_weights"),
+    "forward-inside-statistics": chain(
+        ("BatchNorm", {"affine": False}), ("NetParameter", {}), batch=1, passes="then_changed"
+    ),
     "forward-alpha": chain(linear(), in_place("CELU"), ask=DIAGONAL, passes="then_changed"),
     # Samples left out, and final states
     "states-first": chain(
@@ -153,6 +161,13 @@ FOUND: dict[str, Recipe] = {
 }
 
 
+# The second output is overwritten.
+FOUND["forward-inside-stages"] = FOUND["forward-inside-stages"].with_(
+    steps=tuple(
+        replace(step, inputs=(name,))
+        for step, name in zip(FOUND["forward-inside-stages"].steps, ("x", "v0b"), strict=True)
+    )
+)
 # Losses that read one tensor, or one another's model, and of which some are not known.
 SOME_OF_HESSIAN = (Request("HMP", {"subsampling": [1]}),)
 FOUND["losses-of-one-tensor"] = chain(linear(), also=("v0",), ask=SOME_OF_HESSIAN)

@@ -1,0 +1,93 @@
+"""What a module is in a forward pass: its tensors and its settings."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core._torch import version_of
+
+Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
+
+
+class State(NamedTuple):
+    """What a module was in a forward pass, besides its tensors.
+
+    Attributes:
+        module: The module.
+        training: Whether it was in train mode.
+        names: Names of its plain attributes (``eps``, ``p``, ``stride``).
+        values: Their values.
+    """
+
+    module: Module
+    training: bool
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[str, ...]]:
+    """Parameters and buffers of a module, as this forward pass used them.
+
+    Args:
+        module: The module.
+        nested: Parameters of modules inside that belong to it, as ``"out_proj.weight"``.
+
+    Returns:
+        The tensors, and which of them are parameters.
+    """
+    owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
+    for name in nested:
+        tensor = _nested(module, name)
+        if tensor is not None:
+            owned[name] = (tensor, version_of(tensor))
+    parameters = tuple(owned)
+    for name, tensor in module._buffers.items():
+        if tensor is not None:
+            owned[name] = (tensor, version_of(tensor))
+    return owned, parameters
+
+
+def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
+    """What the modules inside are; adds their parameters and buffers to the module's own."""
+    states = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        if part is module:
+            continue
+        states.append(State(part, part.training, *settings_of(part)))
+        kept = {n: t for n, t in part._buffers.items() if t is not None and t.grad_fn is None}
+        kept.update({n: t for n, t in part._parameters.items() if t is not None})
+        owned.update({f"{path}.{n}": (t, version_of(t)) for n, t in kept.items()})
+    return tuple(states)
+
+
+def _nested(module: Module, name: str) -> Tensor | None:
+    try:
+        found = attrgetter(name)(module)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+_PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
+_OF_ALL = frozenset(vars(Module()))
+_setting_names: dict[type[Module], tuple[int, tuple[str, ...]]] = {}
+
+
+def settings_of(module: Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """Names and values of a module's plain attributes."""
+    attributes = module.__dict__
+    known = _setting_names.get(type(module))
+    if known is None or known[0] != len(attributes):
+        names = [n for n, v in attributes.items() if n not in _OF_ALL and isinstance(v, _PLAIN)]
+        known = _setting_names[type(module)] = (len(attributes), tuple(names))
+    names = known[1]
+    try:
+        return names, tuple([attributes[name] for name in names])
+    except KeyError:  # another instance of the class has other attributes
+        del _setting_names[type(module)]
+        return settings_of(module)
