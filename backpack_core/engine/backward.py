@@ -366,7 +366,8 @@ class BackwardPass(Traversal):
                     parameter.__dict__.pop(extension.savefield, None)
 
     def _refuse_changes(self, view: View, changed_by: Sequence[Any] | None) -> None:
-        if changed_by is None or not any(group.propagator.travels for group in self.groups):
+        travels = any(group.propagator.travels for group in self.groups)
+        if changed_by is None or not (travels or self.context.graph_extensions):
             return
         names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
         where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
