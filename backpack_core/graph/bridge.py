@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import ACCUMULATE, Node, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError
@@ -111,8 +112,8 @@ def _over_columns(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor])
     try:
         with quiet_vmap():
             result: Columns = torch.vmap(formula)(*mats)
-    except BridgeError:
-        raise
+    except (BridgeError, CheckpointError):
+        raise  # a checkpoint that was asked once has nothing more to give
     except RuntimeError:
         # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
         return _one_by_one(formula, mats)

@@ -144,6 +144,9 @@ FOUND: dict[str, Recipe] = {
     "replayed-attention": chain(
         ("NetParameter", {}), ATTENTION, shape=(2, 3), ask=(Request("GGNMP"),)
     ),
+    "checkpoint-columns": chain(
+        linear(1, bias=False), ("HalvedLinear", {"checkpoint": True}), shape=(1, 1, 1), ask=DIAGONAL
+    ),
     "checkpoint-view": chain(
         ("Linear", {"out": 4, "bias": True, "checkpoint": True}),
         in_place("CELU"),
