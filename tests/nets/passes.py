@@ -30,6 +30,9 @@ from tests.nets.truth import fresh
 # What these passes do to the net is felt by a checkpoint, and by every pass after them.
 CHANGING = frozenset({"with_other_weights", "then_replaced", "then_changed", "with_updates"})
 
+# These run the net on other data as well.
+WITH_OTHER_DATA = frozenset({"after_another", "around_another"})
+
 
 class Interruption(Exception):
     """What a backward pass is interrupted with."""
