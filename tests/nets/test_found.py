@@ -153,6 +153,9 @@ FOUND: dict[str, Recipe] = {
         shape=(2, 3),
         ask=(Request("GGNMP"),),
     ),
+    "one-output-for-some": chain(
+        ("GatedStages", {"frozen": "bias"}), also=("v0b",), passes="for_some"
+    ),
     "unused-part": chain(linear(4), ("chunk", {"axis": 1})),
     "replayed-prelu": chain(
         ("NetParameter", {}),
