@@ -51,6 +51,14 @@ def will_execute(node: Node) -> bool:
     return asked is None or bool(asked(node)) or node is current_node()
 
 
+def will_get_gradient(tensor: Tensor) -> bool:
+    """Whether the pass under way brings a gradient to a parameter, where any depends on it."""
+    try:
+        return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
+    except RuntimeError:  # torch does not say it of leaves that autograd.grad() was asked for
+        return True
+
+
 def at_end_of_pass(function: Callable[[], None]) -> None:
     """Have autograd call a function when the pass under way is through."""
     engine: Any = torch.autograd.Variable._execution_engine

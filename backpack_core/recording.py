@@ -34,7 +34,13 @@ from backpack_core.record.call import (
     edge_of,
     has_site,
 )
-from backpack_core.record.snapshot import Owned, computed_in_hooks, settings_of, tensors_of
+from backpack_core.record.state import (
+    Owned,
+    computed_in_hooks,
+    settings_of,
+    states_inside,
+    tensors_of,
+)
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
 
@@ -182,6 +188,7 @@ def _record(
         args, kwargs = map_tensors((args, kwargs), lambda t: inputs.replaced.get(id(t), t))
     detached = tuple(o.detach() for o in outputs)
     owned, parameters, computed = _tensors(module, resolved, execution)
+    inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
     versions = (*inputs.versions, *(version_of(o) for o in detached))
     stored = Stored(args, kwargs, stored_inputs, detached, versions, owned, parameters, computed)
     call = Call(
@@ -195,6 +202,7 @@ def _record(
         settings_of(module),
         inputs.is_rewired,
         not _torch.has_saving_hooks(),
+        inside,
     )
     for index, output in enumerate(outputs):
         _attach(call, index, aliases.get(id(output), output), execution)
@@ -299,3 +307,11 @@ def _tensors(
     owned.update((name, (tensor, version_of(tensor))) for name, tensor in found.items())
     remaining = tuple(n for n in parameters if id(owned[n][0]) not in behind)
     return owned, (*remaining, *computed), computed
+
+
+def _runs_again(module: Module, resolved: Resolved) -> bool:
+    """Whether a parameter can only be read off by running modules inside once more."""
+    own = module._parameters
+    return bool(module._modules) and any(
+        own[name] is not None and not resolved.rule.covers(module, name) for name in own
+    )

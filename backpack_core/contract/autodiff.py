@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from backpack_core._torch import parametrized, quiet_vmap
+from backpack_core._torch import parametrized, quiet_vmap, version_of
 from backpack_core.contract.rules import ParametricRule
-from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.errors import BackpackError, OverwrittenInputError, UnsupportedError
+from backpack_core.record.state import State
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
@@ -58,7 +59,7 @@ class AutodiffRule(ParametricRule):
 
 def _one_by_one(view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor]:
     """The same by a loop, for modules that vmap cannot trace: fused cells, branches on values."""
-    forward = _replay(view, name, keep_buffers=True)
+    forward = _replay(view, name)
     create_graph = view.is_differentiable
     inputs, axes = _batched_inputs(view)
     products, outputs = [], []
@@ -90,25 +91,20 @@ def _batched_inputs(view: View) -> tuple[tuple[Tensor, ...], tuple[int | None, .
     return tensors, tuple(0 if view.has_batch(t) else None for t in given)
 
 
-def _replay(
-    view: View, name: str | None, keep_buffers: bool = False
-) -> Callable[[Tensor | None, tuple[Tensor, ...]], Tensor]:
+def _replay(view: View, name: str) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor]:
     """The module's forward for one sample, as a function of a parameter and the input tensors."""
     batched = [view.has_batch(t) for t in view.stored.inputs]
     args_, kwargs_ = view.args, view.kwargs
-    names = [n for n, _ in view.module.named_parameters(remove_duplicate=False) if n != name]
-    others = {n: view.parameter(n) for n in names}
-    buffers = dict(view.module.named_buffers()) if keep_buffers else {}
+    parameters, buffers = _tensors(view)
 
-    def forward(parameter: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor:
+    def forward(parameter: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         queue = iter(
             x.unsqueeze(0) if has_batch else x for x, has_batch in zip(inputs, batched, strict=True)
         )
         args, kwargs = map_tensors((args_, kwargs_), lambda _: next(queue))
-        values = others if name is None or parameter is None else {**others, name: parameter}
-        values = {**values, **{n: buffer.clone() for n, buffer in buffers.items()}}
+        copies = {n: buffer.clone() for n, buffer in buffers.items()}
         # A parameter under two names, or shared with a child, has a part for each.
-        with parametrized(view.module, values):
+        with parametrized(view.module, {**parameters, **copies, name: parameter}):
             output = view.module.forward(*args, **kwargs)
         found = list(iter_tensors(output))[view.index]
         if found._backward_hooks:  # they changed the gradient that has arrived already
@@ -118,20 +114,33 @@ def _replay(
     return forward
 
 
+def _tensors(view: View) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parameters and buffers of the forward pass, those of modules inside as well."""
+    module, owned = view.module, view.stored.owned
+    parameters = {n: view.parameter(n) for n, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {n: owned.get(n, (b,))[0] for n, b in module.named_buffers(remove_duplicate=False)}
+    return parameters, buffers
+
+
 @contextmanager
 def replaying(view: View) -> Iterator[None]:
-    """Hooks off, errors of the replay explained, and what the forward stores on modules undone.
+    """Settings as they were, hooks off, errors explained, and what the forward stores undone.
 
     A forward may store tensors (a hidden state, the weight that weight_norm computes); those of the
     replay would be dead wrappers.
     """
-    attributes = [(module, dict(module.__dict__)) for module in view.module.modules()]
+    call = view.call
+    states = (State(view.module, call.training, *call.settings), *call.inside)
+    modules = {*view.module.modules(), *(state.module for state in states)}
+    attributes = [(module, dict(module.__dict__)) for module in modules]
     try:
+        for module, training, names, values in states:
+            module.__dict__.update(zip(names, values, strict=True), training=training)
         with disable(), quiet_vmap():
             yield
-    except RuntimeError as error:
-        if isinstance(error, NotImplementedError):
-            raise
+    except BackpackError:
+        raise
+    except Exception as error:
         raise UnsupportedError(
             f"{view.path} has no layer rule, and its forward pass could not be replayed for single "
             f"samples ({_first_line(error)}). A module that draws random numbers inside, or cannot "
@@ -191,9 +200,21 @@ def _recorded(view: View) -> Tensor:
     try:
         return view.output
     except OverwrittenInputError:
-        with replaying(view), torch.no_grad():
+        if _is_changed(view):
+            raise
+        parameters, buffers = _tensors(view)
+        copies = {n: buffer.clone() for n, buffer in buffers.items()}
+        with replaying(view), torch.no_grad(), parametrized(view.module, parameters | copies):
             output = list(iter_tensors(view.module.forward(*view.args, **view.kwargs)))[view.index]
         return output.movedim(view.axis, 0)
+
+
+def _is_changed(view: View) -> bool:
+    """Whether the module cannot be run as it was: it has other modules inside, or other numbers."""
+    inside = [module for module in view.module.modules() if module is not view.module]
+    return {*inside} != {state.module for state in view.call.inside} or any(
+        version_of(tensor) != version for tensor, version in view.stored.owned.values()
+    )
 
 
 def _first_line(error: Any) -> str:

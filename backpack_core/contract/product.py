@@ -67,7 +67,9 @@ class Reading:
         self.kept: dict[Any, Any] = {}
         self.beside: dict[Any, Any] = {}
 
-    def place(self, module: Module | None, path: str, name: str, rule: type, is_linear: bool) -> None:
+    def place(
+        self, module: Module | None, path: str, name: str, rule: type, is_linear: bool
+    ) -> None:
         """Say where it stands; the engine does."""
         self.module, self.path, self.name = module, path, name
         self.rule, self.is_linear = rule, is_linear

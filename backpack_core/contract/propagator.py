@@ -101,10 +101,15 @@ class Propagator(ABC):
 
         Returns:
             The quantity; ``None`` where there is none, which is an error.
+
+        Raises:
+            UnsupportedError: Something arrives at a loss.
         """
-        if waiting is None and isinstance(rule, LossRule):
-            return self.start(rule, view)
-        return waiting
+        if not isinstance(rule, LossRule):
+            return waiting
+        if waiting is not None:
+            raise loss_behind_a_loss(view)
+        return self.start(rule, view)
 
     def nothing(self, view: View) -> Any | None:
         """The quantity at an output that the loss does not depend on; ``None`` for an error."""
@@ -311,6 +316,16 @@ class OutputGradient(ColumnPropagator):
         """What autograd brought."""
         assert view.grad_output is not None
         return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
+
+
+def loss_behind_a_loss(view: View) -> UnsupportedError:
+    """The error where two losses both claim to be where the model ends."""
+    return UnsupportedError(
+        f"{view.path} is a loss, and another loss is computed from its output: where the model "
+        "ends, and so what curvature is meant, is not known. Extend the one of them that reads the "
+        "model's output, and compute the rest by plain functions that are linear in it; or extend "
+        "the last one only."
+    )
 
 
 def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:

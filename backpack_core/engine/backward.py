@@ -8,6 +8,7 @@ autograd node between calls, until autograd gets there, and every call and node 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
@@ -24,12 +25,12 @@ from backpack_core.engine.carriers import Carrier, located
 from backpack_core.engine.dye import DyePropagator
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.sweep import Sweep, Values, chunk_size
-from backpack_core.engine.traversal import Group, Traversal
+from backpack_core.engine.traversal import Group, Pending, Traversal
 from backpack_core.engine.trust import Trust, trust_in
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
 from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
-from backpack_core.graph.survey import Survey
+from backpack_core.graph.survey import Survey, parameters_of
 from backpack_core.graph.views import look_through
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import INNER, Call, Edge, Site, edge_of
@@ -143,6 +144,7 @@ class BackwardPass(Traversal):
         self._release_last: list[Call] = []
         self._ranks: dict[Node, int] = {}
         self._unshared: set[int] = set()
+        self._missing: tuple[int, Counter[int]] | None = None
         self._viewed: set[Call] = set()
         self._token = object()  # a reference to this pass would be a cycle
         self._owners: dict[int, object] = {}
@@ -247,7 +249,8 @@ class BackwardPass(Traversal):
         self.leave()
         for call in self._release_last:
             call.release()
-        # With backward(inputs=...), some uses of a parameter may not be reached; then it has none.
+        # With backward(inputs=...), a parameter that is none of these may be reached in part: it
+        # gets nothing then.
         assert not self.is_on_its_way(), "a quantity was left on its way"
         if self._is_part:
             return
@@ -277,6 +280,29 @@ class BackwardPass(Traversal):
             self._deferred.setdefault(extension, {})[parameter] = value
         else:
             setattr(parameter, extension.savefield, value)
+
+    def is_complete(self, pending: Pending) -> bool:
+        """Whether all uses were visited that autograd gets to.
+
+        Those that it leaves out (``backward(inputs=...)``) do not depend on a parameter that it was
+        asked for: another output of the same call may be one.
+        """
+        if super().is_complete(pending):
+            return True
+        parameter, missing = pending.parameter, self._left_out()
+        seen = len(pending.readings) + missing.get(id(parameter), 0)
+        is_last = bool(missing) and seen == self.survey.uses[id(parameter)].count
+        return is_last and _torch.will_get_gradient(parameter)
+
+    def _left_out(self) -> Counter[int]:
+        """How many uses of each parameter autograd does not get to, by ``id``."""
+        sites = self.survey.sites
+        if self._missing is None or self._missing[0] != len(sites):
+            found = [s for s in sites.values() if not _torch.will_execute(s.edge.node)]
+            calls = [site.call for site in found if not site.call.is_released]
+            uses = Counter(id(tensor) for call in calls for _, tensor, _ in parameters_of(call))
+            self._missing = len(sites), uses
+        return self._missing[1]
 
     def shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
         """Carry through at once what does not fit."""
@@ -424,7 +450,7 @@ class BackwardPass(Traversal):
                     parameter.__dict__.pop(extension.savefield, None)
 
     def _refuse_changes(self, view: View, changed_by: Sequence[Any] | None) -> None:
-        if changed_by is None or not self._is_curvature:
+        if changed_by is None or not (self._is_curvature or self.context.graph_extensions):
             return
         names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
         where = f"that tensor ({', '.join(names)})" if names else "its autograd node"

@@ -19,7 +19,6 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.carriers import Carrier
 from backpack_core.engine.traversal import Pending, Traversal
-from backpack_core.errors import UnsupportedError
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.structure import iter_tensors
@@ -110,13 +109,7 @@ class Sweep(Traversal):
         self.await_node(site.edge.node)
 
     def shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
-        """Nothing: the chunk is small enough.
-
-        Raises:
-            UnsupportedError: Something starts here.
-        """
-        if site.call.rule.is_loss:
-            raise UnsupportedError(f"{view.path} is a loss behind a loss.")
+        """Nothing: the chunk is small enough."""
         return quantity
 
     def add_residuals(self, slot: int, site: Site, view: View, inputs: dict[int, Any]) -> None:

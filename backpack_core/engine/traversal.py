@@ -124,7 +124,7 @@ class Traversal(ABC):
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
-                raise _nothing_arrived(view, first)
+                raise nothing_arrived(view, type(first).__name__)
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
         self._read(slot, view, carrier, whole)
@@ -348,8 +348,13 @@ def _add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     return merge(first, second)
 
 
-def _nothing_arrived(view: View, extension: Extension | None) -> Exception:
-    name = type(extension).__name__
+def nothing_arrived(view: View, name: str) -> Exception:
+    """The error where a call is no part of an extended loss: a quantity would miss something.
+
+    Args:
+        view: The call.
+        name: What needs the loss.
+    """
     if view.output_shape == ():
         return missing(
             f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "

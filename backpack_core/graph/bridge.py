@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError
-from backpack_core.graph.nodes import is_function, is_leaf, refuse
+from backpack_core.graph.nodes import is_function, is_leaf, is_vectorised, refuse
 
 Columns = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 
@@ -40,7 +41,8 @@ def push(node: Node, mats: Columns) -> Columns:
     metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     formula = _formula(node, list(mats), metadata)
-    products = _over_columns(formula, list(mats.values()))
+    compute = _over_columns if is_vectorised(node) else _one_by_one
+    products = compute(formula, list(mats.values()))
     return {
         position: _fit(product, *node.next_functions[position])
         for position, product in products.items()
@@ -105,19 +107,24 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 def _over_columns(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor]) -> Columns:
-    columns = len(mats[0])
-    if columns == 1:
-        return {i: g.unsqueeze(0) for i, g in formula(*(m[0] for m in mats)).items()}
+    if len(mats[0]) == 1:
+        return _one_by_one(formula, mats)
     try:
         with quiet_vmap():
             result: Columns = torch.vmap(formula)(*mats)
-    except BridgeError:
-        raise
+    except (BridgeError, CheckpointError):
+        raise  # a checkpoint that was asked once has nothing more to give
     except RuntimeError:
         # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
-        singles = [formula(*(m[v] for m in mats)) for v in range(columns)]
-        return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+        return _one_by_one(formula, mats)
     return result
+
+
+def _one_by_one(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor]) -> Columns:
+    first, *others = (formula(*(m[v] for m in mats)) for v in range(len(mats[0])))
+    if not others:
+        return {i: g.unsqueeze(0) for i, g in first.items()}
+    return {i: torch.stack([g, *(other[i] for other in others)]) for i, g in first.items()}
 
 
 def _fit(product: Tensor, node: Any, number: int) -> Tensor:

@@ -1,11 +1,23 @@
-"""An order of our own through the graph: consumers before producers."""
+"""What lies behind a node, and an order of our own through it: consumers before producers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from backpack_core._torch import Node
 from backpack_core.record.call import Edge, site_at
+
+
+def behind(starts: Iterable[Node | None]) -> set[Node]:
+    """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
+    found: set[Node] = set()
+    todo = [node for node in starts if node is not None]
+    while todo:
+        for child, _ in todo.pop().next_functions:
+            if child is not None and child not in found:
+                found.add(child)
+                todo.append(child)
+    return found
 
 
 def ranks(start: Node) -> dict[Node, int]:

@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
+from backpack_core.record.state import State
 
 PATH_ATTRIBUTE: Final = "_backpack_path"
 _SITES: Final = "backpack_core.sites"
@@ -64,7 +65,8 @@ class Stored(NamedTuple):
         inputs: Every tensor among the arguments, positional ones first.
         outputs: Every tensor in the return value, detached.
         versions: How often each input and output had been changed in place.
-        owned: Parameters and buffers that the module had, each with the same count, by name.
+        owned: Parameters and buffers that the module had, each with the same count, by name; those
+            of modules inside, too, where it may have to run once more.
         parameters: Which of them are parameters.
         computed: Of parameters that the module computed from others (a parametrization does), by
             name: those others.
@@ -107,12 +109,14 @@ class Call:
             its input: the edges lead nowhere, and only the output's own node knows the way.
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
+        inside: What the modules inside were, where the module may have to run once more.
     """
 
     __slots__ = (
         "__weakref__",
         "_stored",
         "edges",
+        "inside",
         "is_readable",
         "is_rewired",
         "module",
@@ -135,6 +139,7 @@ class Call:
         settings: tuple[tuple[str, ...], tuple[Any, ...]],
         is_rewired: bool,
         is_readable: bool,
+        inside: tuple[State, ...] = (),
     ) -> None:
         self.module: Final = module
         self.rule: Final = rule
@@ -145,6 +150,7 @@ class Call:
         self.settings: Final = settings
         self.is_rewired: Final = is_rewired
         self.is_readable: Final = is_readable
+        self.inside: Final = inside
         self._stored: Stored | None = stored
         _Count.made += 1
 
@@ -264,6 +270,13 @@ def site_at(edge: Edge) -> Site | None:
     table = None if level == INSIDE else node.metadata.get(_SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
     return None if found is None else Site(*found, edge)
+
+
+def edge_at(call: Call, index: int, node: Node) -> Edge | None:
+    """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
+    table: Any = node.metadata.get(_SITES, {})  # type: ignore[attr-defined]
+    places = (nr for nr, found in table.items() if found == (call, index))
+    return next((Edge(node, nr) for nr in places), None)
 
 
 def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:

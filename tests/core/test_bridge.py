@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import backpack, extend
 from backpack_core.errors import BridgeError, SampleMixingError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.graph.bridge import push
 from tests import oracle
 from tests.cases import Net, Problem, classification
 
@@ -141,6 +142,8 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "custom_function_one_output": lambda x: Halves.apply(x)[1],
     "custom_function_two_outputs": lambda x: Halves.apply(x)[1] * Halves.apply(x)[0],
     "complex": lambda x: torch.fft.fft(x).abs(),
+    "distances": lambda x: torch.cdist(x[:, :, None], 2 * x[:, :, None] + 1).flatten(1)[:, 3:7],
+    "roll_a_number": lambda x: torch.stack([n.roll(1) for n in x.sin().flatten()]).view_as(x),
 }
 
 
@@ -165,6 +168,14 @@ def test_operation_before_the_loss(name: str) -> None:
     problem = classification(model, (3,), classes=4)
     problem.rtol = 1e-6 if name == "float_and_back" else 1e-10
     problem.check()
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_formula_that_vmap_gets_wrong(columns: int) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    node: Any = x.as_strided_scatter(torch.zeros(2, 2), (2, 2), (3, 1), 2).grad_fn
+    mats = torch.randn(columns, 4, 3)
+    assert torch.equal(push(node, {0: mats})[0], torch.stack([node(m)[0] for m in mats]))
 
 
 def test_transposed_square_map_between_convolutions() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from backpack_core import backpack
+from backpack_core import Extension, backpack
 from backpack_core.errors import (
     ReleasedIOError,
 )
@@ -71,6 +73,42 @@ def test_some_inputs_leave_no_partial_sum_over_calls() -> None:
         loss.backward(inputs=[model.b.weight])
     assert not hasattr(model.a.weight, "grad_batch")
     oracle.assert_close(model.b.weight.grad_batch, expected[2])
+
+
+class Stages(nn.Module):
+    """Its first output does not depend on its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.child(x)
+        return h, h * self.weight
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("by_grad", [False, True])
+@pytest.mark.parametrize("extension", [BatchGrad, lambda: DiagGGNExact(chunk_size=1)])
+def test_output_that_is_left_out(by_grad: bool, extension: Callable[[], Extension]) -> None:
+    model = Net(lambda net, x: sum(net.stages(x)), stages=Stages())
+    problem = classification(model, (3,))
+    weight = model.stages.weight
+    asked = extension()
+    oracles = {
+        "grad_batch": oracle.individual_gradients,
+        "diag_ggn_exact": lambda *arguments: oracle.ggn_diagonals(*arguments).sum(0),
+    }
+    names = [name for name, _ in problem.model.named_parameters()]
+    expected = problem.expected(oracles[asked.savefield])[names.index("stages.weight")]
+    loss = problem.loss()
+    with backpack(asked):
+        if by_grad:
+            torch.autograd.grad(loss, [weight])
+        else:
+            loss.backward(inputs=[weight])
+    oracle.assert_close(getattr(weight, asked.savefield), expected)
 
 
 def test_autograd_grad_inside_the_context() -> None:

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
-from backpack_core.extensions import BatchDiagGGNExact, DiagGGNExact, DiagGGNMC, DiagHessian
+from backpack_core.extensions import (  # type: ignore[attr-defined]
+    GGNMP,
+    HMP,
+    BatchDiagGGNExact,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+)
 from tests.cases import Net, classification
 from tests.faults.problems import KINDS, check, expect
 
@@ -251,6 +258,8 @@ CURVATURE: dict[str, Callable[[], Any]] = {
     "columns": lambda: DiagGGNExact(chunk_size=1),
     "sampled": DiagGGNMC,
     "samples": BatchDiagGGNExact,
+    "products": GGNMP,
+    "Hessian": HMP,
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,7 @@ from torch.func import functional_call
 from backpack_core import (
     Extension,
     FirstOrderExtension,
-    LayerRule,
-    ModuleCall,
+    SampleProduct,
     backpack,
     disable,
     extend,
@@ -32,6 +30,9 @@ from tests.nets.truth import fresh
 # What these passes do to the net is felt by a checkpoint, and by every pass after them.
 CHANGING = frozenset({"with_other_weights", "then_replaced", "then_changed", "with_updates"})
 
+# These run the net on other data as well.
+WITH_OTHER_DATA = frozenset({"after_another", "around_another"})
+
 
 class Interruption(Exception):
     """What a backward pass is interrupted with."""
@@ -41,13 +42,12 @@ class Interrupting(FirstOrderExtension):
     """Raises at one of its readings, when others have read the same parameter."""
 
     savefield = "nothing"
-    precedence: ClassVar[int] = -1
 
     def __init__(self, left: int) -> None:
         super().__init__()
         self.left = left
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> None:
+    def read(self, product: SampleProduct) -> None:
         """Count down."""
         self.left -= 1
         if not self.left:

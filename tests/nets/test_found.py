@@ -95,6 +95,14 @@ FOUND: dict[str, Recipe] = {
     "forward-eps": chain(LAYER_NORM, passes="then_changed"),
     "forward-statistics": chain(("BatchNorm", {"affine": True}), passes="then_changed"),
     "forward-dropout": chain(linear(), DROPOUT, ask=DIAGONAL, passes="then_changed"),
+    "forward-inside": chain(("Twice", {}), in_place("Mish"), ask=DIAGONAL, passes="then_replaced"),
+    "forward-inside-stages": chain(
+        ("GatedStages", {}), in_place("SELU"), ask=CLIPPED, passes="then_replaced"
+    ),
+    "forward-inside-weights": chain(("Gated", {}), in_place("Mish"), passes="with_other_weights"),
+    "forward-inside-statistics": chain(
+        ("BatchNorm", {"affine": False}), ("NetParameter", {}), batch=1, passes="then_changed"
+    ),
     "forward-alpha": chain(linear(), in_place("CELU"), ask=DIAGONAL, passes="then_changed"),
     # Samples left out, and final states
     "states-first": chain(
@@ -136,11 +144,17 @@ FOUND: dict[str, Recipe] = {
     "replayed-attention": chain(
         ("NetParameter", {}), ATTENTION, shape=(2, 3), ask=(Request("GGNMP"),)
     ),
+    "checkpoint-columns": chain(
+        linear(1, bias=False), ("HalvedLinear", {"checkpoint": True}), shape=(1, 1, 1), ask=DIAGONAL
+    ),
     "checkpoint-view": chain(
         ("Linear", {"out": 4, "bias": True, "checkpoint": True}),
         in_place("CELU"),
         shape=(2, 3),
         ask=(Request("GGNMP"),),
+    ),
+    "one-output-for-some": chain(
+        ("GatedStages", {"frozen": "bias"}), also=("v0b",), passes="for_some"
     ),
     "unused-part": chain(linear(4), ("chunk", {"axis": 1})),
     "replayed-prelu": chain(
@@ -153,6 +167,27 @@ FOUND: dict[str, Recipe] = {
 }
 
 
+# The second output is overwritten.
+FOUND["forward-inside-stages"] = FOUND["forward-inside-stages"].with_(
+    steps=tuple(
+        replace(step, inputs=(name,))
+        for step, name in zip(FOUND["forward-inside-stages"].steps, ("x", "v0b"), strict=True)
+    )
+)
+# Losses that read one tensor, or one another's model, and of which some are not known.
+SOME_OF_HESSIAN = (Request("HMP", {"subsampling": [1]}),)
+FOUND["losses-of-one-tensor"] = chain(linear(), also=("v0",), ask=SOME_OF_HESSIAN)
+FOUND["losses-in-a-row"] = chain(
+    linear(), ("Activation", {"name": "Tanh"}), linear(), also=("v0",), ask=SOME_OF_HESSIAN
+)
+FOUND["loss-of-an-input"] = chain(linear(), also=("x",), ask=(Request("GGNMP"), *SOME_OF_HESSIAN))
+FOUND["loss-of-an-input"] = FOUND["loss-of-an-input"].with_(
+    sources={"x": Source((3,), requires_grad=True)}
+)
+for name, reduction in [("loss-unknown", "sum"), ("loss-unknown-unreduced", "none")]:
+    FOUND[name] = chain(linear(), also=("v0",), ask=(Request("GGNMP"),))
+    own = Term("v0", "Own", {"reduction": reduction}, by_hand="sum", part="own")
+    FOUND[name] = FOUND[name].with_(terms=(FOUND[name].terms[0], own))
 # One module, called twice.
 FOUND["left-memo"] = FOUND["left-memo"].with_(
     steps=tuple(replace(step, part="p") for step in FOUND["left-memo"].steps)

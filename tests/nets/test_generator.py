@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from backpack_core import LayerRule, ModuleCall
+from backpack_core import SampleProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchGrad
 from tests import oracle
@@ -128,30 +128,30 @@ def test_what_belongs_to_a_sample_does_not_exist_where_samples_mix(batch: int) -
 class Doubled(BatchGrad):
     """Wrong at one kind of module."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
-        factor = 2 if type(call.module).__name__ == "LayerNorm" else 1
-        return factor * super().read(rule, call, name, mat)
+    def read(self, product: SampleProduct) -> Any:
+        factor = 2 if type(product.module).__name__ == "LayerNorm" else 1
+        return factor * super().read(product)
 
 
 class Crashing(BatchGrad):
     """Raises what the library does not know."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
+    def read(self, product: SampleProduct) -> Any:
         raise ZeroDivisionError
 
 
 class Refusing(BatchGrad):
     """Raises what the library knows."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
+    def read(self, product: SampleProduct) -> Any:
         raise UnsupportedError("no")
 
 
 class Short(BatchGrad):
     """Leaves a sample out."""
 
-    def read(self, rule: LayerRule, call: ModuleCall, name: str, mat: Any) -> Any:
-        return super().read(rule, call, name, mat)[1:]
+    def read(self, product: SampleProduct) -> Any:
+        return super().read(product)[1:]
 
 
 NORM = Step("LayerNorm", ("h",), ("z",), {"axes": 1, "affine": True, "bias": False}, "norm")

@@ -15,7 +15,7 @@ from torch import Tensor
 from backpack_core.errors import BackpackError
 from tests.nets.losses import Losses
 from tests.nets.net import build, data, generator
-from tests.nets.passes import CHANGING, Run
+from tests.nets.passes import CHANGING, WITH_OTHER_DATA, Run
 from tests.nets.quantities import QUANTITIES
 from tests.nets.recipe import Recipe, Request
 from tests.nets.scope import has_value
@@ -74,6 +74,9 @@ class Prepared:
                 self.net = build(recipe)
                 self.losses = Losses(recipe, self._shapes())
                 self.truth = Truth(recipe, self.net, self.losses)
+                if recipe.plan.passes in WITH_OTHER_DATA:
+                    with torch.no_grad():  # a layout of memory may not fit another batch
+                        self.net(*data(recipe, variant=1))
                 self.expected = {str(r): self._expected(r) for r in recipe.requests}
                 self.weights = self._weights()
                 self.derivatives = self.truth.derivative_of_gradients(self.weights)

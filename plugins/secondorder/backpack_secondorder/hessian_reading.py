@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from backpack_core import AffineRule, ParametricRule, View
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.order import behind
 from backpack_core.tuning import column_budget
 from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
@@ -58,7 +58,7 @@ class HessianReading(Reading):
         uses = [use for reading in (self, *others) for use in reading._uses]
         nodes = {use.view.node for use in uses}
         for use in uses:
-            if not nodes.isdisjoint(_behind(use.view.node)):
+            if not nodes.isdisjoint(behind([use.view.node])):
                 raise UnsupportedError(
                     f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
                     "its own use there, so the loss has second derivatives in both together, which "
@@ -90,18 +90,6 @@ class HessianReading(Reading):
             lead = (view.batch_size,) if per_sample else ()
             total = torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
         return total
-
-
-def _behind(node: Node | None) -> set[Node]:
-    """Everything that a node sends gradients to, directly or not."""
-    found: set[Node] = set()
-    todo = [] if node is None else [node]
-    while todo:
-        for child, _ in todo.pop().next_functions:
-            if child is not None and child not in found:
-                found.add(child)
-                todo.append(child)
-    return found
 
 
 def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backpack_core import LayerRule, LossGraph, LossRule, View
+from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
-from backpack_core.errors import NotExtendedError, OverwrittenInputError, UnsupportedError
-from backpack_core.plugins.loading import missing
+from backpack_core.engine.traversal import nothing_arrived
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.graph.order import behind
+from backpack_core.record.call import edge_at
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -80,16 +83,22 @@ class HessianOperator(Operator):
             chosen: Losses, with the samples that take part; ``None`` for all.
         """
         super().__init__(graph)
-        self._chosen = chosen
+        self._chosen = None if chosen is None else [view for view in chosen if live_inputs(view)]
 
     @cached_property
     def _gradients(self) -> Sequence[Tensor]:
         """Of the loss in all parameters, as functions of these."""
         roots, gradients = self._graph.roots, self._graph.gradients
         if self._chosen is not None:
-            at_outputs = _grad(roots, list(map(_edge, self._chosen)), gradients, True)
+            losses = tuple(map(_edge_of_loss, self._chosen))
+            arriving = _grad(roots, losses, gradients, True)
             roots = tuple(map(_edge, self._chosen))
-            gradients = tuple(map(_of_samples, self._chosen, at_outputs))
+            # Of each loss by itself: what another one sends to the same tensor is not its own.
+            own = [
+                _grad((loss,), (root,), (gradient,), True)[0]
+                for loss, root, gradient in zip(losses, roots, arriving, strict=True)
+            ]
+            gradients = tuple(map(_of_samples, self._chosen, own))
         return _grad(roots, self._graph.parameters, gradients, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
@@ -128,15 +137,17 @@ class CurvatureOperator(Operator):
         return _grad(self._edges, (parameter,), curved, self._is_differentiable)[0]
 
 
-def loss_term(view: View) -> Term:
-    """The Hessian of a loss at its input."""
+def loss_terms(view: View) -> list[Term]:
+    """The Hessian of a loss at its input; nothing, where that is no function of parameters."""
+    if not live_inputs(view):
+        return []
     rule = view.call.rule
 
     def multiply(x: Tensor) -> Tensor:
         product: Tensor = rule.hessian_mat_prod(view, x.unsqueeze(0)).squeeze(0)
         return product
 
-    return _term(view, multiply)
+    return [_term(view, multiply)]
 
 
 def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -> list[Term]:
@@ -145,7 +156,7 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
         return []
     if isinstance(rule, LossRule):
         if rule.hessian_is_psd:
-            return [loss_term(view)]
+            return loss_terms(view)
         rows: Any = _rows_of_loss(view)
     else:
         require_one_input(rule, view)
@@ -163,32 +174,24 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
     return [_term(view, multiply)]
 
 
-def require_losses(losses: Sequence[View], who: str, unknown: View | None = None) -> None:
-    """Raise unless there is an extended loss.
+def require_losses(losses: Sequence[View], others: Sequence[View], who: str) -> None:
+    """Raise unless everything is part of an extended loss, and of no loss behind another one.
 
     Args:
         losses: Those whose Hessian is known.
-        who: What needs it.
-        unknown: An extended module that may be a loss, and has no rule.
+        others: Everything else that a gradient arrived at, in that order.
+        who: What needs them.
 
     Raises:
-        NotExtendedError: There is none.
-        MissingPluginError: There is one without a rule.
+        BackpackError: A part of the loss would be missed.
     """
-    if not losses and unknown is not None:
-        kind = type(unknown.call.module).__name__
-        raise missing(
-            f"{who} starts at a loss, and no loss rule is known for {unknown.path}. Use a loss "
-            "that an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
-            f"LossRule for {kind}.",
-            "loss",
-        )
-    if not losses:
-        raise NotExtendedError(
-            f"{who} needs the Hessian of the loss in the model's output, and no extended loss took "
-            "part in the backward pass. Call lossfunc = extend(lossfunc) with a loss module of "
-            "torch.nn, and compute the loss with it; a functional loss cannot be seen."
-        )
+    reached = behind(view.node for view in losses)
+    for view in others:
+        if view.node not in reached:
+            raise nothing_arrived(view, who)
+    for view in losses:
+        if view.node in reached:
+            raise loss_behind_a_loss(view)
 
 
 def _rows_of_loss(view: View) -> Tensor:
@@ -222,6 +225,16 @@ def _edge(view: View) -> GradientEdge:
     edge = view.call.edges[(live_inputs(view) or [0])[0]]
     assert edge is not None
     return GradientEdge(edge.node, edge.output_nr)
+
+
+def _edge_of_loss(view: View) -> GradientEdge:
+    found = edge_at(view.call, view.index, view.node)
+    if found is None:
+        raise UnsupportedError(
+            f"The output of {view.path} was changed in place afterwards, so the gradient of some "
+            "samples cannot be told. Use an out-of-place operation."
+        )
+    return GradientEdge(found.node, found.output_nr)
 
 
 def _of_samples(view: View, gradient: Tensor) -> Tensor:

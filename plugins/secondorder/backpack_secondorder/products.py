@@ -19,7 +19,7 @@ from backpack_secondorder.operators import (
     HessianOperator,
     Operator,
     Term,
-    loss_term,
+    loss_terms,
     positive_term,
     require_losses,
 )
@@ -172,7 +172,7 @@ class _Collecting(GraphReading):
     def __init__(self, subsampling: tuple[int, ...] | None) -> None:
         self._subsampling = subsampling
         self._losses: list[View] = []
-        self._unknown: View | None = None
+        self._others: list[View] = []
         self._terms: list[Term] = []
 
     def observe(self, view: View) -> None:
@@ -180,11 +180,11 @@ class _Collecting(GraphReading):
         if view.call.rule.is_loss:
             view.call.rule.check(view)
             self._losses.append(view.subsample(self._subsampling))
-        elif view.output_shape == ():
-            self._unknown = view
+        elif view.is_reached:
+            self._others.append(view)
 
     def _require_losses(self, who: str) -> None:
-        require_losses(self._losses, who, self._unknown)
+        require_losses(self._losses, self._others, who)
 
     def _stored(self, operator: Operator, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         return {parameter: BlockProduct(operator, parameter) for parameter in graph.parameters}
@@ -196,7 +196,8 @@ class _OfOutputs(_Collecting):
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
         self._require_losses("GGNMP")
-        return self._stored(CurvatureOperator(graph, list(map(loss_term, self._losses))), graph)
+        terms = [term for view in self._losses for term in loss_terms(view)]
+        return self._stored(CurvatureOperator(graph, terms), graph)
 
 
 class _OfLoss(_Collecting):

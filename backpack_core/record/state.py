@@ -1,10 +1,10 @@
-"""What a module was during a forward pass: its tensors, and its settings."""
+"""What a module is in a forward pass: its tensors and its settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,22 +12,38 @@ from torch.nn import Module
 
 from backpack_core._torch import version_of
 
-Owned = dict[str, tuple[Tensor, int]]
+Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
 
 
-def tensors_of(module: Module, more: tuple[str, ...]) -> tuple[Owned, tuple[str, ...]]:
-    """Parameters and buffers of a module, each with how often it had been changed in place.
+class State(NamedTuple):
+    """What a module was in a forward pass, besides its tensors.
+
+    Attributes:
+        module: The module.
+        training: Whether it was in train mode.
+        names: Names of its plain attributes (``eps``, ``p``, ``stride``).
+        values: Their values.
+    """
+
+    module: Module
+    training: bool
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[str, ...]]:
+    """Parameters and buffers of a module, as this forward pass used them.
 
     Args:
-        module: The module, right after its forward pass.
-        more: Parameters of modules inside that count as its own, as ``"out_proj.weight"``.
+        module: The module.
+        nested: Parameters of modules inside that belong to it, as ``"out_proj.weight"``.
 
     Returns:
-        The tensors by name, and the names of the parameters among them.
+        The tensors, and which of them are parameters.
     """
     owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
-    for name in more:
-        tensor = _attribute(module, name)
+    for name in nested:
+        tensor = _nested(module, name)
         if tensor is not None:
             owned[name] = (tensor, version_of(tensor))
     parameters = tuple(owned)
@@ -35,6 +51,19 @@ def tensors_of(module: Module, more: tuple[str, ...]) -> tuple[Owned, tuple[str,
         if tensor is not None:
             owned[name] = (tensor, version_of(tensor))
     return owned, parameters
+
+
+def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
+    """What the modules inside are; adds their parameters and buffers to the module's own."""
+    states = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        if part is module:
+            continue
+        states.append(State(part, part.training, *settings_of(part)))
+        kept = {n: t for n, t in part._buffers.items() if t is not None and t.grad_fn is None}
+        kept.update({n: t for n, t in part._parameters.items() if t is not None})
+        owned.update({f"{path}.{n}": (t, version_of(t)) for n, t in kept.items()})
+    return tuple(states)
 
 
 def computed_in_hooks(module: Module, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
@@ -45,7 +74,7 @@ def computed_in_hooks(module: Module, names: tuple[str, ...]) -> Iterator[tuple[
             yield name, value
 
 
-def _attribute(module: Module, name: str) -> Tensor | None:
+def _nested(module: Module, name: str) -> Tensor | None:
     try:
         found = attrgetter(name)(module)
     except AttributeError:
