@@ -111,6 +111,10 @@ class Extension(ABC):
         """The dtype that a result is stored in; default: the parameter's."""
         return parameter.dtype
 
+    def as_stored(self, value: Any, parameter: Tensor) -> Any:
+        """What :meth:`read` returned, in that dtype: under autocast it is computed in another."""
+        return value.to(self.dtype_for(parameter)) if isinstance(value, Tensor) else value
+
     def combine(self, first: Any, second: Any) -> Any:
         """The value for all columns from those for two disjoint sets; see ``columns_add``."""
         return first + second

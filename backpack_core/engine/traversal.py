@@ -243,8 +243,7 @@ class Traversal(ABC):
                     if not tolerates(extension, view, name, error):
                         raise
                     continue
-                if isinstance(value, Tensor):
-                    value = value.to(extension.dtype_for(parameter))
+                value = extension.as_stored(value, parameter)
                 self.store(extension, parameter, owned(value, view))
 
     def _refuse_shared(self, parameter: Tensor, name: str) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import Tensor
+
 from backpack.extensions.backprop_extension import IncumbentNames
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.hbp_options import (
@@ -18,9 +20,16 @@ from backpack_core import Extension, LayerRule, View
 from backpack_core.errors import UnsupportedError
 from backpack_firstorder import individual, moments
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
+from backpack_secondorder.residual import Residual
 
 EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
 BOTEV_MARTENS = ExpectationApproximation.BOTEV_MARTENS
+# What is done to the second derivatives of layers.
+RESIDUALS: dict[str, Residual] = {
+    Curvature.HESSIAN: "exact",
+    Curvature.PCH_CLIP: "clip",
+    Curvature.PCH_ABS: "abs",
+}
 
 
 class BatchGrad(IncumbentNames, individual.BatchGrad):
@@ -183,7 +192,8 @@ class HBP(IncumbentNames):
     """Kronecker factors by strategies; the combinations that have names are there.
 
     Args:
-        curv_type: ``Curvature.GGN``.
+        curv_type: ``Curvature.GGN``; with ``SUM`` and ``BATCH_AVERAGE`` any other, too, by a
+            :class:`KFRA` with residuals.
         loss_hessian_strategy: ``EXACT`` (:class:`KFLR`), ``SAMPLING`` (:class:`KFAC`), or ``SUM``
             (:class:`KFRA`).
         backprop_strategy: ``BATCH_AVERAGE`` with ``SUM``, otherwise ``SQRT``.
@@ -216,19 +226,22 @@ class HBP(IncumbentNames):
             (SAMPLING, BackpropStrategy.SQRT): kfac.KFAC,
             (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE): kfra.KFRA,
         }
-        usual = (Curvature.GGN, BOTEV_MARTENS)
-        if (self.curv_type, self.ea_strategy) != usual or found not in known:
+        residual = RESIDUALS.get(self.curv_type)
+        base = known.get(found)
+        if base is kfra.KFRA and residual is not None and self.ea_strategy == BOTEV_MARTENS:
+            return kfra.KFRA(residual=residual)
+        if base is None or (self.curv_type, self.ea_strategy) != (Curvature.GGN, BOTEV_MARTENS):
             asked = (self.curv_type, *found, self.ea_strategy)
-            raise UnsupportedError(
-                f"HBP{asked} has no exact meaning in the literature and no counterpart here: use "
-                "KFAC, KFLR or KFRA."
-            )
-        base = known[found]
+            raise UnsupportedError(f"HBP{asked} has no counterpart here: use KFAC, KFLR or KFRA.")
         return kfac.KFAC(self.get_num_mc_samples()) if base is kfac.KFAC else base()
 
     def read(self, product: Any) -> Any:
         """The factors."""
         return self._base.read(product)
+
+    def as_stored(self, value: Any, parameter: Tensor) -> Any:
+        """In the dtype of the parameter."""
+        return self._base.as_stored(value, parameter)
 
     def combine(self, first: Any, second: Any) -> Any:
         """Factors for the columns of both."""

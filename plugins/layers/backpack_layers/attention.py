@@ -140,7 +140,8 @@ def _module(view: View) -> MultiheadAttention:
 
 def _split(x: Tensor, heads: int) -> Tensor:
     """``[*, L, H·D] → [*, H, L, D]``."""
-    return x.reshape(*x.shape[:-1], heads, -1).transpose(-2, -3)
+    split: Tensor = x.unflatten(-1, (heads, -1)).transpose(-2, -3)
+    return split
 
 
 def _merge(x: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ class CrossEntropyLossRule(LossRule):
     def normalisation(self, view: View) -> float | Tensor:
         """A mean divides by the weights of the targets, or counts positions for probabilities."""
         if setting(view, "reduction") == "mean":
-            return 1.0 / _target_weight(view)[1]
+            divisor = _target_weight(view)[1]
+            return 1.0 / (divisor if isinstance(divisor, Tensor) else max(1, divisor))
         return 1.0
 
     def _sqrt_hessian(self, view: View) -> Tensor:
@@ -62,7 +63,7 @@ class CrossEntropyLossRule(LossRule):
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         p = _by_position(view.input.softmax(1))
         batch, classes, positions = p.shape
-        rows = p.detach().transpose(1, 2).reshape(-1, classes)
+        rows = p.detach().transpose(1, 2).flatten(0, 1)
         drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
         labels = drawn.T.reshape(samples, batch, 1, positions)
         index = torch.arange(classes, device=p.device)[:, None]
@@ -191,7 +192,8 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
     def normalisation(self, view: View) -> float:
         """A mean is over samples: the one over classes is part of the loss."""
-        return 1.0 / view.full.input_shape[0] if setting(view, "reduction") == "mean" else 1.0
+        samples = view.full.input_shape[0] if setting(view, "reduction") == "mean" else 1
+        return 1.0 / max(1, samples)
 
     def _weight(self, view: View) -> Tensor:
         return _element_weight(view) / view.input_shape[1]

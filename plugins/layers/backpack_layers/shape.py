@@ -93,7 +93,7 @@ class ChannelShuffleRule(LayerRule):
         return self._shuffle(mat, cast(ChannelShuffle, view.module).groups)
 
     def _shuffle(self, mat: Tensor, groups: int) -> Tensor:
-        grouped = mat.reshape(*mat.shape[:2], groups, -1, *mat.shape[3:])
+        grouped: Tensor = mat.unflatten(2, (groups, -1))
         return grouped.transpose(2, 3).reshape(mat.shape)
 
 

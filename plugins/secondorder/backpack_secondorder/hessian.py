@@ -29,6 +29,10 @@ class Spread:
     weights: Tensor
     scale: Tensor
 
+    def to(self, dtype: torch.dtype) -> Spread:
+        """The same in another precision."""
+        return Spread(self.rows.to(dtype), self.weights.to(dtype), self.scale.to(dtype))
+
     def columns(self, some: slice = slice(None)) -> Columns:
         """Formed: ``[V, N, *]``."""
         rows, weights = self.rows[some], self.weights[some]
@@ -81,6 +85,13 @@ class Hessian:
     def signed_columns(self) -> Iterator[tuple[Root, Tensor]]:
         """``S`` of every root, ``[V, N, *]``; the root has the signs."""
         yield from () if self.columns is None else self.columns.blocks.items()
+
+    def to(self, dtype: torch.dtype) -> Hessian:
+        """The same in another precision: under autocast, neighbouring layers differ in theirs."""
+        columns = None if self.columns is None else self.columns.to(dtype)
+        diagonal, block = (None if t is None else t.to(dtype) for t in (self.diagonal, self.block))
+        spread = None if self.spread is None else self.spread.to(dtype)
+        return replace(self, columns=columns, diagonal=diagonal, spread=spread, block=block)
 
     def map_columns(self, function: Callable[[Tensor], Tensor]) -> Hessian:
         """Apply a linear function of ``[V, N, *]`` to the columns, root by root."""
@@ -190,8 +201,8 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
         Columns ``[2 d, N, *]``.
     """
     count, samples, *shape = rows.shape
-    flat = rows.reshape(count, samples, -1)
-    size = flat.shape[2]
+    size = torch.Size(shape).numel()
+    flat = rows.reshape(count, samples, size)
     tiny = torch.finfo(rows.dtype).tiny
     scale = flat.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
     unit = torch.eye(size, dtype=rows.dtype, device=rows.device)[some].unsqueeze(1) * scale

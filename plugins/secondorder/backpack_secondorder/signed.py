@@ -80,8 +80,10 @@ def diagonal_square_sum(product: AffineProduct, per_sample: bool = False) -> Ten
 
 def by_position(out: Tensor, inp: Rows, per_sample: bool) -> Tensor:
     """``Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
-    parts = []
     total = out.new_zeros(*out.shape[2:], inp.shape[3])
+    if not out.numel() or not inp.shape.numel():
+        return total.expand(len(out), *total.shape).clone() if per_sample else total
+    parts = []
     for rows in contractions.row_steps(inp, out.element_size()):
         left = out[rows].permute(0, 2, 3, 1)  # [n, G, O, S]
         right = inp[rows].square().transpose(1, 2)  # [n, G, S, I]

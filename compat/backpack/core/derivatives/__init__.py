@@ -13,6 +13,7 @@ from torch import nn
 from backpack.core.derivatives import basederivatives, families
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.families import (
+    BatchNormDerivatives,
     BCEWithLogitsDerivatives,
     ConvolutionDerivatives,
     CrossEntropyDerivatives,
@@ -27,7 +28,7 @@ from backpack.submodules import make_class, submodule
 
 # Submodule: class name and base class.
 _CLASSES: dict[str, tuple[str, type]] = {
-    "batchnorm_nd": ("BatchNormNdDerivatives", BaseParameterDerivatives),
+    "batchnorm_nd": ("BatchNormNdDerivatives", BatchNormDerivatives),
     "bcewithlogitsloss": ("BCELossWithLogitsDerivatives", BCEWithLogitsDerivatives),
     "crossentropyloss": ("CrossEntropyLossDerivatives", CrossEntropyDerivatives),
     "dropout": ("DropoutDerivatives", ElementwiseDerivatives),

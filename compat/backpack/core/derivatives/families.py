@@ -74,6 +74,14 @@ def _elementwise(module: Module) -> ElementwiseRule:
     return rule
 
 
+class BatchNormDerivatives(BaseParameterDerivatives):
+    """A batch normalisation: an affine map, if its statistics are those of training."""
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        """Not where the statistics are those of the batch."""
+        return not module.training and module.running_mean is not None
+
+
 class NLLLossDerivatives(BaseLossDerivatives):
     """A loss that is the negative logarithm of a likelihood.
 
