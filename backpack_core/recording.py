@@ -25,7 +25,7 @@ from backpack_core.engine.active import logger
 from backpack_core.engine.backward import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
-from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.plugins.registry import FALLBACK, Resolved, registry
 from backpack_core.record.call import (
     PATH_ATTRIBUTE,
     Call,
@@ -42,7 +42,6 @@ from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
 
 M = TypeVar("M", bound=Module)
-
 
 def extend(module: M, debug: bool = False) -> M:
     """Make a module, and all modules in it, report to active extensions.
@@ -216,6 +215,8 @@ def _record(
         return None
     aliases = _aliases(outputs, execution)
     resolved = registry.resolve(module)
+    if any(t.is_complex() for t in (*outputs, *execution.tensors)):
+        resolved = FALLBACK  # rules are formulas for real numbers
     if kwargs:
         kwargs = _ordered(module, kwargs)
     inputs = _Inputs(execution, outputs)

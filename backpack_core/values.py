@@ -7,12 +7,15 @@ plans memory with them wants shapes, and no complaint about values that nobody k
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import is_symbolic
+
+# Kinds of devices that torch may cast on.
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
 def any_of(mask: Tensor) -> bool:
@@ -35,9 +38,12 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Within the block, operations on the tensor's device keep the precision they are given."""
-    device = tensor.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
+def without_autocast() -> AbstractContextManager[object]:
+    """Within the block, operations keep the precision they are given."""
+    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return nullcontext()
+    stack = ExitStack()
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack

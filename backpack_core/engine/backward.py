@@ -30,8 +30,9 @@ from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import INNER, Call, Edge, Site, edge_of
-from backpack_core.record.owner import owner_of
+from backpack_core.record.owner import name_of_parameter, owner_of
 from backpack_core.record.view import View
+from backpack_core.values import without_autocast
 
 
 class OutputHook:
@@ -93,10 +94,13 @@ class entered:
                 _torch.at_end_of_pass(found.finish)
             context.passes[task] = found
         found.is_running = True
+        self._precision = without_autocast()  # the forward pass has said what precision to take
+        self._precision.__enter__()
         return found
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         """End it, if it failed."""
+        self._precision.__exit__(None, None, None)
         if exc_type is not None:
             self._context.passes.pop(self._task, None)
 
@@ -217,7 +221,7 @@ class BackwardPass(Traversal):
         assert not (self._at_sites or self._at_nodes), "a quantity was left on its way"
         if self._is_part:
             return
-        with torch.set_grad_enabled(self._is_differentiable):
+        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = [(e, e.finish(values)) for e, values in self._deferred.items()]
             for extension, values in (*finished, *self._graph.results(self.survey)):
                 for parameter, value in values.items():
@@ -292,7 +296,8 @@ class BackwardPass(Traversal):
             owner = this()
             if owner is not None:
                 try:
-                    function(owner, grads)
+                    with without_autocast():
+                        function(owner, grads)
                 except BaseException:
                     owner.context.passes.pop(_torch.graph_task_id(), None)
                     raise
@@ -348,11 +353,13 @@ class BackwardPass(Traversal):
         for key in self.survey.bare.keys() - known - self.survey.uses.keys():
             parameter, node = self.survey.bare[key]
             operation = nodes.name_of(node)
+            modules = (call.module for call, _ in self.survey.sites)
+            name = name_of_parameter(modules, parameter)
             warn_once(
-                (tuple(parameter.shape), operation),
-                f"A parameter of shape {list(parameter.shape)} is used by the operation "
-                f"{operation!r} outside of any module that owns it: it gets no quantity. Make it a "
-                "parameter of the module whose forward() uses it.",
+                (key, name, tuple(parameter.shape), operation),
+                f"The parameter {name or 'without a name'} of shape {list(parameter.shape)} is "
+                f"used by the operation {operation!r} outside of any module that owns it: it gets "
+                "no quantity. Make it a parameter of the module whose forward() uses it.",
                 UncoveredParameterWarning,
             )
 

@@ -143,7 +143,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         MissingPluginError: It does not, and says so.
     """
     kind = type(view.call.module)
-    name = kind.__name__
+    name, where = kind.__name__, f"{view.path} (a {kind.__module__}.{kind.__qualname__})"
     if extension.fail_mode == "error":
         raise missing(
             f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
@@ -153,12 +153,12 @@ def allows_fallback(extension: Extension, view: View) -> bool:
     if extension.fail_mode == "silent":
         return False
     if extension.fail_mode == "warning":
-        message = f"{view.path} has no layer rule: {type(extension).__name__} leaves it out."
+        message = f"{where} has no layer rule: {type(extension).__name__} leaves it out."
         warn_once((kind, type(extension)), message, BackpackWarning)
         return False
     warn_once(
         kind,
-        f"{view.path} (a {kind.__module__}.{kind.__qualname__}) has no layer rule: its parameters "
+        f"{where} has no layer rule: its parameters "
         "are differentiated automatically, which is exact but slower. Install a plugin that knows "
         f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",
         AutodiffFallbackWarning,

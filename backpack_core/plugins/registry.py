@@ -64,7 +64,7 @@ class Contributions(NamedTuple):
     overrides: tuple[tuple[type[Extension], ModuleType, ModuleExtension], ...] = ()
 
 
-_FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
+FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -128,12 +128,13 @@ class Registry:
         kind = type(module)
         found = self._rule_cache.get(kind)
         if found is None:
-            found = self._rule_cache[kind] = self._resolve_type(kind)
+            found = self._rule_cache[kind] = self.resolve_type(kind)
         if found.methods.isdisjoint(module.__dict__):
             return found
-        return _FALLBACK
+        return FALLBACK
 
-    def _resolve_type(self, kind: type[Module]) -> Resolved:
+    def resolve_type(self, kind: type[Module]) -> Resolved:
+        """The same for a class."""
         for parent in kind.__mro__:
             claims = self._claims_for(parent)
             if claims and is_same_map(kind, parent):
@@ -143,7 +144,7 @@ class Registry:
                 return Resolved(
                     claim.value, claim.provenance, nested=nested, methods=methods_behind(parent)
                 )
-        return _FALLBACK
+        return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
         claims = list(self.rules.get(kind, ()))

@@ -105,7 +105,9 @@ class HookWithIO:
     A module may be called several times; what the forward pass left there is the last call's.
     """
 
-    def __init__(self, hook: Callable[[Module], None], visiting: Callable[[], View | None]) -> None:
+    def __init__(
+        self, hook: Callable[[Module], None], visiting: Callable[[], View | None]
+    ) -> None:
         self.hook = hook
         self._visiting = visiting
 

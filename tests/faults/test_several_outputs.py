@@ -343,7 +343,9 @@ def _as_they_are(*outputs: Tensor) -> tuple[Tensor, ...]:
     return outputs
 
 
-def compare(model: nn.Module, loss: Function, kind: str, between: Function = _as_they_are) -> None:
+def compare(
+    model: nn.Module, loss: Function, kind: str, between: Function = _as_they_are
+) -> None:
     """Compare a model that returns tensors ``[N, *]``, and a loss of all of them.
 
     Curvature is that of the loss as a function of what lies ``between`` it and the model.

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import backpack as backpack_before
 from backpack.core.derivatives import batchnorm_nd
 from backpack.extensions import HBP
 from backpack.extensions.curvature import Curvature
@@ -107,7 +108,7 @@ def test_other_permutations(dims: tuple[int, ...], transposed: bool) -> None:
 def test_a_permutation_of_the_batch_stays_a_function_when_converted() -> None:
     """It is no helper module, and is crossed exactly."""
 
-    problem = classification(extend(Turned(), use_converter=True), (3,))
+    problem = classification(backpack_before.extend(Turned(), use_converter=True), (3,))
     problem.check()
 
 

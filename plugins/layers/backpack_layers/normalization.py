@@ -75,7 +75,8 @@ class NormalizationRule(ProductRule):
         entries = x.shape[lead + first : lead + stop].numel()
         inner = x.flatten(lead + first, lead + stop - 1) if stop - first > 1 else x
         moved = inner.movedim(lead + first, -1)
-        return moved.reshape(*x.shape[: lead + 1], -1, entries)
+        positions = moved.shape[lead + 1 :].numel() // max(1, entries)
+        return moved.reshape(*x.shape[: lead + 1], positions, entries)
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         factor = self._spread(view, mat)

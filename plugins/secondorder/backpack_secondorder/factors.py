@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from backpack_core._torch import memory_of
 from backpack_core.contract import contractions
 from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import Operation
@@ -132,13 +133,18 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     """
     out = product.out
     # Weight and bias of an affine layer have the same columns.
-    key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
+    key = ("covariance", sharing == "expand", *_place(out))
     if key not in product.beside:
         rows = out.flatten(0, 2) if sharing == "expand" else out.sum(2).flatten(0, 1)
         # With the columns: another tensor must not get their memory as long as the key is known.
         product.beside[key] = out, _without_groups(covariances.outer(rows))
     factor: Tensor = product.beside[key][1]
     return factor
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a tensor lies in memory."""
+    return memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _is_ordered(product: AffineProduct) -> bool:

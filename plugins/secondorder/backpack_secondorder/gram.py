@@ -88,7 +88,7 @@ class GramBlock:
         """
         weights = self.spectrum.weights(count)[:, self._places]
         weights = weights.to(self._product.like.dtype)
-        with torch.set_grad_enabled(self.gram.requires_grad), without_autocast(weights):
+        with torch.set_grad_enabled(self.gram.requires_grad), without_autocast():
             return weighted_sum(self._product, weights).to(self.gram.dtype)
 
 

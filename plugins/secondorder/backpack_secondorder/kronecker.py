@@ -286,7 +286,7 @@ def multiply(factors: Sequence[Tensor], rows: Tensor) -> Tensor:
     for axis, factor in enumerate(factors, start=2):
         last = product.movedim(axis, -1)
         flat = last.flatten(1, -2)
-        with without_autocast(flat):
+        with without_autocast():
             product = (flat @ factor.mT).reshape(last.shape).movedim(-1, axis)
     return product.transpose(0, 1).reshape(rows.shape)
 

@@ -54,7 +54,7 @@ class Operator(ABC):
 
     def multiply(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Vectors ``[V, *θ]`` times the block of a parameter."""
-        with suspended(), without_autocast(vectors), _explained():
+        with suspended(), without_autocast(), _explained():
             products = [self._one(parameter, vector) for vector in vectors]
         result = torch.stack(products) if products else torch.zeros_like(vectors)
         return result if self._is_differentiable else result.detach()
