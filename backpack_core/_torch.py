@@ -169,6 +169,11 @@ def is_tracing() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
+def is_scripting() -> bool:
+    """Whether ``torch.jit.script`` is asking, two calls up, what a module consists of."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.jit._recursive"
+
+
 class ModuleHooks:
     """Our two hooks among those of a module: plain functions, first of their kind, always called.
 

@@ -3,7 +3,7 @@
 The forward pre-hook notes the edge of every input *before* the forward runs, so that in-place
 activations cannot rewrite it. The forward hook makes the :class:`Call`, stores it in the autograd
 node of the output, and puts one tensor hook on the output. No full-backward hook is used, and the
-hooks are plain functions of this file, so that extended modules can be copied and pickled.
+hooks are globals of this file, so that extended modules can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -107,6 +108,39 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
         _extend(child, f"{path}.{name}" if path else name, owner, debug)
 
 
+class _Hook:
+    """A hook that says what to do when ``torch.jit.script`` wants to compile it.
+
+    It is looked up by its name when it is copied or pickled, as a plain function is.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the hook."""
+        return self._function(*args)
+
+    @property
+    def __name__(self) -> str:
+        """The name, by which ``torch.jit.script`` asks for the source.
+
+        Raises:
+            UsageError: It does.
+        """
+        if _torch.is_scripting():
+            raise UsageError(
+                "torch.jit.script compiles every hook of a module, and those of extend() are no "
+                "code it knows: call unextend(model) first, or script a copy of the model."
+            )
+        return self._function.__name__
+
+    def __reduce__(self) -> str:
+        """A global of this file."""
+        return self._function.__name__
+
+
 class Execution:
     """A module execution that has begun: what only the moment before the forward can tell."""
 
@@ -147,6 +181,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
 
 
+@_Hook
 def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
@@ -174,8 +209,10 @@ def before_hooks_of_all(
 
 def _running(module: Module) -> Execution | None:
     """The innermost execution of this thread; ``None`` if recording was off when it began."""
+    known: list[Execution] | None = module.__dict__.get(_EXECUTIONS)
+    if known is None:
+        return None
     thread = threading.get_ident()
-    known: list[Execution] = module.__dict__.get(_EXECUTIONS, [])
     return next((execution for execution in reversed(known) if execution.thread == thread), None)
 
 

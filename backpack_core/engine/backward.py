@@ -355,11 +355,12 @@ class BackwardPass(Traversal):
             operation = nodes.name_of(node)
             modules = (call.module for call, _ in self.survey.sites)
             name = name_of_parameter(modules, parameter)
+            which = "A parameter" if name is None else f"The parameter {name}"
             warn_once(
                 (key, name, tuple(parameter.shape), operation),
-                f"The parameter {name or 'without a name'} of shape {list(parameter.shape)} is "
-                f"used by the operation {operation!r} outside of any module that owns it: it gets "
-                "no quantity. Make it a parameter of the module whose forward() uses it.",
+                f"{which} of shape {list(parameter.shape)} is used by the operation {operation!r} "
+                "outside of any module that owns it: it gets no quantity. Make it a parameter of "
+                "the module whose forward() uses it.",
                 UncoveredParameterWarning,
             )
 

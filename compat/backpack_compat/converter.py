@@ -16,8 +16,8 @@ from torch import nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
 
-from backpack_core.engine.active import logger
 from backpack_compat.conversions import converted, is_only_reader
+from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning
 from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.plugins import ensure_loaded

@@ -124,7 +124,6 @@ def test_kinds_of_sequences(indices: Sequence[int]) -> None:
     ("indices", "words"),
     [
         ([], "empty"),
-        ([1, 1], "twice"),
         ([0.5], "integers"),
         ("12", "integers"),
         (3, "integers"),
@@ -146,11 +145,6 @@ def test_index_outside_of_the_batch(extension: Any, indices: list[int]) -> None:
     problem = classification(MODELS["mlp"](), (3,), 3)
     with pytest.raises(UsageError, match=rf"asks for sample {indices[-1]}.*batch of 3.*0 to 2"):
         problem.run(extension(indices))
-
-
-def test_two_indices_of_one_sample() -> None:
-    with pytest.raises(UsageError, match="twice"):
-        classification(MODELS["mlp"](), (3,), 3).run(BatchGrad([0, -3]))
 
 
 def test_no_rule_warns_once() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.graph import nodes
 from backpack_core.errors import BridgeError
 from backpack_core.extensions import (
     HMP,
@@ -20,6 +19,7 @@ from backpack_core.extensions import (
     DiagGGNExact,
     DiagHessian,
 )
+from backpack_core.graph import nodes
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.faults.node_cases import (

@@ -34,6 +34,7 @@ from backpack_core.extensions import (
 from tests import oracle
 from tests.cases import LOSSES, LossCase, Net, Problem, classification
 from tests.core.test_bridge import heads
+from tests.faults.refusal import right_or_refused
 from tests.secondorder.problems import hessians
 
 INDICES = [[0, 0], [3, 1, 3], [2, -2, 2, 0], [-1, 3, 1]]
@@ -275,8 +276,8 @@ def test_final_states_of_both_directions(kind: Any, indices: list[int]) -> None:
     problem.compare("diag_ggn_exact", diagonals)
 
 
-@pytest.mark.parametrize("indices", [[1], [3, 0]], ids=str)
-def test_final_states_into_a_second_layer(indices: list[int]) -> None:
+@pytest.mark.parametrize("indices", [None, [1], [3, 0], [2, 2]], ids=str)
+def test_final_states_into_a_second_layer(indices: list[int] | None) -> None:
     """Handed over as they are, with their samples on axis 1."""
 
     def forward(net: Net, x: Tensor) -> Tensor:
@@ -291,8 +292,10 @@ def test_final_states_into_a_second_layer(indices: list[int]) -> None:
     )
     problem = classification(model, (3, 2), 4)
     diagonals = problem.expected(oracle.ggn_diagonals)
-    problem.run(DiagGGNExact())
-    problem.compare("diag_ggn_exact", [d.sum(0) for d in diagonals])
+    chosen = slice(None) if indices is None else indices
+    with right_or_refused("initial state", may_refuse=indices is not None):
+        problem.run(DiagGGNExact(indices))
+        problem.compare("diag_ggn_exact", [d[chosen].sum(0) for d in diagonals])
 
 
 @pytest.mark.parametrize("reading", ["last", "all"])

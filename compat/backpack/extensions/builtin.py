@@ -16,7 +16,7 @@ from backpack.extensions.hbp_options import (
     ExpectationApproximation,
     LossHessianStrategy,
 )
-from backpack_core import Extension, LayerRule, View
+from backpack_core import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_firstorder import individual, moments
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn

@@ -65,7 +65,8 @@ class BatchDotGrad(SquaresExtension):
     that for a mean. Its diagonal is ``batch_l2``. Summed over parameters it is the Gram matrix of
     the gradients, an empirical neural tangent kernel contracted with the loss's gradients.
 
-    In single precision at least. Individual gradients are formed only where Gram matrices over positions would cost more.
+    In single precision at least. Individual gradients are formed only where Gram matrices over
+    positions would cost more.
     """
 
     savefield = "batch_dot"

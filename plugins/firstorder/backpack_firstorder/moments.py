@@ -35,8 +35,8 @@ class Variance(SquaresExtension):
     Stored in ``variance``, shape ``[*θ]``: ``1/N Σ_n g_n² - (1/N Σ_n g_n)²`` with the individual
     gradients ``g_n`` as they arrive, ``∇_θ ℓ_n`` for a sum and ``1/N ∇_θ ℓ_n`` for a mean, and the
     number ``N`` of samples that take part. It is not Bessel-corrected, and rounding may leave a
-    small negative number where all gradients agree. In single precision at least (Dangel et al., 2020, BackPACK, ICLR, section
-    2.2).
+    small negative number where all gradients agree. In single precision at least. Dangel et al.
+    (2020), BackPACK, ICLR, section 2.2.
     """
 
     savefield = "variance"
