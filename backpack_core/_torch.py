@@ -6,14 +6,17 @@ that is slower or more careful, never another meaning.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrize, stateless
@@ -142,15 +145,42 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base if tensor._is_view() else None  # type: ignore[no-untyped-call]
 
 
+def is_symbolic(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape, but no values."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` is tracing: its tensors stand for others."""
     peek: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
     return peek() is not None
 
 
+@cache
+def operations() -> dict[type, str]:
+    """The types of torch's own nodes, and the operation that each stands for."""
+    found = {}
+    for name, kind in vars(torch._C._functions).items():
+        match = re.fullmatch(r"(\w+)Backward\d+(_copy)?", name)
+        if match is not None:
+            found[kind] = match[1]
+    return found
+
+
+def node_type(name: str) -> type | None:
+    """The type of torch's own nodes that has a name, if this version has it."""
+    found: type | None = getattr(torch._C._functions, name, None)
+    return found
+
+
 def is_tracing() -> bool:
     """Whether ``torch.jit`` is looking at what runs."""
     return torch._C._get_tracing_state() is not None
+
+
+def is_scripting() -> bool:
+    """Whether ``torch.jit.script`` is asking, two calls up, what a module consists of."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.jit._recursive"
 
 
 class ModuleHooks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import TracebackType
 from typing import get_args
 
@@ -65,7 +66,8 @@ class backpack:
             raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
         if check not in get_args(Check):
             raise UsageError(f"check is one of {', '.join(get_args(Check))}. Got {check!r}.")
-        self._request = (extensions, extension_hook, debug, check, retain_graph)
+        self._extensions = extensions
+        self._begin = partial(Context, extensions, extension_hook, debug, check, retain_graph)
         self._entered: list[tuple[Context, Announcer]] = []
 
     def __enter__(self) -> backpack:
@@ -80,8 +82,7 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        extensions, *request = self._request
-        context = Context(extensions, *request, *group(extensions))
+        context = self._begin(*group(self._extensions))
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)

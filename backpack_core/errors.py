@@ -20,6 +20,8 @@
     BackpackWarning           (UserWarning)
     ├── AutodiffFallbackWarning
     ├── UncoveredParameterWarning
+    ├── ZeroCurvatureWarning
+    ├── RangeWarning
     └── BrokenPluginWarning
 
 Subclasses inherit the builtin that a caller would expect to catch. A message says what was asked,
@@ -120,6 +122,21 @@ class UncoveredParameterWarning(BackpackWarning):
     """A parameter is used only by functional calls that no module owns: it gets no quantity.
 
     Move the parameter into a module of its own.
+    """
+
+
+class ZeroCurvatureWarning(BackpackWarning):
+    """A loss is linear in its input, so the generalised Gauss-Newton matrix is zero.
+
+    Use a loss that has curvature: CrossEntropyLoss on the logits in the place of NLLLoss on the
+    logarithms of probabilities, which is the same model.
+    """
+
+
+class RangeWarning(BackpackWarning):
+    """A quantity left the range of its numbers: it is infinite, or zero, and should not be.
+
+    Scale the loss, or use double precision.
     """
 
 

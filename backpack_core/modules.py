@@ -1,4 +1,4 @@
-"""Helper modules: operations that networks write as functions, as modules. Imports torch only.
+"""Helper modules: operations that networks write as functions, as modules. Imports errors.
 
 Core carries quantities through plain operations by itself, so none of these is needed for a network
 to work. They name a step of a network, and give its operation a layer rule.
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F
+
+from backpack_core.errors import UsageError
 
 __all__ = [
     "Branch",
@@ -112,15 +114,24 @@ class ScaleModule(Module):
 
 
 class Permute(Module):
-    """Rearrange the axes of a tensor.
+    """Rearrange the axes of a tensor, the samples in front.
 
     Args:
         dims: The axes in their new order; with ``init_transpose``, the two axes to exchange.
         init_transpose: Read ``dims`` as for :func:`torch.transpose`.
+
+    Raises:
+        UsageError: It would move axis 0.
     """
 
     def __init__(self, *dims: int, init_transpose: bool = False) -> None:
         super().__init__()
+        if moves_samples(dims, init_transpose):
+            raise UsageError(
+                f"Permute{dims} with init_transpose={init_transpose} would move axis 0, which "
+                "holds the samples: leave that axis in its place. Where an operation needs another "
+                "order, rearrange the axes by a function between modules."
+            )
         self.dims = dims
         self.init_transpose = init_transpose
 
@@ -140,6 +151,13 @@ class Permute(Module):
         order = list(range(axes))
         order[first], order[second] = second, first
         return tuple(order)
+
+
+def moves_samples(dims: Sequence[int], init_transpose: bool = False) -> bool:
+    """Whether :class:`Permute` with these arguments moves axis 0, as far as they tell."""
+    if init_transpose:
+        return 0 in dims and any(dims)
+    return bool(dims) and dims[0] % len(dims) != 0
 
 
 class Pad(Module):

@@ -3,7 +3,7 @@
 The forward pre-hook notes the edge of every input *before* the forward runs, so that in-place
 activations cannot rewrite it. The forward hook makes the :class:`Call`, stores it in the autograd
 node of the output, and puts one tensor hook on the output. No full-backward hook is used, and the
-hooks are plain functions of this file, so that extended modules can be copied and pickled.
+hooks are globals of this file, so that extended modules can be copied and pickled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch.nn import Module
 from backpack_core import _torch
 from backpack_core._torch import ModuleHooks, cached_tensor, parametrizations_of, version_of
 from backpack_core.engine.backward import OutputHook
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.computed import leaves_behind
-from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.plugins.registry import FALLBACK, Resolved, registry
 from backpack_core.record.call import (
     Call,
     Edge,
@@ -43,6 +44,39 @@ from backpack_core.record.state import (
 )
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
+
+
+class _Hook:
+    """A hook that says what to do when ``torch.jit.script`` wants to compile it.
+
+    It is looked up by its name when it is copied or pickled, as a plain function is.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the hook."""
+        return self._function(*args)
+
+    @property
+    def __name__(self) -> str:
+        """The name, by which ``torch.jit.script`` asks for the source.
+
+        Raises:
+            UsageError: It does.
+        """
+        if _torch.is_scripting():
+            raise UsageError(
+                "torch.jit.script compiles every hook of a module, and those of extend() are no "
+                "code it knows: call unextend(model) first, or script a copy of the model."
+            )
+        return self._function.__name__
+
+    def __reduce__(self) -> str:
+        """A global of this file."""
+        return self._function.__name__
 
 
 class Execution:
@@ -90,6 +124,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
 
 
+@_Hook
 def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
@@ -139,8 +174,10 @@ def before_hooks_of_all(
 
 def _running(module: Module) -> Execution | None:
     """The innermost execution of this thread; ``None`` if recording was off when it began."""
+    known: list[Execution] | None = module.__dict__.get(_EXECUTIONS)
+    if known is None:
+        return None
     thread = threading.get_ident()
-    known: list[Execution] = module.__dict__.get(_EXECUTIONS, [])
     return next((execution for execution in reversed(known) if execution.thread == thread), None)
 
 
@@ -180,6 +217,8 @@ def _record(
         return None
     aliases = _aliases(outputs, execution)
     resolved = registry.resolve(module)
+    if any(t.is_complex() for t in (*outputs, *execution.tensors)):
+        resolved = FALLBACK  # rules are formulas for real numbers
     if kwargs:
         kwargs = _ordered(module, kwargs)
     inputs = _Inputs(execution, outputs)

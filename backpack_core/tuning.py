@@ -54,4 +54,4 @@ def column_budget(device: str) -> int:
 
 def even_size(count: int, most: int) -> int:
     """The size of parts that are about equal and no larger than ``most``."""
-    return -(-count // -(-count // most)) if count else 1
+    return max(1, -(-count // max(1, -(-count // most))))

@@ -102,4 +102,4 @@ def ggn_diagonals(
     hessian = loss_hessians(loss, torch.stack(rows(forward, inputs, whole)))
     jacobian = jacobian.to(hessian.dtype)
     diagonal = torch.einsum("ncp,ncd,ndp->np", jacobian, hessian, jacobian)
-    return diagonal.reshape(-1, *parameter.shape).to(parameter.dtype)
+    return diagonal.reshape(len(diagonal), *parameter.shape).to(parameter.dtype)

@@ -70,6 +70,8 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     """``M`` itself. Shape ``[V, N, G, O, I]``."""
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
+    if _is_empty(out, inp):
+        return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
         return out.squeeze(2).unsqueeze(-1) * inp[:].squeeze(1).unsqueeze(-2)
     if torch.is_grad_enabled():
@@ -89,7 +91,7 @@ def products(out: Tensor, inp: Rows) -> Tensor:
 
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
-    if out.shape[2] == 1:
+    if out.shape[2] == 1 and not _is_empty(out, inp):
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
@@ -101,7 +103,7 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
 
 def moments(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
     """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces. Shapes ``[V, G, O, I]``, ``[G, O, I]``."""
-    if out.shape[2] == 1 or torch.is_grad_enabled():
+    if out.shape[2] == 1 or torch.is_grad_enabled() or _is_empty(out, inp):
         return sums(out, inp), square_sum(out, inp)
     total = out.new_zeros(out.shape[0], *out.shape[3:], inp.shape[3])
     squares = torch.zeros_like(total[0])
@@ -114,13 +116,15 @@ def moments(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v M²``. Shape ``[N, G, O, I]``."""
-    columns, samples, positions, _, _ = out.shape
+    columns, samples, positions, groups, features = out.shape
+    if _is_empty(out, inp):
+        return out.new_zeros(samples, groups, features, inp.shape[3])
     if positions == 1:
         left = _sum_of_squares(out).squeeze(1)
         return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
     if columns == 1 or torch.is_grad_enabled():
         return _squared(products(out, inp)).sum(0)
-    result = out.new_zeros(samples, *out.shape[3:], inp.shape[3])
+    result = out.new_zeros(samples, groups, features, inp.shape[3])
     for _, rows, piece in pieces(out, inp):
         for target, sample in zip(result[rows], piece, strict=True):
             add_squares(target, sample.transpose(0, 1))
@@ -151,6 +155,8 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
     columns, _, positions, _, features = out.shape
     size = inp.shape[3]
+    if _is_empty(out, inp):
+        return out.new_zeros(out.shape[:2])
     if positions == 1:
         left = out.square().sum(-1).squeeze(2)
         return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
@@ -166,6 +172,8 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
+    if _is_empty(out, inp):
+        return out.new_zeros(columns, groups, features, size)
     total: Tensor | None = None
     for rows in row_steps(inp, out.element_size()):
         left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
@@ -179,6 +187,8 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
     """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
     columns, samples, positions, groups, features = out.shape
     size, count = inp.shape[3], columns * samples
+    if _is_empty(out, inp):
+        return out.new_zeros(columns, samples, columns, samples)
     rows, pairs = samples * positions, (count * positions) ** 2
     is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
     if is_cheaper and pairs * out.element_size() <= memory_budget():
@@ -201,6 +211,8 @@ def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
     """
     columns, samples, _, groups, features = out.shape
     size = inp.shape[3]
+    if _is_empty(out, inp):
+        return
     single = groups * features * size * out.element_size()
     limit = min(CACHE, memory_budget())
     most = max(1, min(columns, limit // single))
@@ -231,15 +243,20 @@ def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[sli
     """Samples whose inputs fit into half of the cache together: a copy has a source, too."""
     samples, *shape = inp.shape
     # A batched product gives each thread whole samples, and each thread has a cache of its own.
-    threads, single = torch.get_num_threads(), torch.Size(shape).numel() * itemsize
+    threads, single = torch.get_num_threads(), max(1, torch.Size(shape).numel() * itemsize)
     for_each = max(1, min(CACHE // 2, memory_budget()) // single)
     fitting = for_each * max(1, min(threads, memory_budget() // (for_each * single)))
     return slices(samples, fitting if most is None else min(most, fitting))
 
 
+def _is_empty(out: Tensor, inp: Rows) -> bool:
+    """Whether there is nothing to add up: no sample, column, position or feature."""
+    return not out.numel() or not inp.shape.numel()
+
+
 def slices(count: int, step: int) -> Iterator[slice]:
     """Consecutive parts of ``range(count)``."""
-    for start in range(0, count, step):
+    for start in range(0, count, max(1, step)):
         yield slice(start, min(start + step, count))
 
 
@@ -296,6 +313,8 @@ def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
 
 def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
     """``Σ_s Σ_t ⟨out_s, out'_t⟩ ⟨inp_s, inp'_t⟩`` of two products of one form. Shape ``[V, N]``."""
+    if _is_empty(out, inp) or _is_empty(other_out, other_inp):
+        return out.new_zeros(out.shape[:2])
     parts = []
     for rows in row_steps(inp, out.element_size()):
         right = inp[rows].transpose(1, 2) @ other_inp[rows].permute(0, 2, 3, 1)  # [n, G, S, T]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -21,6 +21,17 @@ from backpack_core.contract.propagator import OutputGradient, Propagator
 from backpack_core.errors import UsageError
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
+
+
+def _has_rule(module_type: type[Module]) -> bool:
+    """Whether a layer rule is known for a type; what knows rules takes the place of this."""
+    return False
+
+
+def look_up_rules(has_rule: Callable[[type[Module]], bool]) -> None:
+    """Tell extensions how to find out whether a type of module has a layer rule."""
+    global _has_rule
+    _has_rule = has_rule
 
 
 class Extension(ABC):
@@ -114,6 +125,10 @@ class Extension(ABC):
         """The dtype that a result is stored in; default: the parameter's."""
         return parameter.dtype
 
+    def as_stored(self, value: Any, parameter: Tensor) -> Any:
+        """What :meth:`read` returned, in that dtype: under autocast it is computed in another."""
+        return value.to(self.dtype_for(parameter)) if isinstance(value, Tensor) else value
+
     def combine(self, first: Any, second: Any) -> Any:
         """The value for all columns from those for two disjoint sets; see ``columns_add``."""
         return first + second
@@ -128,6 +143,10 @@ class Extension(ABC):
             The values to store.
         """
         return values
+
+    def has_rule_for(self, module_type: type[Module]) -> bool:
+        """Whether a layer rule already computes the quantity at a type of module."""
+        return _has_rule(module_type)
 
     @property
     def subsampling(self) -> tuple[int, ...] | None:
@@ -149,10 +168,10 @@ class Extension(ABC):
         Args:
             module_type: The module's class; subclasses are not meant.
             module_extension: What computes the quantity there.
-            overwrite: Whether a previous choice may be replaced.
+            overwrite: Whether a previous choice, or a layer rule, may be replaced.
 
         Raises:
-            UsageError: An argument has the wrong type, or there is a choice already.
+            UsageError: An argument has the wrong type, or there is a choice or a rule already.
         """
         if not (isinstance(module_type, type) and issubclass(module_type, Module)):
             raise UsageError(
@@ -162,6 +181,11 @@ class Extension(ABC):
             raise UsageError(
                 "module_extension must be an instance of ModuleExtension. "
                 f"Got {module_extension!r}."
+            )
+        if self.has_rule_for(module_type) and not overwrite:
+            raise UsageError(
+                f"{type(self).__name__} is computed by a layer rule at {module_type.__name__}, "
+                "exactly: pass overwrite=True to replace it by the module extension."
             )
         if module_type in self.module_extensions and not overwrite:
             raise UsageError(

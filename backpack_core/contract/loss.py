@@ -13,6 +13,7 @@ from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
+from backpack_core.values import any_of
 
 
 class LossRule(LayerRule):
@@ -26,11 +27,13 @@ class LossRule(LayerRule):
         hessian_is_psd: The Hessian is positive semi-definite, so that a real square root exists.
         likelihood: Why Monte-Carlo sampling makes sense: the loss is the negative logarithm of
             this distribution. Empty where it is none.
+        instead: What to do for curvature where ``hessian_is_zero``, as a sentence for messages.
     """
 
     is_loss = True
     hessian_is_psd: ClassVar[bool] = False
     likelihood: ClassVar[str] = ""
+    instead: ClassVar[str] = ""
 
     @abstractmethod
     def _sqrt_hessian(self, view: View) -> Tensor:
@@ -124,7 +127,7 @@ class LossRule(LayerRule):
 
     def _root_scale(self, view: View) -> Tensor:
         scale = self._scale(view)
-        if bool((scale < 0).any()):
+        if any_of(scale < 0):
             raise UnsupportedError(
                 f"{view.path} is multiplied by a negative number on its way to the tensor that "
                 "backward() was called on, so its curvature has no real square root. Use "

@@ -106,13 +106,6 @@ def squared_norm(product: SampleProduct) -> Tensor:
 
 
 @Operation
-def norm(product: SampleProduct) -> Tensor:
-    """``‖M[v, n]‖``, in single precision at least. Shape ``[V, N]``."""
-    squares = squared_norm(product)
-    return squares.to(torch.promote_types(squares.dtype, torch.float32)).sqrt()
-
-
-@Operation
 def batch_sum(product: SampleProduct) -> Tensor:
     """``Σ_n M[v, n]``. Shape ``[V, *θ]``."""
     result = product.new_zeros(product.columns, *product.shape)

@@ -47,12 +47,12 @@ class Context:
         announced: Passes whose ``backward()`` was seen and has not returned yet, innermost last.
     """
 
-    extensions: tuple[Extension, ...]
-    extension_hook: ExtensionHook | None
-    debug: bool
-    check: Check
-    retain_graph: bool
-    groups: Groups
+    extensions: tuple[Extension, ...] = ()
+    extension_hook: ExtensionHook | None = None
+    debug: bool = False
+    check: Check = "first"
+    retain_graph: bool = False
+    groups: Groups = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)

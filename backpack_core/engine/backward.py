@@ -34,8 +34,9 @@ from backpack_core.graph.survey import Survey, parameters_of
 from backpack_core.graph.views import look_through
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import INNER, Call, Edge, Site, edge_of
-from backpack_core.record.owner import owner_of
+from backpack_core.record.owner import name_of_parameter, owner_of
 from backpack_core.record.view import View
+from backpack_core.values import without_autocast
 
 
 class OutputHook:
@@ -97,10 +98,13 @@ class entered:
                 _torch.at_end_of_pass(found.finish)
             context.passes[task] = found
         found.is_running = True
+        self._precision = without_autocast()  # the forward pass has said what precision to take
+        self._precision.__enter__()
         return found
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         """End it, if it failed."""
+        self._precision.__exit__(None, None, None)
         if exc_type is not None:
             self._context.passes.pop(self._task, None)
 
@@ -255,7 +259,7 @@ class BackwardPass(Traversal):
         if self._is_part:
             return
         self._settle()
-        with torch.set_grad_enabled(self._is_differentiable):
+        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = [(e, e.finish(values)) for e, values in self._deferred.items()]
             for extension, values in (*finished, *self._graph.results(self.survey)):
                 for parameter, value in values.items():
@@ -300,7 +304,7 @@ class BackwardPass(Traversal):
         if self._missing is None or self._missing[0] != len(sites):
             found = [s for s in sites.values() if not _torch.will_execute(s.edge.node)]
             calls = [site.call for site in found if not site.call.is_released]
-            uses = Counter(id(tensor) for call in calls for _, tensor, _ in parameters_of(call))
+            uses = Counter(id(use.parameter) for call in calls for use in parameters_of(call))
             self._missing = len(sites), uses
         return self._missing[1]
 
@@ -362,7 +366,8 @@ class BackwardPass(Traversal):
             owner = this()
             if owner is not None:
                 try:
-                    function(owner, grads)
+                    with without_autocast():
+                        function(owner, grads)
                 except BaseException:
                     owner.context.passes.pop(_torch.graph_task_id(), None)
                     raise
@@ -420,11 +425,14 @@ class BackwardPass(Traversal):
             parameter, node = self.survey.bare[key]
             operation = nodes.name_of(node)
             self._refuse_gaps(parameter, operation)
+            modules = (call.module for call, _ in self.survey.sites)
+            name = name_of_parameter(modules, parameter)
+            which = "A parameter" if name is None else f"The parameter {name}"
             warn_once(
-                (tuple(parameter.shape), operation),
-                f"A parameter of shape {list(parameter.shape)} is used by the operation "
-                f"{operation!r} outside of any module that owns it: it gets no quantity. Make it a "
-                "parameter of the module whose forward() uses it.",
+                (key, name, tuple(parameter.shape), operation),
+                f"{which} of shape {list(parameter.shape)} is used by the operation {operation!r} "
+                "outside of any module that owns it: it gets no quantity. Make it a parameter of "
+                "the module whose forward() uses it.",
                 UncoveredParameterWarning,
             )
 

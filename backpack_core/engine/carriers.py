@@ -187,7 +187,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         MissingPluginError: It does not, and says so.
     """
     kind = class_of(view.call.module)
-    name = kind.__name__
+    name, full_name = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
     if extension.fail_mode == "error":
         raise missing(
             f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
@@ -203,13 +203,16 @@ def allows_fallback(extension: Extension, view: View) -> bool:
     if extension.fail_mode == "silent":
         return False
     if extension.fail_mode == "warning":
-        message = f"{view.path} has no layer rule: {type(extension).__name__} leaves it out."
-        warn_once((kind, type(extension)), message, BackpackWarning)
+        warn_once(
+            (kind, type(extension)),
+            f"{view.path} has no layer rule: {type(extension).__name__} leaves out {full_name}.",
+            BackpackWarning,
+        )
         return False
     warn_once(
         kind,
-        f"{view.path} (a {kind.__module__}.{kind.__qualname__}) has no layer rule: its parameters "
-        "are differentiated automatically, which is exact but slower. Install a plugin that knows "
+        f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
+        "automatically, which is exact but slower. Install a plugin that knows "
         f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",
         AutodiffFallbackWarning,
     )

@@ -11,7 +11,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
 from backpack_core.engine.carriers import located, located_between
 from backpack_core.errors import UsageError
-from backpack_core.graph.survey import Survey
+from backpack_core.graph.survey import Survey, refuse_complex
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 
@@ -66,5 +66,8 @@ def _parameters(survey: Survey) -> tuple[Tensor, ...]:
     found = {key: use.parameter for key, use in survey.uses.items()}
     models = {id(m): m for m in (owner_of(call.module) for call, _ in survey.sites)}
     own = {id(p) for model in models.values() for p in model.parameters()}
-    found.update({key: p for key, (p, _) in survey.bare.items() if key in own})
+    for key, (parameter, _) in survey.bare.items():
+        if key in own:
+            refuse_complex(parameter, f"of shape {list(parameter.shape)}")
+            found[key] = parameter
     return tuple(found.values())

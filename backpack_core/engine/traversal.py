@@ -31,6 +31,7 @@ from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.owner import name_of_parameter
 from backpack_core.record.view import View
 
 
@@ -178,6 +179,8 @@ class Traversal(ABC):
     def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
         """What arrived, as a quantity at the call's output with samples in front."""
         wide, own = arrived
+        if own is not None and view.axis:
+            own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
         if wide is None:
             return own
         if site.layout is not None:
@@ -209,7 +212,7 @@ class Traversal(ABC):
                 self.store(extensions[0], parameter, value)
             readings = list(carrier.readings(view, quantity))
             for name, parameter, *_ in readings:
-                self._refuse_bare(parameter, name, extensions)
+                self._refuse_bare(parameter, name, view, extensions)
         for name, parameter, reading, is_covered in readings:
             reading.kept, reading.beside, reading.needs = view.kept, beside, needs
             self._note(slot, Pending([reading], view, name, parameter, is_covered))
@@ -246,8 +249,7 @@ class Traversal(ABC):
                     if not tolerates(extension, view, name, error):
                         raise
                     continue
-                if isinstance(value, Tensor):
-                    value = value.to(extension.dtype_for(parameter))
+                value = extension.as_stored(value, parameter)
                 self.store(extension, parameter, owned(value, view))
 
     def _refuse_shared(self, parameter: Tensor, name: str) -> None:
@@ -258,11 +260,14 @@ class Traversal(ABC):
                 "account for: write a layer rule instead."
             )
 
-    def _refuse_bare(self, parameter: Tensor, name: str, extensions: tuple[Extension, ...]) -> None:
+    def _refuse_bare(
+        self, parameter: Tensor, name: str, view: View, extensions: tuple[Extension, ...]
+    ) -> None:
         if extensions and id(parameter) in self.survey.bare:
             operation = nodes.name_of(self.survey.bare[id(parameter)][1])
+            path = name_of_parameter([view.call.module], parameter) or name
             raise UnsupportedError(
-                f"The parameter {name!r} is also used by the operation {operation!r} outside "
+                f"The parameter {path!r} is also used by the operation {operation!r} outside "
                 f"of any module, so '{extensions[0].savefield}' would miss that part. Apply the "
                 "parameter through a module (nn.Linear with a tied weight, say)."
             )

@@ -9,18 +9,20 @@ shape of the tensor they belong to (broadcasting), and cast to its dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from backpack_core._torch import Node, metadata_of, quiet_vmap
+from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError
-from backpack_core.graph.nodes import is_function, is_leaf, is_vectorised, refuse
+from backpack_core.graph import nodes
+from backpack_core.values import largest
 
 Columns = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
+Formula: TypeAlias = Callable[..., dict[int, Tensor]]
 
 
 def push(node: Node, mats: Columns) -> Columns:
@@ -36,22 +38,25 @@ def push(node: Node, mats: Columns) -> Columns:
     Raises:
         BridgeError: The node runs a backward pass of its own, or draws random numbers.
     """
-    if is_leaf(node):
+    if nodes.is_leaf(node):
         return {}
     metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     formula = _formula(node, list(mats), metadata)
-    compute = _over_columns if is_vectorised(node) else _one_by_one
-    products = compute(formula, list(mats.values()))
+    columns = list(mats.values())
+    if nodes.is_vmap_exact(node):
+        products = _over_columns(formula, columns)
+    else:
+        # Some formulas take it that a gradient begins where its memory does.
+        fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
+        products = _checked(formula, fresh)
     return {
         position: _fit(product, *node.next_functions[position])
         for position, product in products.items()
     }
 
 
-def _formula(
-    node: Node, numbers: list[int], metadata: list[Any]
-) -> Callable[..., dict[int, Tensor]]:
+def _formula(node: Node, numbers: list[int], metadata: list[Any]) -> Formula:
     """The node as a function of the gradients at some of its outputs."""
     edges = node.next_functions
 
@@ -73,7 +78,7 @@ def _formula(
         found = result if isinstance(result, tuple) else (result,)
         return dict(_by_edge(node, found))
 
-    return of_function if is_function(node) else of_torch
+    return of_function if nodes.is_function(node) else of_torch
 
 
 def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:
@@ -98,7 +103,7 @@ class _WithoutBackward(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything else pass."""
         if func in (Tensor.backward, torch.autograd.backward):
-            raise refuse(
+            raise nodes.refuse(
                 self._node,
                 "it runs a backward pass of its own, which would add to the gradients once more "
                 "(for checkpoints, use torch.utils.checkpoint(use_reentrant=False))",
@@ -106,9 +111,14 @@ class _WithoutBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _over_columns(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor]) -> Columns:
-    if len(mats[0]) == 1:
+def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
+    """By vmap, or by a loop where torch knows no other."""
+    columns = len(mats[0])
+    if columns == 1:
         return _one_by_one(formula, mats)
+    if columns == 0:
+        zeros = formula(*(m.new_zeros(m.shape[1:]) for m in mats))
+        return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
     try:
         with quiet_vmap():
             result: Columns = torch.vmap(formula)(*mats)
@@ -120,11 +130,56 @@ def _over_columns(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor])
     return result
 
 
-def _one_by_one(formula: Callable[..., dict[int, Tensor]], mats: list[Tensor]) -> Columns:
-    first, *others = (formula(*(m[v] for m in mats)) for v in range(len(mats[0])))
-    if not others:
-        return {i: g.unsqueeze(0) for i, g in first.items()}
-    return {i: torch.stack([g, *(other[i] for other in others)]) for i, g in first.items()}
+def _checked(formula: Formula, mats: list[Tensor]) -> Columns:
+    """The same, where vmap may be wrong: a formula is linear, so a random sum of columns tells."""
+    result = _over_columns(formula, mats)
+    if len(mats[0]) < 2 or is_symbolic(mats[0]):
+        return result
+    # Numbers of its own: quantities by Monte Carlo are the same with and without the check.
+    generator = torch.Generator(mats[0].device).manual_seed(0)
+    weights = 0.5 + torch.rand(
+        len(mats[0]), generator=generator, dtype=torch.float64, device=generator.device
+    )
+    sums = [_weighted_sum(weights, mat) for mat in mats]
+    expected = formula(*sums)
+    size = torch.stack([total.abs().sum() for total in sums]).sum()
+    if result.keys() == expected.keys() and all(
+        agree(weights, product, expected[i], size) for i, product in result.items()
+    ):
+        return result
+    return _one_by_one(formula, mats)
+
+
+def _one_by_one(formula: Formula, mats: list[Tensor]) -> Columns:
+    singles = [formula(*(m[v].clone() for m in mats)) for v in range(len(mats[0]))]
+    return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+
+
+def _weighted_sum(weights: Tensor, mat: Tensor) -> Tensor:
+    shape = mat.shape[weights.dim() :]
+    flat = mat.reshape(weights.numel(), shape.numel())
+    return (weights.flatten().to(mat.dtype) @ flat).reshape(shape)
+
+
+def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Whether ``Σ_v weights[v] product[v]`` is what is expected, but for rounding.
+
+    Args:
+        weights: One for each entry of the first axis, or of the first axes, ``[*lead]``.
+        product: Shape ``[*lead, *]``.
+        expected: Shape ``[*]``.
+        size: Sum of the absolute values of what the product was made from.
+    """
+    if product.shape[weights.dim() :] != expected.shape:
+        return False
+    if is_symbolic(expected):
+        return True
+    total = _weighted_sum(weights, product)
+    # A fault is as large as the numbers themselves; a rounding error is not, in any precision.
+    eps = torch.finfo(total.dtype).eps
+    tolerance = eps**0.5 * largest(expected.abs()) + eps * size
+    close = (total - expected).abs() <= tolerance
+    return bool((close | (total == expected) | (total.isnan() & expected.isnan())).all())
 
 
 def _fit(product: Tensor, node: Any, number: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of autograd's nodes by name. Imports ``_torch`` only.
+"""What is known of autograd's nodes by type. Imports ``_torch`` only.
 
 Only nodes of torch's own operations have a name that means something: a Python
 ``autograd.Function`` may be called anything, and is never looked up.
@@ -7,29 +7,30 @@ Only nodes of torch's own operations have a name that means something: a Python
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
-from backpack_core._torch import ACCUMULATE, Node, metadata_of
+from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, operations
 from backpack_core.errors import BridgeError
+from backpack_core.graph import vmap_nodes
 
-# Backward nodes that are linear maps whatever their arguments are.
+# Operations that are linear maps whatever their arguments are.
 LINEAR = frozenset(
     """
-    Add Sub Neg Sum Mean View UnsafeView Reshape ReshapeAlias Transpose Permute T Expand Squeeze
-    Unsqueeze Slice Select Index IndexSelect Gather Cat Stack Split SplitWithSizes Unbind Clone
-    Alias AsStrided Flip Roll Repeat Tile Pad ConstantPadNd ReflectionPad1D ReflectionPad2D
-    ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace
-    Tril Triu Unfold Narrow Movedim Detach Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D
-    UpsampleNearest1D UpsampleNearest2D UpsampleBilinear2D PixelShuffle Where MaskedFill Rot90
-    Im2Col Col2Im Identity Contiguous UnsafeSplit Swapaxes LiftFresh Rsub AdaptiveAvgPool3D
-    UpsampleLinear1D UpsampleBicubic2D UpsampleTrilinear3D UpsampleNearest3D IndexAdd ScatterAdd
-    IndexPut
+    Add Sub Neg Sum Mean View UnsafeView ReshapeAlias Transpose Permute T Expand Squeeze Unsqueeze
+    Slice Select Index IndexSelect Gather Cat Stack Split SplitWithSizes Unbind Clone Alias
+    AsStrided Flip Roll Repeat ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D
+    ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace Tril Triu Unfold
+    Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D PixelShuffle Where MaskedFill
+    Rot90 Im2Col Col2Im UnsafeSplit LiftFresh Rsub UpsampleNearest1D UpsampleNearest2D
+    UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D
+    IndexAdd ScatterAdd IndexPut
     """.split()  # noqa: SIM905 - a list of a hundred lines is no easier to read
 )
-# Linear almost everywhere: the second derivative is zero, as it is for the modules of that name.
+# Linear almost everywhere, in real numbers: the second derivative is zero.
 PIECEWISE_LINEAR = frozenset(
     """
     Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp
@@ -45,9 +46,6 @@ FACTORS = {
 # Linear in the numerator, and only if the denominator is a constant.
 QUOTIENTS = frozenset({"Div"})
 
-# Backward formulas that torch computes wrongly, without an error, under vmap over gradients (2.13).
-# Found by comparing all operations of torch's own test database with a loop.
-_WRONG_UNDER_VMAP = frozenset({"Cdist", "AsStridedScatter"})
 
 _BATCH_NORM = re.compile(r"^(Native|Cudnn|Miopen)?BatchNorm")
 
@@ -84,16 +82,6 @@ def described(node: Node) -> str:
     return f"{name_of(node)} [{line}]" if line else name_of(node)
 
 
-def is_vectorised(node: Node) -> bool:
-    """Whether calling a node under vmap over the gradients gives what single calls give."""
-    if is_function(node):
-        return True
-    name = name_of(node)
-    # Of a tensor without axes, it moves the columns.
-    is_rolled_number = name == "Roll" and not node._input_metadata[0].shape
-    return name not in _WRONG_UNDER_VMAP and not is_rolled_number
-
-
 def refuse(node: Node, reason: str) -> BridgeError:
     """The error for a node that cannot be crossed."""
     error = BridgeError(
@@ -109,15 +97,30 @@ def is_linear(node: Node) -> bool:
 
     Leaves (parameters) are constants here.
     """
-    if is_function(node):
-        return False
-    name = name_of(node)
-    if name in LINEAR or name in PIECEWISE_LINEAR:
+    # By its type: a Python function may have any name, and nothing is known of it.
+    operation = operations().get(type(node), "")
+    if operation in LINEAR:
         return True
-    varies = [parent is not None and not is_leaf(parent) for parent, _ in node.next_functions]
-    if name in FACTORS:
-        return not all(varies[position] for position in FACTORS[name])
-    return name in QUOTIENTS and not any(varies[1:])
+    edges = node.next_functions
+    if operation in PIECEWISE_LINEAR:  # |z| is not, in complex numbers
+        return not any(p is not None and metadata_of(p, nr).dtype.is_complex for p, nr in edges)
+    varies = [parent is not None and not is_leaf(parent) for parent, _ in edges]
+    if operation in FACTORS:  # of which a number is none of the node's inputs
+        return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
+    return operation in QUOTIENTS and not any(varies[1:])
+
+
+def is_vmap_exact(node: Node) -> bool:
+    """Whether torch's formula at this type of node is known to be the same under vmap as alone."""
+    return type(node) in _exact_under_vmap()
+
+
+@cache
+def _exact_under_vmap() -> frozenset[type]:
+    if not torch.__version__.startswith(f"{vmap_nodes.TORCH}."):
+        return frozenset()
+    found = map(node_type, vmap_nodes.EXACT)
+    return frozenset(kind for kind in found if kind is not None)
 
 
 def mixes_samples(node: Node) -> bool:

@@ -70,6 +70,7 @@ class Survey:
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
+    _owning: set[Call] = field(default_factory=set)
     _first: str = ""
     _seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
@@ -124,7 +125,9 @@ class Survey:
         self.sites[call, index] = site
         stored = call.stored
         self.widest = max(self.widest, *(t.nbytes for t in (stored.outputs[index], *stored.inputs)))
-        for _, tensor, *_ in parameters_of(call):
+        for name, tensor, *_ in parameters_of(call):
+            refuse_complex(tensor, f"{name!r} of {call.path}")
+            self._owning.add(call)
             use = self.uses.setdefault(id(tensor), Use(tensor))
             self.weights += 0 if use.count else tensor.nbytes
             use.count += 1
@@ -196,7 +199,7 @@ class Survey:
     def fault(self) -> BackpackError | None:
         """The first fault that concerns an extended module: its own, or of a node after it."""
         for error, node in self.faults:
-            if node is None or leads_to_parameters(node):
+            if node is None or self._leads_to_parameters(node):
                 return error
         return None
 
@@ -212,7 +215,29 @@ class Survey:
     def nonlinear(self) -> list[Node]:
         """Nodes between calls, with parameters behind them, that are not known to be linear."""
         between = dict.fromkeys(node for node, _ in self._seen)
-        return [n for n in between if not nodes.is_linear(n) and leads_to_parameters(n)]
+        return [n for n in between if not nodes.is_linear(n) and self._leads_to_parameters(n)]
+
+    def _leads_to_parameters(self, start: Node) -> bool:
+        """Whether any trained parameter lies behind a node; calls may have been released since."""
+        seen: set[Edge] = set()
+        todo = [edge for _, edge in edges_behind(start)]
+        while todo:
+            edge = todo.pop()
+            if edge in seen:
+                continue
+            seen.add(edge)
+            site = self.site_at(edge)
+            if isinstance(getattr(edge.node, "variable", None), Parameter):
+                return True
+            if site is None:
+                todo += [behind for _, behind in edges_behind(edge.node)]
+            elif site.call in self._owning:
+                return True
+            elif site.call.goes_inside:
+                todo.append(site.below)
+            else:
+                todo += [behind for behind in site.call.edges if behind is not None]
+        return False
 
     def sources(self, node: Node) -> list[str]:
         """The calls whose outputs an operation works on, through other operations: their paths."""
@@ -247,20 +272,6 @@ def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
             yield position, Edge(child, number, level)
 
 
-def leads_to_parameters(node: Node) -> bool:
-    """Whether a parameter lies behind a node; also when calls have let go of their tensors."""
-    todo, seen = [node], {node}
-    while todo:
-        for child, _ in todo.pop().next_functions:
-            if child is None or child in seen:
-                continue
-            if nodes.is_leaf(child) and isinstance(child.variable, Parameter):  # type: ignore[attr-defined]
-                return True
-            seen.add(child)
-            todo.append(child)
-    return False
-
-
 class Trained(NamedTuple):
     """A parameter that a call reads off.
 
@@ -286,6 +297,19 @@ def parameters_of(call: Call) -> Iterator[Trained]:
             is_covered = call.rule.covers(call.module, name)
             for parameter in stored.computed.get(name, (tensor,)):
                 yield Trained(name, parameter, tensor, is_covered)
+
+
+def refuse_complex(parameter: Tensor, name: str) -> None:
+    """Raise for a trained parameter of complex numbers.
+
+    Raises:
+        UnsupportedError: It is one.
+    """
+    if parameter.is_complex():
+        raise UnsupportedError(
+            f"The parameter {name} is complex, and quantities are defined for real parameters "
+            "only: train its real and its imaginary part as two parameters, or freeze it."
+        )
 
 
 def _is_parameter(edge: Edge, region: Region | None) -> bool:

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pluggy
+from torch.nn import Module
 
+from backpack_core.contract.extension import look_up_rules
 from backpack_core.contract.hook import PROJECT
 from backpack_core.errors import (
     BrokenPluginWarning,
@@ -373,3 +375,12 @@ def reset() -> None:
                 _manager.unregister(name=name)
         registry.clear()
         _plugins, _loaded = None, False
+
+
+def _has_rule(module_type: type[Module]) -> bool:
+    """Whether an installed plugin has a layer rule for a type of module."""
+    ensure_loaded()
+    return not registry.resolve_type(module_type).is_fallback
+
+
+look_up_rules(_has_rule)

@@ -65,7 +65,7 @@ class Contributions(NamedTuple):
     overrides: tuple[tuple[type[Extension], ModuleType, ModuleExtension], ...] = ()
 
 
-_FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
+FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -129,12 +129,13 @@ class Registry:
         kind = class_of(module)
         found = self._rule_cache.get(kind)
         if found is None:
-            found = self._rule_cache[kind] = self._resolve_type(kind)
+            found = self._rule_cache[kind] = self.resolve_type(kind)
         if found.methods.isdisjoint(module.__dict__):
             return found
-        return _FALLBACK
+        return FALLBACK
 
-    def _resolve_type(self, kind: type[Module]) -> Resolved:
+    def resolve_type(self, kind: type[Module]) -> Resolved:
+        """The same for a class."""
         for parent in kind.__mro__:
             claims = self._claims_for(parent)
             if claims and is_same_map(kind, parent):
@@ -142,7 +143,7 @@ class Registry:
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
-        return _FALLBACK
+        return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
         claims = list(self.rules.get(kind, ()))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 OWNER_ATTRIBUTE = "_backpack_owner"
@@ -30,6 +32,15 @@ class Owner:
     def __reduce__(self) -> tuple[Any, ...]:
         """What is restored from a file belongs to nothing until it is extended again."""
         return Owner, (None,)
+
+
+def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
+    """Where a parameter sits in the extended models that some modules are part of."""
+    for model in {id(m): m for m in map(owner_of, modules)}.values():
+        for name, own in model.named_parameters():
+            if own is parameter:
+                return name
+    return None
 
 
 def owner_of(module: Module) -> Module:

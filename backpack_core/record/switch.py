@@ -36,7 +36,8 @@ def is_disabled() -> bool:
 def is_recording() -> bool:
     """Whether the forward pass under way leaves a graph that a backward pass can be run on."""
     return (
-        torch.is_grad_enabled()
+        not torch.compiler.is_exporting()
+        and torch.is_grad_enabled()
         and not getattr(_local, "disabled", 0)
         and not is_transformed()
         and not is_tracing()

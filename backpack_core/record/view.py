@@ -374,6 +374,8 @@ def _as_it_was(view: View) -> Module:
     module, (names, values) = view.call.module, view.call.settings
     owned = view.stored.owned
     attributes = module.__dict__
+    if "_parameters" not in attributes:  # compiled, with a storage of its own
+        return module
     missing = (None, 0)
     tables = [attributes[table] for table in ("_parameters", "_buffers")]
     if (

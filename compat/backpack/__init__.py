@@ -32,10 +32,10 @@ from backpack_core._torch import graph_task_id
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning, NotExtendedError
-from backpack_core.record.switch import is_disabled
-from backpack_core.record.view import View
 from backpack_core.extending import M
 from backpack_core.extending import extend as _extend
+from backpack_core.record.switch import is_disabled
+from backpack_core.record.view import View
 
 _PRINTER = Printer(logger)
 

@@ -103,7 +103,7 @@ class CTX:
 
 
 _MADE_HERE = "set through CTX"
-_NOTHING = core.Context((), None, False, False, ())
+_NOTHING = core.Context()
 
 
 def _current() -> core.Context:
@@ -114,7 +114,7 @@ def _set(**changes: Any) -> None:
     """Replace the innermost context of this thread by one with changes."""
     before = core.current(threading.get_ident())
     after = replace(
-        before or core.Context((), None, False, False, (), seen={_MADE_HERE}), **changes
+        before or core.Context(seen={_MADE_HERE}), **changes
     )
     settings = (after.extensions, after.extension_hook, after.debug, after.retain_graph)
     is_default = _MADE_HERE in after.seen and not any(settings)

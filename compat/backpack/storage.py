@@ -21,9 +21,9 @@ from torch.nn import Module
 from backpack.context import CTX, ExtendedHandle
 from backpack_core.engine.active import current
 from backpack_core.errors import OverwrittenInputError
+from backpack_core.extending import is_extended
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
-from backpack_core.extending import is_extended
 
 _NAMES = re.compile(r"input\d+|output")
 

@@ -13,7 +13,15 @@ from torch.nn import Module
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
+from backpack_core.modules import (
+    Pad,
+    Permute,
+    ReduceTuple,
+    ScaleModule,
+    Slicing,
+    SumModule,
+    moves_samples,
+)
 
 # Operations that overwrite their first argument, whatever their settings.
 IN_PLACE = frozenset({operator.iadd, operator.imul})
@@ -126,12 +134,16 @@ def _axes(node: Node) -> tuple[Any, ...]:
 
 def _permute(node: Node) -> Conversion:
     axes = _axes(node)
-    return None if _holds_node(axes) else (Permute(*axes), (node.args[0],))
+    if _holds_node(axes) or moves_samples(axes):
+        return None
+    return Permute(*axes), (node.args[0],)
 
 
 def _transpose(node: Node) -> Conversion:
     axes = _axes(node)
-    return None if _holds_node(axes) else (Permute(*axes, init_transpose=True), (node.args[0],))
+    if _holds_node(axes) or moves_samples(axes, init_transpose=True):
+        return None
+    return Permute(*axes, init_transpose=True), (node.args[0],)
 
 
 def _index(node: Node) -> Conversion:

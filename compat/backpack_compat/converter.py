@@ -23,8 +23,9 @@ from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicin
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 
-# What shape queries give are numbers, through which nothing is differentiated.
-_NO_OPERATION = frozenset({"size", "dim", "getattr"})
+# What shape queries give are numbers, through which nothing is differentiated; a rearrangement is
+# linear, and may move the samples, which a module may not.
+_NO_CURVATURE = frozenset({"size", "dim", "getattr", "permute", "transpose"})
 
 _HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
 
@@ -137,7 +138,7 @@ def _report(nodes: Any) -> None:
         for node in nodes
         if node.op in ("call_function", "call_method", "get_attr")
     ]
-    names = sorted({name for name in left if name not in _NO_OPERATION})
+    names = sorted({name for name in left if name not in _NO_CURVATURE})
     if names:
         warnings.warn(
             f"convert: these operations stay functions: {', '.join(names)}. Quantities of first "

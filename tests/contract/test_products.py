@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct, memory_budget
+from backpack_core.contract import norms
 from backpack_core.contract import operations as ops
 from tests.contract.products import FORMS, SAMPLES, SHAPE, budget
 from tests.oracle import assert_close
@@ -33,7 +34,7 @@ OPERATIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Definition]] = {
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
     "squared_norm": (ops.squared_norm, lambda m: m.square().sum((2, 3))),
-    "norm": (ops.norm, lambda m: m.square().sum((2, 3)).sqrt()),
+    "norm": (norms.norm, lambda m: m.square().sum((2, 3)).sqrt()),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "gram": (ops.gram, lambda m: torch.einsum("vnij,wmij->vnwm", m, m)),
     "weighted_sum": (

@@ -111,7 +111,7 @@ def test_a_known_layer_can_be_replaced() -> None:
 
     problem = classification(nn.Linear(3, 3), (3,))
     extension = BatchGrad()
-    extension.set_module_extension(nn.Linear, Seven())
+    extension.set_module_extension(nn.Linear, Seven(), overwrite=True)
     problem.run(extension)
     assert problem.model.bias.grad_batch == 7  # type: ignore[union-attr]
     assert not hasattr(problem.model.weight, "grad_batch")
@@ -144,7 +144,7 @@ def test_loss_by_hand() -> None:
 def test_nothing_to_pass_on() -> None:
     _, problem = scaled()
     extension = DiagGGNExact()
-    extension.set_module_extension(nn.Tanh, ModuleExtension())
+    extension.set_module_extension(nn.Tanh, ModuleExtension(), overwrite=True)
     with pytest.raises(UnsupportedError, match=r"(?s)override backpropagate.*Tanh '2'"):
         problem.run(extension)
 

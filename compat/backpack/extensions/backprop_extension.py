@@ -158,6 +158,10 @@ class BackpropExtension(IncumbentNames):
         is_base = "core_base" in cls.__dict__
         return True if is_base and cls.core_base in other.__mro__ else NotImplemented
 
+    def has_rule_for(self, module_type: type[Module]) -> bool:
+        """No rule counts: everything stands in the table."""
+        return False
+
     @abstractmethod
     def expects_backpropagation_quantities(self) -> bool:
         """Whether something beside the gradient travels backwards."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from torch import Tensor
+
 from backpack.extensions.backprop_extension import IncumbentGraphNames, IncumbentNames
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.hbp_options import (
@@ -184,7 +186,8 @@ class HBP(IncumbentNames):
     """Kronecker factors by strategies.
 
     Args:
-        curv_type: ``Curvature.GGN``, or ``Curvature.HESSIAN`` with ``SUM``.
+        curv_type: ``Curvature.GGN``; with ``SUM`` and ``BATCH_AVERAGE`` any other, too, by a
+            :class:`KFRA` with residuals.
         loss_hessian_strategy: ``EXACT`` (:class:`KFLR`), ``SAMPLING`` (:class:`KFAC`), or ``SUM``
             (:class:`KFRA`).
         backprop_strategy: ``BATCH_AVERAGE`` with ``SUM``, otherwise ``SQRT``.
@@ -214,6 +217,10 @@ class HBP(IncumbentNames):
     def read(self, product: Any) -> Any:
         """The factors."""
         return self._base.read(product)
+
+    def as_stored(self, value: Any, parameter: Tensor) -> Any:
+        """In the dtype of the parameter."""
+        return self._base.as_stored(value, parameter)
 
     def combine(self, first: Any, second: Any) -> Any:
         """Factors for the columns of both."""

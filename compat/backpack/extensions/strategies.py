@@ -10,7 +10,6 @@ from backpack.extensions.hbp_options import (
     ExpectationApproximation,
     LossHessianStrategy,
 )
-from backpack_compat.averaged import AveragedHessianFactors
 from backpack_core import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_secondorder import kfac, kfra
@@ -22,7 +21,9 @@ _KNOWN: dict[tuple[str, str, str], Callable[[int], Extension]] = {
     (Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT): lambda _: kfac.KFLR(),
     (Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT): kfac.KFAC,
     (Curvature.GGN, *_AVERAGE): lambda _: kfra.KFRA(),
-    (Curvature.HESSIAN, *_AVERAGE): lambda _: AveragedHessianFactors(),
+    (Curvature.HESSIAN, *_AVERAGE): lambda _: kfra.KFRA(residual="exact"),
+    (Curvature.PCH_CLIP, *_AVERAGE): lambda _: kfra.KFRA(residual="clip"),
+    (Curvature.PCH_ABS, *_AVERAGE): lambda _: kfra.KFRA(residual="abs"),
 }
 
 
@@ -47,13 +48,11 @@ def extension_by(
     asked = (curvature, loss_hessian, carried, averaged)
     if averaged == ExpectationApproximation.CHEN:
         reason = "factors of averaged parameter Jacobians are no curvature of any batch but of one"
-    elif Curvature.is_pch(curvature):
-        reason = "which entries are positive depends on where one module ends and the next begins"
-    elif curvature == Curvature.HESSIAN:
+    elif curvature != Curvature.GGN:
         reason = "a square root of the Hessian exists only where it is positive semi-definite"
     else:
         reason = "a root is carried for EXACT and SAMPLING, an average for SUM"
     raise UnsupportedError(
-        f"HBP{asked} defines no quantity here: {reason}. Use KFAC, KFLR or KFRA, or the Hessian "
-        "with SUM, BATCH_AVERAGE and BOTEV_MARTENS."
+        f"HBP{asked} defines no quantity here: {reason}. Use KFAC, KFLR or KFRA, or another "
+        "curvature with SUM, BATCH_AVERAGE and BOTEV_MARTENS."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -12,7 +13,8 @@ from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.operations import norm, squared_norm, weighted_sum
+from backpack_core.contract.norms import in_single, norm, scale_of
+from backpack_core.contract.operations import squared_norm, weighted_sum
 from backpack_core.errors import UsageError
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
@@ -40,7 +42,8 @@ class ClippedSumGrad(FirstOrderExtension):
     No individual gradient is formed where the layer's rule knows contractions: norms during the
     backward pass, and at its end one more product per layer, of the price of a plain gradient
     (Bu et al., 2023, arXiv:2210.00038). Inputs and output gradients of all layers are kept until
-    then.
+    then. Norms neither overflow nor underflow, and sums are in single precision at least before
+    they are stored in that of the parameter.
     """
 
     savefield = "grad_clipped"
@@ -103,14 +106,16 @@ class ClippedSumGrad(FirstOrderExtension):
 
     def _weights(self, norms: list[Tensor]) -> Tensor:
         """``min(1, C / ‖g_n‖)``. Shape ``[N]``."""
+        dtype = reduce(torch.promote_types, (norm.dtype for norm in norms))
+        each = torch.stack([norm.to(dtype) for norm in norms], 1)  # [N, parameters]
         # Squares of large or tiny norms leave the range of single precision.
-        norm = torch.stack(norms)
-        largest = norm.amax(0).clamp(min=torch.finfo(norm.dtype).tiny)
-        norm = (norm / largest).square().sum(0).sqrt() * largest
+        scale = scale_of(each, 1)
+        total = (each / scale.unsqueeze(-1)).square().sum(1).sqrt()
         # A gradient of zero is left alone, whatever the bound.
-        return (self.max_norm / norm).clamp(max=1.0)
+        return (self.max_norm / scale / total).clamp(max=1.0)
 
     @staticmethod
     def _sum(handle: Handle, weights: Tensor) -> Tensor:
-        product = handle.product
+        # A factor may be smaller than any number in half precision, where its product is not.
+        product = in_single(handle.product)
         return weighted_sum(product, weights.to(product.like.dtype)[None, None]).squeeze(0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.norms import in_single, norm, safe_squared_norm
 from backpack_core.contract.operations import dense, gram, squared_norm
+from backpack_firstorder.squares import SquaresExtension, warn_of_range
 
 
 class BatchGrad(FirstOrderExtension):
@@ -28,12 +29,14 @@ class BatchGrad(FirstOrderExtension):
         return dense(product).squeeze(0)
 
 
-class BatchL2Grad(FirstOrderExtension):
+class BatchL2Grad(SquaresExtension):
     """Squared Euclidean norms of the individual gradients.
 
     Stored in ``batch_l2``, shape ``[N]``: ``‖∇_θ ℓ_n‖²`` for a sum, and ``1/N² ‖∇_θ ℓ_n‖²`` for a
-    mean. The norm of a gradient in several parameters follows from the sum over them. In single
-    precision at least, whatever the parameters have.
+    mean. The norm of a gradient in several parameters follows from the sum over them.
+
+    In single precision at least. Where that is not enough, as for norms beyond 10¹⁹ or below
+    10⁻¹⁹, a :class:`~backpack_core.errors.RangeWarning` says so once.
 
     No individual gradient is formed for a layer whose positions share no weight (Goodfellow, 2015,
     arXiv:1510.01799), nor where Gram matrices over positions are cheaper (Li et al., 2022,
@@ -45,21 +48,25 @@ class BatchL2Grad(FirstOrderExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """A contraction per sample."""
-        return squared_norm(product).squeeze(0)
+        squares = safe_squared_norm(product)
+        message = (
+            f"{self.savefield} of {product.name!r} of {product.path} leaves the range of "
+            f"{squares.dtype}: norms of individual gradients are so large, or so small, that their "
+            "squares are infinite, or zero. Scale the loss, or use double precision."
+        )
+        warn_of_range(norm(product), squares, (type(self), self.savefield), message)
+        return squares.squeeze(0)
 
-    def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Squares leave the range of half precision."""
-        return torch.promote_types(parameter.dtype, torch.float32)
 
-
-class BatchDotGrad(FirstOrderExtension):
+class BatchDotGrad(SquaresExtension):
     """Inner products of all pairs of individual gradients.
 
     Stored in ``batch_dot``, shape ``[N, N]``: ``⟨∇_θ ℓ_n, ∇_θ ℓ_m⟩`` for a sum, and ``1/N²`` times
     that for a mean. Its diagonal is ``batch_l2``. Summed over parameters it is the Gram matrix of
     the gradients, an empirical neural tangent kernel contracted with the loss's gradients.
 
-    Individual gradients are formed only where Gram matrices over positions would cost more.
+    In single precision at least. Individual gradients are formed only where Gram matrices over
+    positions would cost more.
     """
 
     savefield = "batch_dot"
@@ -67,4 +74,4 @@ class BatchDotGrad(FirstOrderExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """A Gram matrix over samples."""
-        return gram(product)[0, :, 0]
+        return gram(in_single(product))[0, :, 0]

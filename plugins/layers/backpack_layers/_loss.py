@@ -17,6 +17,7 @@ from backpack_core.contract.arguments import slots, tensor
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
+from backpack_core.values import any_of
 
 
 def setting(view: View, name: str) -> Any:
@@ -57,7 +58,7 @@ def real_sqrt(view: View, curvature: Tensor) -> Tensor:
     Raises:
         UnsupportedError: One of them is negative.
     """
-    if bool((curvature < 0).any()):
+    if any_of(curvature < 0):
         raise UnsupportedError(
             f"A square root of the Hessian of {view.path} was asked for, but the Hessian is not "
             "positive semi-definite: a class weight is negative, or a target lies outside the "
@@ -132,7 +133,7 @@ class ElementwiseLossRule(LossRule):
     def normalisation(self, view: View) -> float:
         """A mean is over all elements of the whole batch."""
         if setting(view, "reduction") == "mean":
-            return 1.0 / view.full.input_shape.numel()
+            return 1.0 / max(1, view.full.input_shape.numel())
         return 1.0
 
     def _sqrt_hessian(self, view: View) -> Tensor:
@@ -162,13 +163,11 @@ class LinearLossRule(LossRule):
 
     Class attributes:
         axes: How many axes the input needs at least.
-        instead: What to do, for the message.
     """
 
     hessian_is_psd = True
     hessian_is_zero = True
     axes: ClassVar[int] = 1
-    instead: ClassVar[str] = ""
 
     def check(self, view: View) -> None:
         """Targets must not require a gradient."""

@@ -44,7 +44,7 @@ class BilinearRule(AffineRule):
             "input2": torch.einsum("vnso,oij,nsi->vnsj", columns, weight, first),
         }
         lead = mat.shape[:-1]
-        return by_slot(view, {k: (p.reshape(*lead, -1),) for k, p in products.items()})
+        return by_slot(view, {k: (p.reshape(*lead, p.shape[-1]),) for k, p in products.items()})
 
 
 def _inputs(view: View) -> tuple[Tensor, Tensor]:
@@ -54,4 +54,4 @@ def _inputs(view: View) -> tuple[Tensor, Tensor]:
 
 def _positions(x: Tensor, lead: int) -> Tensor:
     """Merge the axes between the first ``lead`` ones and the features: ``[..., S, features]``."""
-    return x.reshape(*x.shape[:lead], -1, x.shape[-1])
+    return x.reshape(*x.shape[:lead], x.shape[lead:-1].numel(), x.shape[-1])

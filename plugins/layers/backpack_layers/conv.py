@@ -310,20 +310,22 @@ def _windows(
     x = x.permute(0, 1, *range(2 + dims, 2 + 2 * dims), *range(2, 2 + dims))
     if flip:
         x = x.flip(list(range(2, 2 + dims)))
-    positions = x.shape[2 + dims :].numel()
-    return x.reshape(x.shape[0], groups, -1, positions)
+    positions, size = x.shape[2 + dims :].numel(), x.shape[1 : 2 + dims].numel() // groups
+    return x.reshape(x.shape[0], groups, size, positions)
 
 
 def _by_position(mat: Tensor, groups: int) -> Tensor:
     """``[V, N, G·O, *spatial] → [V, N, S, G, O]``."""
-    grouped = mat.reshape(*mat.shape[:2], groups, -1, mat.shape[3:].numel())
+    features = mat.shape[2] // groups
+    grouped = mat.reshape(*mat.shape[:2], groups, features, mat.shape[3:].numel())
     return grouped.permute(0, 1, 4, 2, 3)
 
 
 def _columns_from_channels(view: View, product: Tensor, columns: int) -> Tensor:
     """``[N, G·V·O, *spatial] → [V, N, G·O, *spatial]``."""
     batch, channels, *spatial = view.output_shape
-    grouped = product.reshape(batch, _conv(view).groups, columns, -1, *spatial)
+    groups = _conv(view).groups
+    grouped = product.reshape(batch, groups, columns, channels // groups, *spatial)
     return grouped.movedim(2, 0).reshape(columns, batch, channels, *spatial)
 
 

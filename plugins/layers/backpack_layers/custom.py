@@ -47,12 +47,13 @@ class ScaleModuleRule(ParametricRule):
         return self._jac_t_mat_prod(view, mat)
 
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        inputs = view.input.reshape(view.batch_size, -1)
-        columns = mat.reshape(*mat.shape[:2], -1)
+        size = view.input_shape[1:].numel()
+        inputs = view.input.reshape(view.batch_size, size)
+        columns = mat.reshape(*mat.shape[:2], size)
         return torch.einsum("vnd,nd->vn", columns, inputs).unsqueeze(-1)
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        return mat.reshape(-1, *[1] * view.input.dim()) * view.input
+        return mat.reshape(len(mat), *[1] * view.input.dim()) * view.input
 
 
 class PermuteRule(LayerRule):

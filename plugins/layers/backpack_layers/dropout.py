@@ -25,6 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
+from backpack_core.values import any_of
 
 # Negative saturation of SELU, to which AlphaDropout sets what it drops.
 SATURATION = 1.6732632423543772 * 1.0507009873554805
@@ -105,7 +106,7 @@ def _any(flags: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _require(view: View, visible: Tensor) -> None:
-    if not bool(visible.all()):
+    if any_of(~visible):
         raise OverwrittenInputError(
             f"{view.path} drew a random mask that is not stored, and where its input is what a "
             "dropped entry becomes, the mask cannot be told from its output. Call eval() on the "

@@ -46,4 +46,4 @@ class LinearRule(AffineRule):
 
 def _times(mat: Tensor, weight: Tensor) -> Tensor:
     """One product for all rows; ``@`` makes a batch of them if the strides are unusual."""
-    return (mat.reshape(-1, mat.shape[-1]) @ weight).reshape(*mat.shape[:-1], weight.shape[1])
+    return (mat.flatten(0, -2) @ weight).reshape(*mat.shape[:-1], weight.shape[1])

@@ -46,7 +46,8 @@ class CrossEntropyLossRule(LossRule):
     def normalisation(self, view: View) -> float | Tensor:
         """A mean divides by the weights of the targets, or counts positions for probabilities."""
         if setting(view, "reduction") == "mean":
-            return 1.0 / _target_weight(view)[1]
+            divisor = _target_weight(view)[1]
+            return 1.0 / (divisor if isinstance(divisor, Tensor) else max(1, divisor))
         return 1.0
 
     def _sqrt_hessian(self, view: View) -> Tensor:
@@ -192,7 +193,8 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
     def normalisation(self, view: View) -> float:
         """A mean is over samples: the one over classes is part of the loss."""
-        return 1.0 / view.full.input_shape[0] if setting(view, "reduction") == "mean" else 1.0
+        samples = view.full.input_shape[0] if setting(view, "reduction") == "mean" else 1
+        return 1.0 / max(1, samples)
 
     def _weight(self, view: View) -> Tensor:
         return _element_weight(view) / view.input_shape[1]

@@ -50,11 +50,11 @@ class MaxPoolRule(LayerRule):
         index = self._winners(view)
         product = mat.new_zeros(len(mat), view.input_shape.numel())
         # One index for all columns is several times faster than scattering along the pixels.
-        product = product.index_add(1, index, mat.reshape(len(mat), -1))
+        product = product.index_add(1, index, mat.flatten(1))
         return product.reshape(len(mat), *view.input_shape)
 
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        product = mat.reshape(len(mat), -1).index_select(1, self._winners(view))
+        product = mat.flatten(1).index_select(1, self._winners(view))
         return product.reshape(len(mat), *view.output_shape)
 
     def _winners(self, view: View) -> Tensor:
@@ -73,13 +73,13 @@ class MaxUnpoolRule(LayerRule):
         require_channels(view)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        product = mat.reshape(len(mat), -1).index_select(1, self._targets(view))
+        product = mat.flatten(1).index_select(1, self._targets(view))
         return product.reshape(len(mat), *view.input_shape)
 
     def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         product = mat.new_zeros(len(mat), view.output_shape.numel())
         # Not a sum: of two entries with one position, torch keeps one.
-        product = product.index_copy(1, self._targets(view), mat.reshape(len(mat), -1))
+        product = product.index_copy(1, self._targets(view), mat.flatten(1))
         return product.reshape(len(mat), *view.output_shape)
 
     def _targets(self, view: View) -> Tensor:
@@ -90,7 +90,7 @@ def flat_positions(positions: Tensor, shape: torch.Size) -> Tensor:
     """Turn positions within the pixels of a channel into positions in all of ``[N, C, *]``."""
     channels, pixels = shape[:2].numel(), shape[2:].numel()
     starts = torch.arange(channels, device=positions.device).unsqueeze(1) * pixels
-    return (positions.reshape(channels, -1) + starts).flatten()
+    return (positions.reshape(channels, positions.shape[2:].numel()) + starts).flatten()
 
 
 def _positions(view: View) -> Tensor:

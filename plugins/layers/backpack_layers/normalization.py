@@ -75,7 +75,8 @@ class NormalizationRule(ProductRule):
         entries = x.shape[lead + first : lead + stop].numel()
         inner = x.flatten(lead + first, lead + stop - 1) if stop - first > 1 else x
         moved = inner.movedim(lead + first, -1)
-        return moved.reshape(*x.shape[: lead + 1], -1, entries)
+        positions = moved.shape[lead + 1 :].numel() // max(1, entries)
+        return moved.reshape(*x.shape[: lead + 1], positions, entries)
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         factor = self._broadcast(view, mat)
@@ -122,6 +123,8 @@ class NormalizationRule(ProductRule):
             mean, var = (view.parameter(f"running_{name}") for name in ("mean", "var"))
             return mean.reshape(1, -1, 1), (var + eps).rsqrt().reshape(1, -1, 1)
         rows = self._rows_of(view, view.input)
+        if not rows.numel():  # of which torch warns
+            return rows.new_zeros(*rows.shape[:-1], 1), rows.new_ones(*rows.shape[:-1], 1)
         if not self.centred:
             return rows.new_zeros(()), (_mean(rows**2) + eps).rsqrt()
         if rows.device.type == "cpu" and rows.element_size() >= 4 and not torch.is_grad_enabled():
@@ -142,7 +145,8 @@ class NormalizationRule(ProductRule):
     def _rows_of(self, view: View, x: Tensor) -> Tensor:
         """``[..., N, *in] → [..., N, R, D]``."""
         lead = x.shape[: x.dim() - len(view.input_shape) + 1]
-        return x.reshape(*lead, self.rows(view), -1)
+        rows = self.rows(view)
+        return x.reshape(*lead, rows, view.input_shape[1:].numel() // max(1, rows))
 
     def _slope(self, view: View) -> Tensor:
         scale = self._statistics(view)[1].flatten()

@@ -26,6 +26,7 @@ from torch.nn import (
 from backpack_core.contract.rules import ElementwiseRule, ParametricRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
+from backpack_core.values import any_of
 
 
 class ReLURule(ElementwiseRule):
@@ -85,7 +86,7 @@ class RReLURule(ElementwiseRule):
         if not view.training:
             return _slopes(_either(view), (module.lower + module.upper) / 2)
         x = view.input
-        if bool((x == 0).any()):
+        if any_of(x == 0):
             raise OverwrittenInputError(
                 f"{view.path} drew random slopes that are not stored, and they cannot be told from "
                 "its output where its input is zero. Call eval() on the module."
@@ -147,8 +148,8 @@ class PReLURule(ElementwiseRule, ParametricRule):
         product = mat * view.input.clamp(max=0)
         shape = view.parameter(name).shape
         if shape.numel() == 1:
-            return product.reshape(*mat.shape[:2], -1).sum(2, keepdim=True)
-        return product.reshape(*mat.shape[:3], -1).sum(3)
+            return product.reshape(*mat.shape[:2], mat.shape[2:].numel()).sum(2, keepdim=True)
+        return product.reshape(*mat.shape[:3], mat.shape[3:].numel()).sum(3)
 
     def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         return self._per_channel(view, mat) * view.input.clamp(max=0)

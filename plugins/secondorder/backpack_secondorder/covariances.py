@@ -19,6 +19,8 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         mean: Average over the positions ``s`` first: ``Σ_n (mean_s inp) ⊗ (mean_s inp)``.
     """
     positions = inp.shape[1]
+    if not inp.shape.numel():
+        return inp[:].new_zeros(*inp.shape[2:], inp.shape[3])
     total: Tensor | None = None
     for samples in row_steps(inp, itemsize):
         part = inp[samples]
@@ -37,6 +39,8 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
 
 def outer(vectors: Tensor) -> Tensor:
     """``Σ_m vectors[m] ⊗ vectors[m]`` for ``[M, G, I]``. Shape ``[G, I, I]``."""
+    if not vectors.numel():
+        return vectors.new_zeros(*vectors.shape[1:], vectors.shape[2])
     return _mirrored(_add_outer(None, vectors))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backpack_core import SampleProduct, SecondOrderExtension
+from backpack_core import SampleProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis
-from backpack_secondorder.kfac import as_weight_sharing
+from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
 from backpack_secondorder.kronecker import KroneckerEigenbasis
 from backpack_secondorder.propagators import LossSqrt
 
 
-class EKFAC(SecondOrderExtension):
+class EKFAC(MatrixExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
     Stored in ``ekfac``, a :class:`~backpack_secondorder.kronecker.KroneckerEigenbasis`: the

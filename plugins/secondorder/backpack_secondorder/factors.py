@@ -8,6 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from backpack_core._torch import memory_of
 from backpack_core.contract import contractions
 from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import Operation
@@ -141,7 +142,7 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     """
     out = product.out
     # Weight and bias of an affine layer have the same columns.
-    key = ("covariance", sharing == "expand", out.data_ptr(), out.shape, out.stride())
+    key = ("covariance", sharing == "expand", *_place(out))
     if key not in product.beside:
         if sharing == "expand":
             vectors = rearrange(out, "v n s g o -> (v n s) g o")
@@ -151,6 +152,11 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
         product.beside[key] = out, _without_groups(covariances.outer(vectors))
     factor: Tensor = product.beside[key][1]
     return factor
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """Where a tensor lies in memory."""
+    return memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _is_ordered(product: AffineProduct) -> bool:

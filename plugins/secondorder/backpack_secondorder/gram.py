@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from backpack_core.contract.columns import Root
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.operations import gram, weighted_sum
 from backpack_core.errors import UsageError
+from backpack_core.values import without_autocast
+from backpack_secondorder.kronecker import eigh
 from backpack_secondorder.propagators import LossSqrt
 
 
@@ -30,7 +32,7 @@ class Spectrum:
     @cached_property
     def _eigen(self) -> tuple[Tensor, Tensor]:
         size = self.gram.shape[0] * self.gram.shape[1]
-        values, vectors = torch.linalg.eigh(self.gram.reshape(size, size))
+        values, vectors = eigh(self.gram.reshape(size, size))
         return values.flip(0), vectors.flip(1)
 
     @property
@@ -45,7 +47,7 @@ class Spectrum:
             UsageError: There are not as many eigenvalues that differ from zero.
         """
         values, vectors = self._eigen
-        tolerance = torch.finfo(values.dtype).eps * len(values) * values[0].abs()
+        tolerance = torch.finfo(values.dtype).eps * len(values) * values[:1].abs().sum()
         rank = int((values > tolerance).sum())
         if not 1 <= count <= rank:
             raise UsageError(
@@ -61,9 +63,8 @@ class GramBlock:
     """What one parameter contributes.
 
     Attributes:
-        gram: The Gram matrix of this parameter alone. Shape ``[V, N, V, N]``, with the ``V``
-        columns
-            that reach the parameter.
+        gram: The Gram matrix of this parameter alone, for the ``V`` columns that reach it. Shape
+            ``[V, N, V, N]``.
         spectrum: The spectrum over all parameters, the same object on each.
     """
 
@@ -86,8 +87,9 @@ class GramBlock:
             UsageError: There are not as many eigenvalues that differ from zero.
         """
         weights = self.spectrum.weights(count)[:, self._places]
-        with torch.set_grad_enabled(self.gram.requires_grad):
-            return weighted_sum(self._product, weights)
+        weights = weights.to(self._product.like.dtype)
+        with torch.set_grad_enabled(self.gram.requires_grad), without_autocast():
+            return weighted_sum(self._product, weights).to(self.gram.dtype)
 
 
 class GGNGram(SecondOrderExtension):
@@ -143,6 +145,8 @@ class GGNGram(SecondOrderExtension):
         Returns:
             The same, with the spectrum.
         """
+        if not values:
+            return values
         blocks = list(values.values())
         starts: dict[Root, int] = {}
         total = 0
@@ -152,15 +156,18 @@ class GGNGram(SecondOrderExtension):
                     starts[root] = total
                     total += count
         samples = blocks[0].gram.shape[1]
-        whole = blocks[0].gram.new_zeros(total, samples, total, samples)
-        for block in blocks:
+        # Under autocast, layers differ in the precision of their columns.
+        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in values))
+        whole = blocks[0].gram.new_zeros(total, samples, total, samples, dtype=dtype)
+        for parameter, block in values.items():
+            block.gram = block.gram.to(parameter.dtype)
             ranges = [
                 torch.arange(starts[root], starts[root] + count, device=whole.device)
                 for root, count in block._product.roots.items()
             ]
             block._places = torch.cat(ranges)
             grid = block._places[:, None], block._places[None, :]
-            whole.transpose(1, 2)[grid] += block.gram.transpose(1, 2)
+            whole.transpose(1, 2)[grid] += block.gram.transpose(1, 2).to(dtype)
         spectrum = Spectrum(whole)
         for block in blocks:
             block.spectrum = spectrum

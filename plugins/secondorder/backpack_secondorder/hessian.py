@@ -31,6 +31,10 @@ class Factored:
     weights: Tensor
     scale: Tensor
 
+    def to(self, dtype: torch.dtype) -> Factored:
+        """The same in another precision."""
+        return Factored(self.rows.to(dtype), self.weights.to(dtype), self.scale.to(dtype))
+
     def columns(self, some: slice = slice(None)) -> Columns:
         """Formed: ``[V, N, *]``."""
         rows, weights = self.rows[some], self.weights[some]
@@ -83,6 +87,13 @@ class Hessian:
     def signed_columns(self) -> Iterator[tuple[Root, Tensor]]:
         """``S`` of every root, ``[V, N, *]``; the root has the signs."""
         yield from () if self.columns is None else self.columns.blocks.items()
+
+    def to(self, dtype: torch.dtype) -> Hessian:
+        """The same in another precision: under autocast, neighbouring layers differ in theirs."""
+        columns = None if self.columns is None else self.columns.to(dtype)
+        diagonal, block = (None if t is None else t.to(dtype) for t in (self.diagonal, self.block))
+        factored = None if self.factored is None else self.factored.to(dtype)
+        return replace(self, columns=columns, diagonal=diagonal, factored=factored, block=block)
 
     def map_columns(self, function: Callable[[Tensor], Tensor]) -> Hessian:
         """Apply a linear function of ``[V, N, *]`` to the columns, root by root."""
@@ -204,7 +215,8 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
         Columns ``[2 d, N, *]``.
     """
     count, samples, *shape = rows.shape
-    flat = rows.reshape(count, samples, -1)
+    size = torch.Size(shape).numel()
+    flat = rows.reshape(count, samples, size)
     tiny = torch.finfo(rows.dtype).tiny
     scale = flat.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
     unit = unit_vectors(rows[0], some).flatten(2) * scale

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import TypeVar, get_args
+
+from torch import Tensor
 
 from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
 from backpack_secondorder.factors import WeightSharing, kronecker_factors
-from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
+Matrix = TypeVar("Matrix", KroneckerFactors, KroneckerEigenbasis)
 
-class FactorsExtension(SecondOrderExtension):
+
+class MatrixExtension(SecondOrderExtension):
+    """An extension that stores a matrix in Kronecker form."""
+
+    def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
+        """In the dtype of the parameter, which under autocast is not that of the columns."""
+        return value.to(self.dtype_for(parameter))
+
+
+class FactorsExtension(MatrixExtension):
     """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
 
     columns_add = True

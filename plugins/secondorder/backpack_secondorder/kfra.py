@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import torch
 from einops import rearrange
@@ -18,19 +19,26 @@ from backpack_core import (
     LossRule,
     ParametricRule,
     Propagator,
-    SecondOrderExtension,
     View,
     memory_budget,
 )
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.product import AffineProduct, Reading
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.bridge import push
-from backpack_core.graph.nodes import is_leaf, refuse, shape_of
+from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
-from backpack_secondorder.kfac import as_weight_sharing
-from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder
+from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
+from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder, eigh
+from backpack_secondorder.propagators import warn_of_zero
+from backpack_secondorder.residual import (
+    Residual,
+    dense_residual,
+    diagonal_residual,
+    modified,
+    require_one_input,
+)
 
 
 @dataclass(frozen=True)
@@ -40,29 +48,59 @@ class BatchAveraged(Propagator):
     It starts with the loss Hessian, summed over samples. At a tensor of ``D`` entries per sample it
     has shape ``[D, D]``. Over branches it cannot be added, so the net must be a chain.
 
+    With a ``modify``, ``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` is added at every nonlinear module, so that of
+    one sample it is the Hessian (Chen et al., 2018, arXiv:1802.06502, with batch averages).
+
     Attributes:
         subsampling: The samples that are summed and averaged over; ``None`` for all.
+        modify: What is done to that residual: ``None`` leaves it out, as in the generalised
+            Gauss-Newton matrix; ``"exact"`` keeps it; negative eigenvalues of the sum are set to
+            zero (``"clip"``) or made positive (``"abs"``).
     """
 
     subsampling: tuple[int, ...] | None = None
+    modify: Residual | None = None
 
     def start(self, rule: LossRule, view: View) -> Tensor:
         """The Hessian of the loss, summed over samples."""
+        if self.modify is None:
+            warn_of_zero(rule, view)
         return rule.sum_hessian(view)
+
+    def arrive(self, rule: LayerRule, view: View, waiting: Tensor | None) -> Tensor | None:
+        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        found: Tensor | None = super().arrive(rule, view, waiting)
+        return None if found is None else found.to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
         """Average ``J_nᵀ Ḡ J_n`` over samples; one is enough where the Jacobian is constant."""
         if isinstance(rule, ElementwiseRule):
             slope = rule.derivative(view).flatten(1)
-            return {0: quantity * (slope.T @ (slope / len(slope)))}
+            average = quantity * (slope.T @ (slope / max(1, len(slope))))
+            return {0: _plus(average, self._residual(rule, view))}
         live = [position for position, edge in enumerate(view.call.edges) if edge is not None]
-        samples = view.subsample([0]) if rule.jacobian_is_constant else view
+        samples = view.subsample([0]) if rule.jacobian_is_constant and view.batch_size else view
         result = {}
         for position in live:
             width = view.stored.inputs[position].shape[1:].numel()
             through = partial(_product, rule, position)
-            result[position] = _over_samples(samples, quantity, width, through)
+            average = _over_samples(samples, quantity, width, through)
+            result[position] = _plus(average, self._residual(rule, view))
         return result
+
+    def _residual(self, rule: LayerRule, view: View) -> Tensor | None:
+        """``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, shape ``[D, D]``; ``None`` for zero."""
+        if self.modify is None or rule.hessian_is_zero:
+            return None
+        require_one_input(rule, view)
+        diagonal = diagonal_residual(rule, view)
+        if diagonal is not None:
+            return torch.diag(modified(diagonal.flatten(1).sum(0), self.modify))
+        total = dense_residual(rule, view)(slice(None)).flatten(2).sum(1)
+        if self.modify == "exact":
+            return total
+        values, vectors = eigh((total + total.mT) / 2)
+        return (vectors * modified(values, self.modify)) @ vectors.mT
 
     def cross(
         self, node: Node, quantities: dict[int, Tensor], batch_size: int
@@ -70,8 +108,11 @@ class BatchAveraged(Propagator):
         """Call the node under vmap, from both sides.
 
         Raises:
-            BridgeError: The node has several outputs, or an output without samples on axis 0.
+            BridgeError: The node has several outputs, or an output without samples on axis 0, or
+                second derivatives that are not known.
         """
+        if self.modify is not None and not is_linear(node):
+            raise refuse(node, "it is not known to be linear, and the Hessian is asked for")
         ((number, quantity),) = quantities.items()
         shape = shape_of(node, number)
         if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
@@ -137,12 +178,16 @@ class AverageReading(Reading):
         return KroneckerFactors([by_group.squeeze(0), inner], parameter_order(product))
 
 
-class KFRA(SecondOrderExtension):
+class KFRA(MatrixExtension):
     """Kronecker-factored curvature with recursive averages over the batch.
 
     Stored in ``kfra``, factors as in :class:`~backpack_secondorder.kfac.KFAC`. ``B`` comes from the
     recursion of :class:`BatchAveraged`, so that no columns are carried; its size is quadratic in
     the activations, which suits fully connected nets. Chains only. Botev et al. (2017), sect. 3.4.
+
+    With ``residual="exact"``, second derivatives of nonlinear modules are added, summed over the
+    batch, so that for one sample the product of the factors is the block of the Hessian;
+    ``"clip"`` and ``"abs"`` make what is added positive semi-definite (Chen et al., 2018).
     """
 
     savefield = "kfra"
@@ -153,6 +198,7 @@ class KFRA(SecondOrderExtension):
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
+        residual: Residual | None = None,
     ) -> None:
         """Store the settings.
 
@@ -162,13 +208,26 @@ class KFRA(SecondOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+            residual: ``None``, ``"exact"``, ``"clip"`` or ``"abs"``; see the class.
+
+        Raises:
+            UsageError: The residual is unknown.
         """
-        super().__init__(BatchAveraged(as_subsampling(subsampling)), savefield, fail_mode)
+        if residual not in (None, *get_args(Residual)):
+            raise UsageError(
+                f"residual must be None or one of {get_args(Residual)}. Got {residual!r}."
+            )
+        propagator = BatchAveraged(as_subsampling(subsampling), residual)
+        super().__init__(propagator, savefield, fail_mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
 
     def read(self, product: AverageReading) -> KroneckerFactors:
         """The factors, from ``Ḡ`` at the call's output."""
         return product.factors(self.weight_sharing)
+
+
+def _plus(average: Tensor, residual: Tensor | None) -> Tensor:
+    return average if residual is None else average + residual
 
 
 def _over_samples(
@@ -186,7 +245,9 @@ def _over_samples(
         through: ``(part of the call, [V, n, D]) ↦ [V, n, width]``, the product with ``J_nᵀ``.
     """
     samples = view.batch_size
-    size = max(width, len(quantity)) * width * quantity.element_size()
+    if not samples:
+        return quantity.new_zeros(width, width)
+    size = max(1, max(width, len(quantity)) * width * quantity.element_size())
     step = max(1, memory_budget() // size)
     total: Tensor | None = None
     for start in range(0, samples, step):
@@ -226,6 +287,9 @@ def _block(rule: LayerRule, view: View, name: str, mat: Tensor) -> Tensor:
 
 def _affine_form(rule: AffineRule, view: View, mat: Tensor) -> Tensor:
     """``Ḡ`` with rows and columns as ``[S, G, O]``."""
+    if not view.batch_size:  # then it is zero
+        sizes = rule.affine_output(view, mat.new_zeros(1, *view.output_shape)).shape[2:]
+        return mat.new_zeros(*sizes, *sizes)
     one = view.subsample([0])
 
     def rearrange(rows: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
+from backpack_core.values import any_of, at_least_single, without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +42,7 @@ class ParameterOrder:
                 f"Expected a vector of the parameter's shape {list(self.shape)}, or several as "
                 f"[V, *shape]. Got {list(vectors.shape)}."
             )
-        flat = vectors.reshape(-1, self.shape.numel())
+        flat = vectors.reshape(1 if single else len(vectors), self.shape.numel())
         return flat if self.positions is None else flat[:, self.positions]
 
     def vectors(self, coordinates: Tensor, like: Tensor) -> Tensor:
@@ -84,6 +85,11 @@ class KroneckerEigenbasis:
         return KroneckerEigenbasis(
             [q.clone() for q in self.vectors], self.values.clone(), self.order
         )
+
+    def to(self, dtype: torch.dtype) -> KroneckerEigenbasis:
+        """The same in another precision."""
+        vectors = [q.to(dtype) for q in self.vectors]
+        return KroneckerEigenbasis(vectors, self.values.to(dtype), self.order)
 
     def with_values(self, values: Tensor) -> KroneckerEigenbasis:
         """Other eigenvalues for the same eigenvectors."""
@@ -163,6 +169,12 @@ class KroneckerFactors(list[Tensor]):
         """Number of blocks ``G``."""
         return len(self[0]) if self[0].dim() == 3 else 1
 
+    def to(self, dtype: torch.dtype) -> KroneckerFactors:
+        """The same in another precision."""
+        if all(factor.dtype == dtype for factor in self):
+            return self
+        return self.with_factors(factor.to(dtype) for factor in self)
+
     def with_factors(self, factors: Iterable[Tensor]) -> KroneckerFactors:
         """Other factors for the same parameter."""
         return KroneckerFactors(factors, self.order)
@@ -175,7 +187,7 @@ class KroneckerFactors(list[Tensor]):
         """The eigendecomposition; computed once, and again where a factor was changed."""
         state = [(id(factor), factor._version) for factor in self]
         if self._eigen is None or self._eigen[0] != state:
-            decompositions = [torch.linalg.eigh(factor) for factor in self]
+            decompositions = [eigh(factor) for factor in self]
             values = reduce(_outer, [values for values, _ in decompositions])
             vectors = [vectors for _, vectors in decompositions]
             self._eigen = (state, KroneckerEigenbasis(vectors, values, self.order))
@@ -224,12 +236,12 @@ class KroneckerFactors(list[Tensor]):
         """
         factors = []
         for factor in self.damped(damping):
-            triangle, failed = torch.linalg.cholesky_ex(factor)
-            if bool(failed.any()):
+            triangle, failed = torch.linalg.cholesky_ex(at_least_single(factor))
+            if any_of(failed):
                 raise UsageError(
                     f"A Kronecker factor is singular with a damping of {damping}: increase it."
                 )
-            factors.append(torch.cholesky_inverse(triangle))
+            factors.append(torch.cholesky_inverse(triangle).to(factor.dtype))
         return self.with_factors(factors)
 
     def trace(self) -> Tensor:
@@ -244,7 +256,7 @@ class KroneckerFactors(list[Tensor]):
     def diagonal(self) -> Tensor:
         """Diagonal of the product. Shape ``[*θ]``."""
         diagonals = [factor.diagonal(dim1=-2, dim2=-1) for factor in self]
-        flat = reduce(_outer, diagonals).reshape(1, -1)
+        flat = reduce(_outer, diagonals).reshape(1, self.order.shape.numel())
         return self.order.vectors(flat, flat.new_empty(self.order.shape))
 
     def dense(self) -> Tensor:
@@ -257,6 +269,15 @@ class KroneckerFactors(list[Tensor]):
         return self.order.matrix(full)
 
 
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype.
+
+    Computed in single precision at least: torch knows no decomposition in half precision.
+    """
+    values, vectors = torch.linalg.eigh(at_least_single(matrix))
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
 def multiply(factors: Sequence[Tensor], coordinates: Tensor) -> Tensor:
     """``(F₁ ⊗ F₂ ⊗ …) coordinates`` for each block. Shape ``[V, P] → [V, P]``."""
     groups = len(factors[0]) if factors[0].dim() == 3 else 1
@@ -264,8 +285,9 @@ def multiply(factors: Sequence[Tensor], coordinates: Tensor) -> Tensor:
     product = coordinates.reshape(len(coordinates), groups, *sizes).transpose(0, 1)
     for axis, factor in enumerate(factors, start=2):
         last = product.movedim(axis, -1)
-        flat = last.reshape(groups, -1, factor.shape[-1])
-        product = (flat @ factor.mT).reshape(last.shape).movedim(-1, axis)
+        flat = last.flatten(1, -2)
+        with without_autocast():
+            product = (flat @ factor.mT).reshape(last.shape).movedim(-1, axis)
     return product.transpose(0, 1).reshape(coordinates.shape)
 
 

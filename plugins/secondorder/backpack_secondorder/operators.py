@@ -20,11 +20,13 @@ from backpack_core.engine.traversal import nothing_arrived
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph.order import behind
 from backpack_core.record.call import edge_at
+from backpack_core.values import without_autocast
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
     eigen,
     live_inputs,
+    modified,
     require_one_input,
 )
 
@@ -55,7 +57,7 @@ class Operator(ABC):
 
     def multiply(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Vectors ``[V, *θ]`` times the block of a parameter."""
-        with suspended(), _explained():
+        with suspended(), without_autocast(), _explained():
             products = [self._one(parameter, vector) for vector in vectors]
         result = torch.stack(products) if products else torch.zeros_like(vectors)
         return result if self._is_differentiable else result.detach()
@@ -162,11 +164,11 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
         require_one_input(rule, view)
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
-            positive = _modified(diagonal, modify)
+            positive = modified(diagonal, modify)
             return [_term(view, lambda x: x * positive)]
         rows = dense_residual(rule, view)(slice(None))
     values, vectors = eigen(rows)
-    weighted = vectors * _modified(values, modify).unsqueeze(1)
+    weighted = vectors * modified(values, modify).unsqueeze(1)
 
     def multiply(x: Tensor) -> Tensor:
         return (weighted @ (vectors.mT @ x.flatten(1).unsqueeze(2))).reshape(x.shape)
@@ -200,10 +202,6 @@ def _rows_of_loss(view: View) -> Tensor:
     columns = eye.reshape(size, 1, *view.input_shape[1:]).expand(-1, *view.input_shape)
     rows: Tensor = view.call.rule.hessian_mat_prod(view, columns)
     return rows
-
-
-def _modified(values: Tensor, modify: Literal["clip", "abs"]) -> Tensor:
-    return values.clamp(min=0) if modify == "clip" else values.abs()
 
 
 def _term(view: View, multiply: Callable[[Tensor], Tensor]) -> Term:

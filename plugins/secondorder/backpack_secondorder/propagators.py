@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from backpack_core import ColumnPropagator, Columns, LossRule, View
-from backpack_core.errors import UsageError
+from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
+
+
+def warn_of_zero(rule: LossRule, view: View) -> None:
+    """Say, once for each kind of loss, that the matrix is zero where the loss is linear."""
+    if rule.hessian_is_zero:
+        message = (
+            f"{view.path} is linear in its input, so its Hessian there is zero, and with it the "
+            f"whole generalised Gauss-Newton matrix. {rule.instead}"
+        )
+        key = (ZeroCurvatureWarning, type(view.call.module))
+        warn_once(key, message.rstrip(), ZeroCurvatureWarning)
 
 
 @dataclass(frozen=True)
@@ -37,5 +48,6 @@ class LossSqrt(ColumnPropagator):
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
         if self.samples is None:
+            warn_of_zero(rule, view)
             return Columns.start("loss", rule.sqrt_hessian(view))
         return Columns.start("loss", rule.sqrt_hessian_sampled(view, self.samples))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 import torch
 from einops import rearrange
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from backpack_core import Columns, ElementwiseRule, LayerRule, View
 from backpack_core.errors import UnsupportedError
+from backpack_secondorder.kronecker import eigh
+
+Residual: TypeAlias = Literal["exact", "clip", "abs"]
 
 
 def live_inputs(view: View) -> list[int]:
@@ -61,19 +65,21 @@ def unit_vectors(like: Tensor, some: slice = slice(None)) -> Tensor:
     places = torch.arange(size, device=like.device)[some]
     eye = like.new_zeros(len(places), size)
     eye[torch.arange(len(places), device=like.device), places] = 1
-    return eye.reshape(-1, 1, *like.shape[1:]).expand(-1, *like.shape)
+    return eye.reshape(len(places), 1, *like.shape[1:]).expand(-1, *like.shape)
 
 
 def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues ``[N, D]`` and vectors ``[N, D, D]`` of symmetric matrices ``[D, N, *]``.
-
-    In single precision at least: torch knows no other.
-    """
+    """Eigenvalues ``[N, D]`` and vectors ``[N, D, D]`` of symmetric matrices ``[D, N, *]``."""
     size, samples = block.shape[:2]
     matrices = rearrange(block.reshape(size, samples, size), "d n e -> n d e")
-    matrices = matrices.to(torch.promote_types(block.dtype, torch.float32))
-    values, vectors = torch.linalg.eigh((matrices + matrices.mT) / 2)
-    return values.to(block.dtype), vectors.to(block.dtype)
+    return eigh((matrices + matrices.mT) / 2)
+
+
+def modified(values: Tensor, modify: Residual) -> Tensor:
+    """Eigenvalues as they are, or without negative ones."""
+    if modify == "exact":
+        return values
+    return values.clamp(min=0) if modify == "clip" else values.abs()
 
 
 def eigen_columns(name: str, block: Tensor) -> Columns:

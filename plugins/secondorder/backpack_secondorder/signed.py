@@ -81,8 +81,10 @@ def diagonal_square_sum(product: AffineProduct, per_sample: bool = False) -> Ten
 
 def by_position(out: Tensor, inp: Rows, per_sample: bool) -> Tensor:
     """``Σ_s out ⊗ inp²`` for ``[N, S, G, O]`` and ``[N, S, G, I]``: ``[N, G, O, I]`` or its sum."""
-    parts = []
     total = out.new_zeros(*out.shape[2:], inp.shape[3])
+    if not out.numel() or not inp.shape.numel():
+        return total.expand(len(out), *total.shape).clone() if per_sample else total
+    parts = []
     for samples in contractions.row_steps(inp, out.element_size()):
         left, right = out[samples], inp[samples].square()
         if per_sample:

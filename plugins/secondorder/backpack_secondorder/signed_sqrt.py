@@ -55,6 +55,8 @@ class SignedSqrt(Propagator):
 
     def start(self, rule: LossRule, view: View) -> Hessian:
         """A square root of the loss Hessian, or an eigendecomposition where there is none."""
+        if rule.hessian_is_zero:
+            return Hessian(Columns.start("loss", torch.zeros_like(view.input).unsqueeze(0)))
         if rule.hessian_is_psd:
             try:
                 return Hessian(Columns.start("loss", rule.sqrt_hessian(view)))
@@ -66,12 +68,7 @@ class SignedSqrt(Propagator):
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
         found: Hessian | None = super().arrive(rule, view, waiting)
-        if found is None:
-            return None
-        found = found.with_rows_formed()
-        if found.columns is None:
-            return found
-        return replace(found, columns=found.columns.to(view.dtype))
+        return None if found is None else found.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
         """``J_xᵀ H J_x``; what goes to several inputs has to be columns."""

@@ -1,0 +1,220 @@
+"""Norms that neither overflow nor underflow: open functions of a product, as in ``operations.py``.
+
+``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
+half precision beyond 256: norms are taken of numbers that were divided by the largest of them. On a
+CPU the usual contraction comes first, and the careful one where it is not good enough. On other
+devices, to look at values means to wait for them: there the careful one is the only one.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import is_symbolic
+from backpack_core.contract import contractions
+from backpack_core.contract.contractions import Rows
+from backpack_core.contract.operations import Operation, as_formed, reads_formed, squared_norm
+from backpack_core.contract.product import (
+    AffineProduct,
+    DenseProduct,
+    LookupProduct,
+    PlacedProduct,
+    SampleProduct,
+    ScaleProduct,
+    SumProduct,
+)
+from backpack_core.values import any_of, at_least_single, is_half
+
+# Numbers smaller than this times the smallest normal one have lost digits.
+_MARGIN = 1e7
+
+
+@Operation
+def norm(product: SampleProduct) -> Tensor:
+    """``‖M[v, n]‖``, in single precision at least. Shape ``[V, N]``."""
+    wide = in_single(product)
+    if _may_look(wide):
+        squares = squared_norm(wide)
+        if not _is_doubtful(squares, wide):
+            return squares.sqrt()
+    return careful_norm(wide)
+
+
+@Operation
+def safe_squared_norm(product: SampleProduct) -> Tensor:
+    """``‖M[v, n]‖²``, in single precision at least: from the norm where that is more exact."""
+    wide = in_single(product)
+    if _may_look(wide):
+        squares = squared_norm(wide)
+        if not _is_doubtful(squares, wide):
+            return squares
+    return norm(product).square()
+
+
+def _may_look(product: SampleProduct) -> bool:
+    return product.like.device.type == "cpu" or is_symbolic(product.like)
+
+
+def _is_doubtful(squares: Tensor, product: SampleProduct) -> bool:
+    """Whether a square is not finite, or tiny where the product need not be zero."""
+    small = squares < torch.finfo(squares.dtype).tiny * _MARGIN
+    infinite = ~squares.isfinite()
+    if not any_of(small | infinite):
+        return False
+    return any_of(infinite | (small & _may_differ_from_zero(product)))
+
+
+def _may_differ_from_zero(product: SampleProduct) -> Tensor:
+    like = product.like.detach()
+    if isinstance(product, (SumProduct, PlacedProduct)) or not like[0, 0].numel():
+        return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
+    return (like.reshape(*like.shape[:2], -1) != 0).any(2)
+
+
+def in_single(product: SampleProduct) -> SampleProduct:
+    """The same in single precision, where it is in half precision."""
+    if not is_half(product.like.dtype):
+        return product
+    if "single" not in product.results:
+        wide = _in_single(product)
+        for name in ("name", "path", "module", "rule", "is_linear", "needs", "roots"):
+            setattr(wide, name, getattr(product, name))
+        product.results["single"] = wide
+    found: SampleProduct = product.results["single"]
+    return found
+
+
+@singledispatch
+def _in_single(product: SampleProduct) -> SampleProduct:
+    def form(columns: slice, samples: slice) -> Tensor:
+        return at_least_single(product.part(columns, samples))
+
+    like = product.like.new_ones(product.columns, product.samples, dtype=torch.float32)
+    return DenseProduct(form=form, mat=like, shape=product.shape)
+
+
+@_in_single.register
+def _in_single_affine(product: AffineProduct) -> AffineProduct:
+    inp = product.inp
+    if inp is not None:
+        inp = at_least_single(inp) if isinstance(inp, Tensor) else WideRows(inp)
+    return AffineProduct(at_least_single(product.out), inp, product.shape, product.arrange)
+
+
+@_in_single.register
+def _in_single_scale(product: ScaleProduct) -> ScaleProduct:
+    inp = None if product.inp is None else at_least_single(product.inp)
+    return ScaleProduct(at_least_single(product.out), inp, product.shape)
+
+
+@_in_single.register
+def _in_single_lookup(product: LookupProduct) -> LookupProduct:
+    return LookupProduct(at_least_single(product.out), product.row, product.shape)
+
+
+@_in_single.register
+def _in_single_sum(product: SumProduct) -> SumProduct:
+    return SumProduct([in_single(part) for part in product.parts])
+
+
+class WideRows:
+    """Inputs ``[N, S, G, I]`` in single precision, for some samples at a time."""
+
+    def __init__(self, inp: Rows) -> None:
+        """Store them."""
+        self._inp, self.shape = inp, inp.shape
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples."""
+        return at_least_single(self._inp[rows])
+
+
+# The careful way ----------------------------------------------------------------------------------
+
+
+@singledispatch
+def careful_norm(product: SampleProduct) -> Tensor:
+    """``‖M[v, n]‖``, also where the square is out of range. Shape ``[V, N]``."""
+    result = product.new_zeros(product.columns, product.samples)
+    for columns, samples, part in product.pieces():
+        result[columns, samples] = vector_norm(part, 2)
+    return result
+
+
+@careful_norm.register
+def careful_norm_affine(product: AffineProduct) -> Tensor:
+    """From the factors."""
+    if product.inp is None:
+        return vector_norm(product.out.sum(2), 2)
+    if reads_formed(product):
+        return careful_norm(as_formed(product))
+    return product_norm(product.out, product.inp)
+
+
+@careful_norm.register
+def careful_norm_lookup(product: LookupProduct) -> Tensor:
+    """Of scaled columns, since no row but those that were looked up is formed."""
+    scale = scale_of(product.out, 2)
+    scaled = LookupProduct(product.out / _spread(scale, 4), product.row, product.shape)
+    return squared_norm(scaled).sqrt() * scale
+
+
+def vector_norm(mat: Tensor, lead: int) -> Tensor:
+    """Euclidean norm over all but the first ``lead`` axes, in single precision at least."""
+    wide = at_least_single(mat).flatten(lead) if mat.dim() > lead else mat.unsqueeze(-1)
+    scale = scale_of(wide, lead)
+    return (wide / scale.unsqueeze(-1)).square().sum(-1).sqrt() * scale
+
+
+def product_norm(out: Tensor, inp: Rows) -> Tensor:
+    """``‖M[v, n]‖`` with ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, in single precision at least.
+
+    Args:
+        out: Columns at the output, ``[V, N, S, G, O]``.
+        inp: What the weight multiplies, ``[N, S, G, I]``.
+
+    Returns:
+        Shape ``[V, N]``. Not finite where an entry of a factor is not.
+    """
+    out = at_least_single(out)
+    if not out.numel() or not inp.shape.numel():
+        return out.new_zeros(out.shape[:2])
+    scale, rows = scale_of(out, 2), ScaledRows(inp, out)
+    squares = contractions.squared_norm(out / _spread(scale, out.dim()), rows)
+    return squares.sqrt() * (scale * rows.scale)
+
+
+def scale_of(mat: Tensor, lead: int) -> Tensor:
+    """The largest absolute value over all but the first ``lead`` axes, to divide by.
+
+    One where that is zero or not finite. It is a constant: the norm does not depend on it.
+    """
+    flat = mat.detach().flatten(lead).abs()
+    found = flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+    return torch.where(found.isfinite() & (found > 0), found, torch.ones_like(found))
+
+
+class ScaledRows:
+    """Inputs ``[N, S, G, I]``, each sample divided by its largest entry.
+
+    Attributes:
+        scale: What samples were divided by, ``[N]``, once they have been asked for.
+    """
+
+    def __init__(self, inp: Rows, out: Tensor) -> None:
+        """Store the inputs, for columns ``[V, N, *]`` of the same device."""
+        self._inp, self.shape = inp, inp.shape
+        self.scale = out.new_ones(out.shape[1])
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The scaled inputs of some samples."""
+        part = at_least_single(self._inp[rows])
+        self.scale[rows] = scale = scale_of(part, 1)
+        return part / _spread(scale, part.dim())
+
+
+def _spread(scale: Tensor, dims: int) -> Tensor:
+    return scale.reshape(*scale.shape, *[1] * (dims - scale.dim()))

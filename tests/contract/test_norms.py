@@ -1,0 +1,103 @@
+"""Norms against those in double precision, far beyond the range of their squares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from backpack_core import set_memory_budget
+from backpack_core.contract.norms import product_norm, vector_norm
+from backpack_core.tuning import memory_budget
+from tests.contract.test_contractions import SHAPES, Lazy, products
+from tests.oracle import assert_close
+
+# Factors in front of columns and inputs, and the precision of both.
+RANGES = {
+    "double": (1.0, 1.0, torch.float64, 1e-12),
+    "double-large": (1e200, 1e100, torch.float64, 1e-12),
+    "single": (1.0, 1.0, torch.float32, 1e-5),
+    "single-large": (1e22, 1.0, torch.float32, 1e-5),
+    "single-larger": (1e30, 1e-10, torch.float32, 1e-5),
+    "single-tiny": (1e-25, 1.0, torch.float32, 1e-5),
+    "single-tinier": (1e-20, 1e-15, torch.float32, 1e-5),
+    "half-large": (1e3, 1.0, torch.float16, 1e-5),
+    "half-tiny": (1e-4, 1e-3, torch.float16, 1e-5),
+    "bfloat16": (1e20, 1e-3, torch.bfloat16, 1e-5),
+}
+
+
+def _factors(shape: tuple[int, ...], place: str) -> tuple[Tensor, Tensor]:
+    columns, samples, positions, groups, features, size = shape
+    left, right, dtype, _ = RANGES[place]
+    sizes = torch.logspace(-1, 1, samples).reshape(-1, 1, 1, 1)  # samples differ in theirs
+    out = torch.randn(columns, samples, positions, groups, features) * left * sizes
+    return out.to(dtype), (torch.randn(samples, positions, groups, size) * right).to(dtype)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["whole", "lazy"])
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("place", RANGES)
+def test_norm_of_products(
+    place: str, shape: tuple[int, ...], budget: int | None, lazy: bool
+) -> None:
+    out, inp = _factors(shape, place)
+    exact = products(out.double(), inp.double()).flatten(2)
+    scale = exact.abs().max()
+    before = memory_budget()
+    set_memory_budget(budget or before)
+    try:
+        found = product_norm(out, Lazy(inp) if lazy else inp)
+    finally:
+        set_memory_budget(before)
+    assert found.dtype == torch.promote_types(out.dtype, torch.float32)
+    assert_close(found.double() / scale, (exact / scale).norm(dim=2), RANGES[place][3])
+
+
+@pytest.mark.parametrize("place", RANGES)
+def test_norm_of_vectors(place: str) -> None:
+    mat, _ = _factors((2, 3, 4, 1, 5, 1), place)
+    exact = mat.double().flatten(2)
+    scale = exact.abs().max()
+    found = vector_norm(mat, 2).double() / scale
+    assert_close(found, (exact / scale).norm(dim=2), RANGES[place][3])
+
+
+def test_zeros() -> None:
+    out, inp = torch.randn(2, 3, 4, 1, 5), torch.randn(3, 4, 1, 6)
+    out[0, 1], inp[2] = 0, 0
+    norm = product_norm(out, inp)
+    assert norm[0, 1] == 0
+    assert not norm[:, 2].any()
+    assert norm[1, 1] > 0
+    assert not vector_norm(torch.zeros(2, 3), 1).any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays(value: float) -> None:
+    out, inp = torch.randn(1, 3, 4, 1, 5), torch.randn(3, 4, 1, 6)
+    out[0, 1, 2, 0, 3] = value
+    norm = product_norm(out, inp)
+    assert not norm[0, 1].isfinite()
+    assert norm[0, [0, 2]].isfinite().all()
+    assert not vector_norm(out, 2)[0, 1].isfinite()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 2, 1, 4, 5), (2, 0, 2, 1, 4, 5), (2, 3, 0, 1, 4, 5), (2, 3, 2, 1, 0, 5)]
+)
+def test_of_nothing(shape: tuple[int, ...]) -> None:
+    columns, samples, positions, groups, features, size = shape
+    out = torch.randn(columns, samples, positions, groups, features)
+    norm = product_norm(out, torch.randn(samples, positions, groups, size))
+    assert norm.shape == (columns, samples)
+    assert not norm.any()
+    assert vector_norm(out, 2).shape == (columns, samples)
+
+
+def test_scale_is_a_constant() -> None:
+    """The derivative is that of the norm itself."""
+    out = torch.randn(1, 3, 4, 1, 5, requires_grad=True)
+    inp = torch.randn(3, 4, 1, 6, requires_grad=True)
+    assert torch.autograd.gradcheck(product_norm, (out, inp))
