@@ -153,7 +153,9 @@ class DenseProduct(SampleProduct):
         if values is not None:
             super().__init__(*values.shape[:2], values.shape[2:], values)
         else:
-            assert form is not None and mat is not None and shape is not None
+            assert form is not None
+            assert mat is not None
+            assert shape is not None
             super().__init__(*mat.shape[:2], shape, mat)
         self.values = values
         self._form = form

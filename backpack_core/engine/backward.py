@@ -215,7 +215,8 @@ class BackwardPass(Traversal):
         for call in self._release_last:
             call.release()
         # With backward(inputs=...), some uses of a parameter may not be reached; then it has none.
-        assert not (self._at_sites or self._at_nodes), "a quantity was left on its way"
+        assert not self._at_sites, "a quantity was left on its way to a call"
+        assert not self._at_nodes, "a quantity was left on its way to a node"
         if self._is_part:
             return
         with torch.set_grad_enabled(self._is_differentiable):

@@ -54,6 +54,9 @@ class Waiting(NamedTuple):
     own: Any = None
 
 
+NOTHING = Waiting()
+
+
 class Pending(NamedTuple):
     """Readings of a parameter with several uses, and where the last one was."""
 
@@ -89,7 +92,7 @@ class Traversal(ABC):
     def await_node(self, node: Node) -> None:
         """Something waits at a node for the first time: see to it that :meth:`cross` is called."""
 
-    def await_site(self, site: Site) -> None:
+    def await_site(self, site: Site) -> None:  # noqa: B027 - autograd comes by itself
         """Something waits at a call for the first time."""
 
     @abstractmethod
@@ -113,7 +116,7 @@ class Traversal(ABC):
         propagator, extensions, _ = self.groups[slot]
         first = extensions[0] if extensions else None
         view = view.subsample(propagator.subsampling)
-        arrived = self._at_sites.pop((slot, site.call, site.index), Waiting())
+        arrived = self._at_sites.pop((slot, site.call, site.index), NOTHING)
         carrier = self._carrier(slot, view)
         with located(view, first):
             quantity = propagator.arrive(
@@ -130,7 +133,7 @@ class Traversal(ABC):
         with located(view, first):
             if site.layout is None and not view.axis:  # else what is below has another shape
                 whole = self.shed(slot, site, view, carrier, whole)
-                arrived = arrived if whole is quantity else Waiting()
+                arrived = arrived if whole is quantity else NOTHING
             self.send(slot, site, view, carrier, whole, arrived)
 
     def send(
@@ -140,10 +143,10 @@ class Traversal(ABC):
         view: View,
         carrier: Carrier,
         quantity: Any,
-        arrived: Waiting = Waiting(),
+        arrived: Waiting = NOTHING,
     ) -> None:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
-        propagator, call = self.groups[slot].propagator, site.call
+        call = site.call
         is_rule = isinstance(carrier, RuleCarrier)
         if is_rule and call.goes_inside and not call.rule.is_loss:
             self._send_below(slot, site, quantity, arrived)
@@ -165,7 +168,7 @@ class Traversal(ABC):
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
-        if arrived == Waiting():
+        if arrived == NOTHING:
             self.deliver(slot, site.below, own=quantity)
         else:
             self.deliver(slot, site.below, *arrived)
@@ -293,7 +296,7 @@ class Traversal(ABC):
             key = (slot, site.call, site.index)
             if key not in self._at_sites:
                 self.await_site(site)
-            before = self._at_sites.get(key, Waiting())
+            before = self._at_sites.get(key, NOTHING)
             added = (_add(propagator.merge, a, b) for a, b in zip(before, (wide, own), strict=True))
             self._at_sites[key] = Waiting(*added)
             return
