@@ -255,7 +255,8 @@ class BackwardPass(Traversal):
             call.release()
         # With backward(inputs=...), a parameter that is none of these may be reached in part: it
         # gets nothing then.
-        assert not self.is_on_its_way(), "a quantity was left on its way"
+        assert not self._at_sites, "a quantity was left on its way to a call"
+        assert not self._at_nodes, "a quantity was left on its way to a node"
         if self._is_part:
             return
         self._settle()
