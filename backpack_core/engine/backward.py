@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import _torch
-from backpack_core._torch import Node
+from backpack_core._torch import Node, is_symbolic
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context, current, logger
 from backpack_core.engine.carriers import Carrier, located
@@ -166,6 +166,7 @@ class BackwardPass(Traversal):
         """Have the dye travel, too, if this structure is not known to be right."""
         survey, check = self.survey, self.context.check
         is_asked = check != "never" and self._is_outermost and bool(survey.sites)
+        is_asked &= not any(is_symbolic(c.stored.outputs[i]) for c, i in survey.sites)
         if not is_asked or not any(group.propagator.per_sample for group in self.groups):
             return
         trust = trust_in(survey, "curvature" if self._is_curvature else "gradients")
