@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack import backpack, extend, extensions
+from backpack import extensions
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.extensions.backprop_extension import FAIL_ERROR, FAIL_SILENT, FAIL_WARN
@@ -21,26 +21,12 @@ from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import (
-    BackpropStrategy,
-    ExpectationApproximation,
     LossHessianStrategy,
 )
 from backpack.extensions.secondorder.sqrt_ggn import activations, custom_module, losses
 from backpack.utils.subsampling import subsample
 from backpack_core.errors import BackpackWarning, UnsupportedError, UsageError
-
-N = 4
-
-
-def data(*shape: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(N, *shape), torch.arange(N) % 2
-
-
-def run(model: nn.Module, x: Tensor, y: Tensor, *exts: Any) -> list[nn.Parameter]:
-    loss = extend(nn.CrossEntropyLoss())(extend(model)(x), y)
-    with backpack(*exts):
-        loss.backward()
-    return list(model.parameters())
+from tests.compat.nets import N, data, linear_net, run
 
 
 class GradLinear(FirstOrderModuleExtension):
@@ -63,10 +49,6 @@ class GradLinear(FirstOrderModuleExtension):
 class Grad(FirstOrderBackpropExtension):
     def __init__(self, table: dict[Any, Any], **settings: Any) -> None:
         super().__init__("mine", table, **settings)
-
-
-def linear_net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 3), nn.Sigmoid(), nn.Linear(3, 2))
 
 
 @pytest.mark.parametrize("chosen", [None, [2, 0]])
@@ -334,24 +316,23 @@ def _compare(ours: Any, reference: Any, parameter: Tensor) -> None:
         assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
-# The incumbent's base classes, used directly
+def test_sampled_root_from_a_table() -> None:
+    extension = Sqrt(dict(TABLE))
+    extension.loss_hessian_strategy = LossHessianStrategy.SAMPLING
+    extension.get_num_mc_samples = lambda: 5  # type: ignore[attr-defined]
+    assert run(linear_net(), *data(3), extension)[0].mine.shape == (5, N, 3, 3)
+    extension.loss_hessian_strategy = LossHessianStrategy.SUM
+    with pytest.raises(NotImplementedError, match="Unknown hessian strategy sum"):
+        run(linear_net(), *data(3), extension)
 
 
-def test_hbp_by_strategies() -> None:
-    botev, chen = ExpectationApproximation.BOTEV_MARTENS, ExpectationApproximation.CHEN
-    strategies = ("ggn", LossHessianStrategy.EXACT, BackpropStrategy.SQRT, botev)
-    mine = extensions.HBP(*strategies, savefield="mine")
-    found = (
-        mine.get_curv_type(), mine.get_loss_hessian_strategy(), mine.get_backprop_strategy(),
-        mine.get_ea_strategy(),
-    )  # fmt: skip
-    assert found == strategies
-    weight = run(linear_net(), *data(3), mine, extensions.KFLR())[0]
-    for ours, reference in zip(weight.mine, weight.kflr, strict=True):
-        assert torch.allclose(ours, reference)
-    with pytest.raises(NotImplementedError, match=r"averaged .* Use KFAC, KFLR or KFRA"):
-        extensions.HBP(*strategies[:3], chen)
-    with pytest.raises(NotImplementedError, match="positive semi-definite"):
-        extensions.HBP("hessian", *strategies[1:])
-    with pytest.raises(NotImplementedError, match="an average for SUM"):
-        extensions.HBP("ggn", LossHessianStrategy.SUM, BackpropStrategy.SQRT, botev)
+def test_pchmp_mode() -> None:
+    assert extensions.PCHMP(modify="abs").get_modification_mode() == "abs"
+
+
+def test_accumulation_of_a_built_in_extension() -> None:
+    from backpack_core import Columns
+
+    first, second = Columns.start("one", torch.ones(1, 2)), Columns.start("two", torch.ones(3, 2))
+    both = extensions.DiagGGNExact().accumulate_backpropagated_quantities(first, second)
+    assert both.mat.shape == (4, 2)

@@ -141,6 +141,28 @@ def test_loss_by_hand() -> None:
     problem.compare("diag_ggn_exact", expected)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_loss_of_a_known_type_by_hand(reduction: str) -> None:
+    """The layer rule of the loss starts nothing then: what is sent is the module extension's."""
+
+    class Start(ModuleExtension):
+        def backpropagate(
+            self, ext: Any, module: Any, g_inp: Any, g_out: Any, bpQuantities: Any
+        ) -> Tensor:
+            assert bpQuantities is None
+            return 3 * torch.ones_like(module.input0).unsqueeze(0)
+
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss(reduction=reduction))
+    x = torch.randn(4, 3)
+    extension = DiagGGNExact()
+    extension.set_module_extension(nn.MSELoss, Start())
+    loss = lossfunc(model(x), torch.randn(4, 2)).sum()
+    with backpack(extension):
+        loss.backward()
+    expected = (9 * x.square()).sum(0).expand(2, 3)
+    assert torch.allclose(model.weight.diag_ggn_exact, expected)  # type: ignore[arg-type]
+
+
 def test_nothing_to_pass_on() -> None:
     _, problem = scaled()
     extension = DiagGGNExact()
