@@ -78,7 +78,7 @@ def test_first_order(chosen: list[int] | None) -> None:
 
 def test_module_extension_of_a_known_extension_with_subsampling() -> None:
     extension = extensions.BatchGrad(subsampling=[3, 1])
-    extension.set_module_extension(nn.Linear, GradLinear())
+    extension.set_module_extension(nn.Linear, GradLinear(), overwrite=True)
     weight = run(linear_net(), *data(3), extension)[0]
     assert weight.grad_batch.shape == (2, 3, 3)
 
@@ -314,7 +314,7 @@ def test_cells(table: dict[Any, Any], name: str, net: str) -> None:
     for parameter in expected:
         delattr(parameter, extension.savefield)
     for kind, cell in table.items():
-        extension.set_module_extension(kind, cell)
+        extension.set_module_extension(kind, cell, overwrite=True)
     found = [getattr(p, extension.savefield) for p in run(model, x, y, extension)]
     for ours, reference, parameter in zip(found, wanted, expected, strict=True):
         _compare(ours, reference, parameter)
@@ -365,7 +365,7 @@ def test_kfac_has_the_strategies_of_its_name() -> None:
 
     cells = ((nn.Linear, HBPLinear()), (nn.Sigmoid, HBPSigmoid()))
     for kind, cell in (*cells, (nn.CrossEntropyLoss, HBPCrossEntropyLoss())):
-        sampled.set_module_extension(kind, cell)
+        sampled.set_module_extension(kind, cell, overwrite=True)
     torch.manual_seed(4)
     found = run(model, x, y, sampled)[0].kfac
     for ours, reference in zip(found, expected, strict=True):

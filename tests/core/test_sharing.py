@@ -112,7 +112,7 @@ def test_parameter_of_a_module_and_of_a_bare_function(extension: Any, position: 
         return F.linear(torch.tanh(net.a(x)), net.a.weight)
 
     problem = classification(Net(forward, a=nn.Linear(3, 3)), (3,))
-    with pytest.raises(UnsupportedError, match=rr"\.weight' is also used by the operation"):
+    with pytest.raises(UnsupportedError, match=r"\.weight' is also used by the operation"):
         problem.run(extension())
 
 
