@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 
 from backpack_core.plugins import ensure_loaded
-from backpack_core.registry import registry
+from backpack_core.plugins.registry import registry
 
 PAGE = Path(__file__).parent / "extensions.md"
 
