@@ -44,6 +44,7 @@ from backpack_core.record.switch import is_disabled, is_recording
 
 M = TypeVar("M", bound=Module)
 
+
 def extend(module: M, debug: bool = False) -> M:
     """Make a module, and all modules in it, report to active extensions.
 
