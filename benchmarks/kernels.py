@@ -12,7 +12,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, LayerRule, View, backpack, extend
+from backpack_core import FirstOrderExtension, LayerRule, backpack, extend
 from backpack_core.contract import contractions
 from backpack_layers.conv import ConvRule, DirectPatches, Patches
 from benchmarks.measure import alternate

@@ -83,7 +83,8 @@ def _agrees_with_the_batch(view: View, name: str, mat: Tensor, product: Tensor) 
     forward = _replay(view, name, whole=True)
     with torch.enable_grad():
         parameter = view.parameter(name).detach().requires_grad_()
-        output = forward(parameter, _batched_inputs(view)[0])
+        # Detached: a forward may return an input, whose hooks are not the replay's.
+        output = forward(parameter, tuple(t.detach() for t in _batched_inputs(view)[0]))
         column = torch.einsum("nv,vn...->n...", weights.to(mat.dtype), mat.detach())
         expected = _gradient(output, parameter, column)
     return agree(weights, product.detach(), expected, column.abs().sum())

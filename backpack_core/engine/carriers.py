@@ -205,7 +205,8 @@ def allows_fallback(extension: Extension, view: View) -> bool:
     if extension.fail_mode == "warning":
         warn_once(
             (kind, type(extension)),
-            f"{view.path} has no layer rule: {type(extension).__name__} leaves out {full_name}.",
+            f"{view.path} has no layer rule: {type(extension).__name__} leaves it out "
+            f"(a {full_name}).",
             BackpackWarning,
         )
         return False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backpack_core.contract import norms
 from backpack_core.contract import operations as ops
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.rules import ParametricRule
@@ -159,7 +160,7 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
     "squared_norm": (ops.squared_norm, lambda m: m.flatten(2).square().sum(2)),
-    "norm": (ops.norm, lambda m: m.flatten(2).norm(dim=2)),
+    "norm": (norms.norm, lambda m: m.flatten(2).norm(dim=2)),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "dense": (ops.dense, lambda m: m),
     "gram": (ops.gram, lambda m: torch.einsum("vnp,wmp->vnwm", m.flatten(2), m.flatten(2))),

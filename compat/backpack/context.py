@@ -113,9 +113,7 @@ def _current() -> core.Context:
 def _set(**changes: Any) -> None:
     """Replace the innermost context of this thread by one with changes."""
     before = core.current(threading.get_ident())
-    after = replace(
-        before or core.Context(seen={_MADE_HERE}), **changes
-    )
+    after = replace(before or core.Context(seen={_MADE_HERE}), **changes)
     settings = (after.extensions, after.extension_hook, after.debug, after.retain_graph)
     is_default = _MADE_HERE in after.seen and not any(settings)
     core.exchange(before, None if is_default else after)

@@ -35,8 +35,6 @@ def test_hbp_by_strategies() -> None:
         extensions.HBP("hessian", *strategies[1:])
     with pytest.raises(NotImplementedError, match="an average for SUM"):
         extensions.HBP("ggn", LossHessianStrategy.SUM, BackpropStrategy.SQRT, botev)
-    with pytest.raises(NotImplementedError, match="where one module ends"):
-        extensions.HBP("pch-abs", *AVERAGE)
 
 
 AVERAGE = (

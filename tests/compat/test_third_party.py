@@ -64,7 +64,7 @@ def test_first_order(chosen: list[int] | None) -> None:
 
 def test_module_extension_of_a_known_extension_with_subsampling() -> None:
     extension = extensions.BatchGrad(subsampling=[3, 1])
-    extension.set_module_extension(nn.Linear, GradLinear())
+    extension.set_module_extension(nn.Linear, GradLinear(), overwrite=True)
     weight = run(linear_net(), *data(3), extension)[0]
     assert weight.grad_batch.shape == (2, 3, 3)
 
@@ -300,7 +300,7 @@ def test_cells(table: dict[Any, Any], name: str, net: str) -> None:
     for parameter in expected:
         delattr(parameter, extension.savefield)
     for kind, cell in table.items():
-        extension.set_module_extension(kind, cell)
+        extension.set_module_extension(kind, cell, overwrite=True)
     found = [getattr(p, extension.savefield) for p in run(model, x, y, extension)]
     for ours, reference, parameter in zip(found, wanted, expected, strict=True):
         _compare(ours, reference, parameter)
