@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import BackpackError
+from tests.leftovers import left_behind, state
 from tests.nets.losses import Losses
 from tests.nets.net import build, data, generator
 from tests.nets.passes import CHANGING, WITH_OTHER_DATA, Run
@@ -125,7 +126,16 @@ def judge(prepared: Prepared) -> Verdict:
 
 
 def attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
-    """One run with some of the requests."""
+    """One run with some of the requests; nothing may be left of it."""
+    before = state()
+    verdict = _attempt(prepared, requests)
+    left = left_behind(before)
+    if left and verdict.passes:
+        return Verdict("wrong", f"left behind: {', '.join(left)}", str(left))
+    return verdict
+
+
+def _attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
     fields: dict[str, str] = {}
     run = None
     with warnings.catch_warnings():
