@@ -28,6 +28,10 @@ NOISE = 1e-12
 SMALLEST = 1e-6
 # What needs the graph after the pass.
 KEEPING = frozenset({"HMP", "GGNMP"})
+# Passes that fail on the way, and one whose gradients have a graph, also those of inputs.
+UNFREED = frozenset(
+    {"after_failure", "after_failure_on_one_graph", "after_thawing", "differentiable"}
+)
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,8 @@ def attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
     """
     before = state()
     verdict = _attempt(prepared, requests)
-    is_freed = verdict.outcome == "exact" and not any(r.name in KEEPING for r in requests)
-    left = left_behind(before) if is_freed else {}
+    keeps = prepared.recipe.plan.passes in UNFREED or any(r.name in KEEPING for r in requests)
+    left = left_behind(before) if verdict.outcome == "exact" and not keeps else {}
     if left:
         return Verdict("wrong", f"left behind: {', '.join(left)}", str(left))
     return verdict
