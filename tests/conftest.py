@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from backpack_core.engine.active import active_contexts
 from backpack_core.errors import forget_warnings
+from tests.leftovers import left_behind, state
 
 pytest_plugins = ["backpack_core.testing.pytest_plugin"]
 
@@ -51,10 +51,23 @@ def _double_precision() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Note failures: their tracebacks keep alive what a test had."""
+    report = yield
+    item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def _every_context_ends() -> Iterator[None]:
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = state()
     yield
-    assert not active_contexts()
+    if not request.node.stash.get(_FAILED, False):
+        assert not left_behind(before)
 
 
 @pytest.fixture(autouse=True)

@@ -109,6 +109,14 @@ class entered:
             self._context.passes.pop(self._task, None)
 
 
+_alive: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
+
+
+def live_passes() -> int:
+    """How many backward passes have not been let go of: zero outside of any."""
+    return len(_alive)
+
+
 class BackwardPass(Traversal):
     """The state of one backward pass under one context; dropped when the pass ends or fails."""
 
@@ -136,6 +144,7 @@ class BackwardPass(Traversal):
         """
         groups = [Group(p, e, frozenset(n for x in e for n in x.needs)) for p, e in context.groups]
         super().__init__(Survey(), groups)
+        _alive.add(self)
         self.context = context
         self.visiting: View | None = None
         self.is_running = False

@@ -157,6 +157,8 @@ class View:
     def tensor_input(self, index: int) -> Tensor:
         """Input tensor number ``index``, in the dtype of the gradient.
 
+        Detached, except where quantities are differentiable: results may keep it.
+
         Raises:
             OverwrittenInputError: It was changed in place since the forward pass.
             ReleasedIOError: An earlier backward pass freed it.
@@ -164,6 +166,7 @@ class View:
         found = self._tensors.get(index)
         if found is None:
             tensor = self._read(self.stored.inputs[index], index, "input")
+            tensor = tensor if self.is_differentiable else tensor.detach()
             found = self._tensors[index] = self._cast(self._shown(tensor))
         return found
 

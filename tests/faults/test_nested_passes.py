@@ -67,9 +67,9 @@ def _fail_at(count: int, error: BaseException) -> Callable[[nn.Module], None]:
     return hook
 
 
-def _raise(error: BaseException) -> Callable[[Tensor], None]:
+def _raise(error: type[BaseException]) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
-        raise error
+        raise error  # one of its own each time: it holds the frames that it went through
 
     return hook
 
@@ -87,7 +87,7 @@ CAUSES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
         lambda: Net(lambda net, x: Flaky.apply(x, net.errors)),  # type: ignore[no-untyped-call]
         lambda: {"errors": [Stop()]},
     ),
-    "gradient_hook": (nn.Identity, lambda: {"hook": _raise(Stop())}),
+    "gradient_hook": (nn.Identity, lambda: {"hook": _raise(Stop)}),
     "extension_hook": (nn.Identity, lambda: {"extension_hook": _fail_at(3, Stop())}),
     "last_extension_hook": (nn.Identity, lambda: {"extension_hook": _fail_at(5, Stop())}),
     "interrupt": (nn.Identity, lambda: {"extension_hook": _fail_at(3, KeyboardInterrupt())}),
@@ -235,7 +235,7 @@ def test_inner_pass_that_fails(where: str, kind: str) -> None:
     outer, inner = classification(mlp(), (3,)), classification(mlp(), (3,))
     expectation = expect(outer.expected, kind)
     inner_loss = inner.loss()
-    inner.parameters[0].register_hook(_raise(Stop()))
+    inner.parameters[0].register_hook(_raise(Stop))
 
     def run() -> None:
         with pytest.raises(Stop):

@@ -6,6 +6,7 @@ from torch import nn
 
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
 from backpack_layers.normalization import (
     BatchNormRule,
     GroupNormRule,
@@ -66,10 +67,11 @@ def test_batch_statistics_mix_samples(module: nn.Module, mode: str) -> None:
 
 def test_graphs_through_a_quantity() -> None:
     run = record(nn.LayerNorm(4), torch.randn(3, 4).double())
+    view = View(run.view.call)  # as in a pass with create_graph=True
     mat = torch.randn(1, 3, 4).double()
     with torch.no_grad():
-        LayerNormRule().jac_t_mat_prod(run.view, mat)  # what it leaves on the view has no graph
-    (found,) = LayerNormRule().jac_t_mat_prod(run.view, mat)
+        LayerNormRule().jac_t_mat_prod(view, mat)  # what it leaves on the view has no graph
+    (found,) = LayerNormRule().jac_t_mat_prod(view, mat)
     (expected,) = torch.autograd.grad(run.output, run.leaf, mat[0], create_graph=True)
     assert found is not None
     gradients = [torch.autograd.grad((t**3).sum(), run.leaf)[0] for t in (found[0], expected)]

@@ -90,3 +90,18 @@ def trap_name(recipe: Recipe) -> str:
     names += ["logsumexp" for term in recipe.terms if term.by_hand == "logsumexp"]
     names += [f"outer {recipe.plan.outer}"] if recipe.plan.outer else []
     return ", ".join(names)
+
+
+def rewrites_aside(recipe: Recipe) -> bool:
+    """Whether something is overwritten that no loss depends on.
+
+    The input of a module that is overwritten afterwards may hold its own future, which the backward
+    pass lets go of: none gets there.
+    """
+    wanted = {term.value for term in recipe.terms}
+    for step in reversed(recipe.steps):
+        if not wanted.isdisjoint(step.outputs):
+            wanted.update(step.inputs)
+        elif "in_place" in KINDS[step.kind].traits:
+            return True
+    return False

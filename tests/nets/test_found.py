@@ -202,6 +202,11 @@ FOUND["unused-part"] = FOUND["unused-part"].with_(
 )
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> None:
+    """Every net is judged by itself for what it leaves."""
+
+
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name: str) -> None:
     verdict = judge(Prepared(FOUND[name]))

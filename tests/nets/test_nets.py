@@ -22,6 +22,11 @@ BLOCKS = 10
 LARGEST_BLOCK = 250
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> None:
+    """Every net is judged by itself for what it leaves."""
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames:
         return

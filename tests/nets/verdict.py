@@ -13,18 +13,25 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import BackpackError
+from tests.leftovers import left_behind, state
 from tests.nets.losses import Losses
 from tests.nets.net import build, data, generator
 from tests.nets.passes import CHANGING, WITH_OTHER_DATA, Run
 from tests.nets.quantities import QUANTITIES
 from tests.nets.recipe import Recipe, Request
-from tests.nets.scope import has_value
+from tests.nets.scope import has_value, rewrites_aside
 from tests.nets.truth import Truth, Unstable, difference, fresh
 
 RTOL = 1e-8
 # What is this much smaller than the largest entry of all parameters is rounding, and so is less.
 NOISE = 1e-12
 SMALLEST = 1e-6
+# What needs the graph after the pass.
+KEEPING = frozenset({"HMP", "GGNMP"})
+# Passes that fail on the way, and one whose gradients have a graph, also those of inputs.
+UNFREED = frozenset(
+    {"after_failure", "after_failure_on_one_graph", "after_thawing", "differentiable"}
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Prepared:
             Unstable: Plain autograd cannot, or not reliably.
         """
         self.recipe = recipe
+        if rewrites_aside(recipe):
+            raise Unstable("What is overwritten aside may hold its own future for ever.")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -125,7 +134,21 @@ def judge(prepared: Prepared) -> Verdict:
 
 
 def attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
-    """One run with some of the requests."""
+    """One run with some of the requests; nothing may be left of it.
+
+    After an error, or where a product keeps the graph, something may: the input of a module that
+    was overwritten afterwards holds its own future until a backward pass frees it.
+    """
+    before = state()
+    verdict = _attempt(prepared, requests)
+    keeps = prepared.recipe.plan.passes in UNFREED or any(r.name in KEEPING for r in requests)
+    left = left_behind(before) if verdict.outcome == "exact" and not keeps else {}
+    if left:
+        return Verdict("wrong", f"left behind: {', '.join(left)}", str(left))
+    return verdict
+
+
+def _attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
     fields: dict[str, str] = {}
     run = None
     with warnings.catch_warnings():

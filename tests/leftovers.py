@@ -1,0 +1,73 @@
+"""What a pass must not leave behind, whatever became of it."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack_core.engine.active import active_contexts
+from backpack_core.engine.backward import live_passes
+from backpack_core.record.call import live_calls
+from backpack_core.record.switch import is_disabled
+from backpack_core.tuning import memory_budget
+
+State = dict[str, int]
+
+
+def state() -> State:
+    """What is there now, by name."""
+    return {
+        "calls alive": live_calls(),
+        "passes alive": live_passes(),
+        "contexts entered": active_contexts(),
+        "recording off": int(is_disabled()),
+        "function modes entered": torch._C._len_torch_function_stack(),
+        "bytes of memory budget": memory_budget(),
+    }
+
+
+def left_behind(before: State) -> dict[str, tuple[int, int]]:
+    """What is not as it was: numbers before and now, by name.
+
+    Exceptions hold frames in cycles, so garbage is collected; but only if something is left. And
+    after one, autograd keeps the nodes it did not get to, until the next pass of the thread.
+    """
+    if not _changed(before):
+        return {}
+    torch.zeros((), requires_grad=True).neg().backward()
+    steps = (partial(gc.collect, 0), gc.collect, _cut_circles, gc.collect)
+    for step in steps:
+        if not _changed(before):
+            return {}
+        step()
+    return _changed(before)
+
+
+def _cut_circles() -> None:
+    """Drop results whose graph holds the parameter that they are stored on, as was asked for."""
+    for thing in gc.get_objects():
+        if type(thing) is Parameter and any(map(_has_graph, (thing.grad, *vars(thing).values()))):
+            thing.grad = None
+            vars(thing).clear()
+
+
+def _has_graph(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    # A block that multiplies, or a spectrum that makes eigenvectors, keeps what it needs.
+    return value is not None and not isinstance(value, list)
+
+
+def _changed(before: State) -> dict[str, tuple[int, int]]:
+    # Fewer calls than before are no fault: the garbage of an earlier test went.
+    counted = {"calls alive", "passes alive"}
+    return {
+        name: (before[name], now)
+        for name, now in state().items()
+        if now > before[name] or (now != before[name] and name not in counted)
+    }
