@@ -136,6 +136,8 @@ def after_forward(
     executions.remove(execution)
     if not executions:
         del module.__dict__[_EXECUTIONS]
+    for computing in parametrizations_of(module).values():
+        computing.__dict__.pop(_COMPUTES, None)
     return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
 
 

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor
 
-from backpack_core._torch import is_symbolic
+from backpack_core._torch import is_symbolic as is_symbolic
+from backpack_core._torch import memory_of as memory_of
 
 # Kinds of devices that torch may cast on.
 _DEVICES = ("cpu", "cuda", "xpu", "mps")

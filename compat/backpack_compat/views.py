@@ -54,7 +54,7 @@ def made_view(
         module,
         resolved.rule,
         resolved.provenance,
-        tuple(Edge(nowhere, 0) if t.requires_grad else None for t in inputs),
+        tuple(Edge(nowhere, 0) if t.is_floating_point() else None for t in inputs),
         stored,
         threading.get_ident(),
         module.training,

@@ -119,7 +119,7 @@ def test_kfac_has_the_strategies_of_its_name() -> None:
 
     cells = ((nn.Linear, HBPLinear()), (nn.Sigmoid, HBPSigmoid()))
     for kind, cell in (*cells, (nn.CrossEntropyLoss, HBPCrossEntropyLoss())):
-        sampled.set_module_extension(kind, cell)
+        sampled.set_module_extension(kind, cell, overwrite=True)
     torch.manual_seed(4)
     found = run(model, x, y, sampled)[0].kfac
     for ours, reference in zip(found, expected, strict=True):

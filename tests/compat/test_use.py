@@ -88,7 +88,7 @@ def test_nothing_stays_alive() -> None:
         loss = lossfunc(model(X), Y)
         del model, lossfunc, loss
     gc.collect()
-    assert live_calls() == before
+    assert live_calls() <= before
 
 
 def test_models_can_be_copied_and_pickled() -> None:

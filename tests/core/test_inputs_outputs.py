@@ -113,7 +113,7 @@ def test_subclass_without_a_forward_has_its_parents_rule() -> None:
 
 def test_subclass_with_a_forward_has_no_rule_of_its_parent() -> None:
     problem = classification(nn.Sequential(Doubled(3, 4), nn.Tanh(), Doubled(4, 3)), (3,))
-    with pytest.warns(AutodiffFallbackWarning, match=r"Doubled '2' \(.*\) has no layer rule"):
+    with pytest.warns(AutodiffFallbackWarning, match="Doubled '2' has no layer rule"):
         problem.check()
 
 

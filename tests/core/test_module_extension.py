@@ -95,7 +95,7 @@ def test_only_this_instance_is_meant() -> None:
     expected = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
     by_hand, other = DiagGGNExact(savefield="by_hand"), DiagGGNExact()
     by_hand.set_module_extension(Scale, ScaleDiagGGN())
-    with pytest.warns(UserWarning, match=r"Scale '1' \(.*\) has no layer rule"):
+    with pytest.warns(UserWarning, match="Scale '1' has no layer rule"):
         problem.run(by_hand, other)
     problem.compare("by_hand", expected)
     problem.compare("diag_ggn_exact", expected)
@@ -155,7 +155,7 @@ def test_loss_of_a_known_type_by_hand(reduction: str) -> None:
     model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss(reduction=reduction))
     x = torch.randn(4, 3)
     extension = DiagGGNExact()
-    extension.set_module_extension(nn.MSELoss, Start())
+    extension.set_module_extension(nn.MSELoss, Start(), overwrite=True)
     loss = lossfunc(model(x), torch.randn(4, 2)).sum()
     with backpack(extension):
         loss.backward()
@@ -231,7 +231,7 @@ def test_subclasses_are_not_meant() -> None:
     by_hand, extension = ScaleBatchGrad(), BatchGrad()
     extension.set_module_extension(Scale, by_hand)
     problem = classification(nn.Sequential(nn.Linear(3, 3), Other()), (3,))
-    with pytest.warns(UserWarning, match=r"Other '1' \(.*\) has no layer rule"):
+    with pytest.warns(UserWarning, match="Other '1' has no layer rule"):
         problem.run(extension)
     assert not by_hand.seen
 

@@ -160,7 +160,7 @@ def test_intermediate_of_a_module_used_outside(outside_first: bool) -> None:
 
     leaky = Leaky()
     model = Net(forward, a=nn.Linear(3, 3), leaky=leaky)
-    with pytest.raises(UnsupportedError, match="'scale' is also used"):
+    with pytest.raises(UnsupportedError, match=r"'leaky\.scale' is also used"):
         classification(model, (3,)).run(BatchGrad())
     del leaky.hidden
 

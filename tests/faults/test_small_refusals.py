@@ -200,7 +200,7 @@ def test_averaged_positive_curvature(curvature: str, modify: Any) -> None:
     ids=str,
 )
 def test_other_strategies_have_no_counterpart(curvature: str, strategies: Any) -> None:
-    with pytest.raises(UnsupportedError, match="no counterpart here"):
+    with pytest.raises(UnsupportedError, match="defines no quantity here"):
         HBP(curvature, *strategies)
 
 

@@ -121,7 +121,7 @@ def test_exact_where_columns_cannot_go_in_chunks(net: str) -> None:
         for block, p in zip(problem.expected(hessians), problem.parameters, strict=True)
     ]
     extension = BatchDiagHessian()
-    extension.set_module_extension(nn.Bilinear, ModuleExtension())
+    extension.set_module_extension(nn.Bilinear, ModuleExtension(), overwrite=True)
     with budget(1):
         problem.run(extension)
     problem.compare("diag_h_batch", expected)

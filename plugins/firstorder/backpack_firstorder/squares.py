@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension
-from backpack_core._torch import is_symbolic
 from backpack_core.errors import RangeWarning, warn_once
+from backpack_core.values import is_symbolic
 
 # Flags on their way from another device: the flag, what tells that it arrived, key and message.
 _pending: list[tuple[Tensor, torch.cuda.Event, object, str]] = []
