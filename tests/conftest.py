@@ -66,6 +66,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     before = state()
     yield
+    request.node.funcargs.clear()  # what fixtures gave
     if not request.node.stash.get(_FAILED, False):
         assert not left_behind(before)
 

@@ -51,7 +51,8 @@ def left_behind(before: State) -> dict[str, tuple[int, int]]:
 def _cut_circles() -> None:
     """Drop results whose graph holds the parameter that they are stored on, as was asked for."""
     for thing in gc.get_objects():
-        if type(thing) is Parameter and any(map(_has_graph, (thing.grad, *vars(thing).values()))):
+        is_parameter = issubclass(type(thing), Tensor) and isinstance(thing, Parameter)
+        if is_parameter and any(map(_has_graph, (thing.grad, *vars(thing).values()))):
             thing.grad = None
             vars(thing).clear()
 
