@@ -43,8 +43,8 @@ def trust_in(survey: Survey, kind: str) -> Trust:
         survey: The graph.
         kind: What is asked for, where that makes a difference.
     """
-    first, *_ = survey.sites
-    table = owner_of(first[0].module).__dict__.setdefault(_TRUST, {})
+    *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
+    table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
     found: Trust = table.setdefault(hash((kind, *_structure(survey))), Trust())
     return found
 
