@@ -7,7 +7,7 @@ inputs, what is read at a parameter, what happens where branches meet, how to go
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -146,6 +146,10 @@ class Propagator(ABC):
             BridgeError: The quantity cannot be carried through this node exactly.
         """  # noqa: DOC202 - what an override returns
         raise refuse(node, f"{self!r} only passes through modules with a layer rule")
+
+    def supply(self, quantities: dict[int, Any], grads: Sequence[Tensor | None]) -> dict[int, Any]:
+        """What arrived at an autograd node, once its gradients are known; default: as it is."""
+        return quantities
 
     def widen(self, quantity: Any, batch_size: int) -> Any:
         """A quantity of the chosen samples as one of the whole batch: autograd nodes know no other.

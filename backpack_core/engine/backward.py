@@ -69,7 +69,7 @@ class OutputHook:
             site = Site(self.call, self.index, Edge(node, self.output_nr))
             with entered(context, site.edge) as current_pass:
                 current_pass.arrive(site, final, None if final is grad else others)
-                current_pass.cross(node)  # its hooks are running already
+                current_pass.cross(node, grads)  # its hooks are running already
 
         handle = _torch.current_node().register_prehook(after)
 
@@ -365,7 +365,7 @@ class BackwardPass(Traversal):
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""
-        self._when_reached(node, lambda owner, _: owner.cross(_torch.current_node()))
+        self._when_reached(node, lambda owner, grads: owner.cross(_torch.current_node(), grads))
 
     def _when_reached(self, node: Node, function: Any) -> None:
         # Autograd may never get there (backward(inputs=...), an exception): then the hook stays on
@@ -419,7 +419,7 @@ class BackwardPass(Traversal):
     def _reach_viewed(self, grads: tuple[Tensor | None, ...]) -> None:
         node = _torch.current_node()
         self._arrive_through_views(node, dict(enumerate(grads)))
-        self.cross(node)
+        self.cross(node, grads)
 
     def _arrive_through_views(self, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""

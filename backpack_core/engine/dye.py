@@ -9,7 +9,7 @@ whether autograd brought what is known of, or something besides: a term beside t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,8 @@ class Dye(NamedTuple):
     Attributes:
         columns: Blocks of two columns, ``[2, N, *]``: the gradient, and the weighted one.
         is_whole: Whether it came through every operation on the way.
+        is_open: Whether calls send something here, besides, that is dyed by their own samples: how
+            much, autograd's gradient tells.
         size: The largest entry it had at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
         way: Calls and operations that it came through.
@@ -47,6 +49,7 @@ class Dye(NamedTuple):
 
     columns: Columns
     is_whole: bool = True
+    is_open: bool = False
     size: float = 0.0
     unit: float = 0.0
     way: tuple[str, ...] = ()
@@ -113,22 +116,33 @@ class DyePropagator(Propagator):
             return self.start(rule, view)
         if gradient.shape[:1] != self._weights.shape:
             return self.begin(gradient) if waiting is None else waiting
-        weights = self._along(gradient, 0)
-        expected = torch.stack([gradient, gradient * weights])
         if waiting is not None:
-            self._compare(view, waiting, expected)
+            self._compare(view, waiting, gradient)
+        if self._is_told_by_autograd(view):
+            return Dye(Columns({}), is_open=True, way=(view.path,))
         if view.axis and view.call.goes_inside:
             return _LOST
-        return Dye(Columns({_OF_LOSS: expected}), True, _largest(gradient), way=(view.path,))
+        dyed = torch.stack([gradient, gradient * self._along(gradient, 0)])
+        return Dye(Columns({_OF_LOSS: dyed}), size=_largest(gradient), way=(view.path,))
 
-    def _compare(self, view: View, arrived: Dye, expected: Tensor) -> None:
+    def _is_told_by_autograd(self, view: View) -> bool:
+        """Whether what a call sends can be told from the gradient at its input.
+
+        A rule keeps samples apart. So where only they matter, what it sends is not computed but
+        taken from autograd, at the next operation that may mix them.
+        """
+        if self._is_curvature or view.axis or view.call.goes_inside:
+            return False
+        live = _live(view)
+        return len(live) == 1 and view.stored.inputs[live[0]].shape[:1] == self._weights.shape
+
+    def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
         place = (view.call, view.index)
-        if not arrived.is_whole or total is None or total.shape != expected.shape:
-            self.settled.add(place)  # nobody will know more next time
+        if not arrived.is_whole or total is None or total.shape[1:] != own.shape:
+            self.settled.add(place)  # nobody will know more next time, or need to
             return
         plain, dyed = total
-        own = expected[0]
         size = max(_largest(own), _largest(plain))
         if not size:
             return
@@ -148,14 +162,15 @@ class DyePropagator(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
-        live = [i for i, edge in enumerate(view.call.edges) if edge is not None]
+        if quantity.is_open:
+            return dict.fromkeys(_live(view), quantity)
         try:
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
         except Exception:  # whatever it is, the quantities that were asked for may do without
-            return dict.fromkeys(live, _LOST)
+            return dict.fromkeys(_live(view), _LOST)
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
             for i, p in enumerate(products)
@@ -175,6 +190,7 @@ class DyePropagator(Propagator):
         return Dye(
             first.columns.merge(second.columns),
             first.is_whole and second.is_whole,
+            first.is_open or second.is_open,
             max(first.size, second.size),
             max(first.unit, second.unit),
             tuple(dict.fromkeys(first.way + second.way)),
@@ -185,6 +201,22 @@ class DyePropagator(Propagator):
         if not quantity.columns.blocks:
             return quantity
         return quantity._replace(columns=quantity.columns.map(function))
+
+    def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
+        """What calls sent is what autograd brought, but for what came by operations."""
+        return {nr: self._closed(dye, grads[nr]) for nr, dye in quantities.items()}
+
+    def _closed(self, dye: Dye, gradient: Tensor | None) -> Dye:
+        if not dye.is_open or not dye.is_whole:
+            return dye
+        if gradient is None or gradient.shape[:1] != self._weights.shape:
+            return _LOST
+        known = dye.total()
+        own = gradient.detach() if known is None else gradient.detach() - known[0]
+        dyed = torch.stack([own, own * self._along(own, 0)])
+        columns = dye.columns.merge(Columns({_OF_LOSS: dyed}))
+        size = max(dye.size, _largest(gradient))
+        return dye._replace(columns=columns, is_open=False, size=size)
 
     def cross(
         self, node: Node, quantities: dict[int, Dye], batch_size: int
@@ -203,7 +235,8 @@ class DyePropagator(Propagator):
                 size, unit = (max(d.size for d in arrived), max(d.unit for d in arrived))
                 steps = [*(step for dye in arrived for step in dye.way), nodes.described(node)]
                 way = tuple(dict.fromkeys(steps))
-                found = ((i, Dye(c, True, size, max(unit, _unit(c)), way)) for i, c in crossed)
+                unit = max(unit, *(_unit(columns) for _, columns in crossed))
+                found = ((i, Dye(c, size=size, unit=unit, way=way)) for i, c in crossed)
                 return [(i, self._dyed(dye)) for i, dye in found]
         return [(i, _LOST) for i, (child, _) in enumerate(node.next_functions) if child is not None]
 
@@ -237,6 +270,10 @@ class DyePropagator(Propagator):
         shape[axis] = -1
         weights = self._weights.to(gradient.device, gradient.dtype)
         return weights.reshape(shape)
+
+
+def _live(view: View) -> list[int]:
+    return [position for position, edge in enumerate(view.call.edges) if edge is not None]
 
 
 def _unit(columns: Columns) -> float:

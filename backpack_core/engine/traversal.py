@@ -7,7 +7,7 @@ autograd does (``backward.py``), or an order made beforehand (``sweep.py``). So 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -319,12 +319,18 @@ class Traversal(ABC):
         waiting = self._at_nodes[edge.node].setdefault(slot, {})
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
 
-    def cross(self, node: Node) -> None:
-        """Push what waits at a node through it."""
+    def cross(self, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
+        """Push what waits at a node through it.
+
+        Args:
+            node: The node.
+            grads: The gradients at its outputs, where autograd has brought them.
+        """
         for slot, quantities in self._at_nodes.pop(node, {}).items():
             propagator, extensions, _ = self.groups[slot]
             first = extensions[0] if extensions else None
             with located_between(self.survey, first, node):
+                quantities = propagator.supply(quantities, grads)
                 crossed = propagator.cross(node, quantities, self.survey.batch_size)
             if not crossed:
                 continue
