@@ -29,6 +29,7 @@ from backpack_core.engine.traversal import Group, Pending, Traversal
 from backpack_core.engine.trust import Trust, trust_in
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
 from backpack_core.graph import nodes
+from backpack_core.graph.above import nonlinear_above
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey, parameters_of
 from backpack_core.graph.views import look_through
@@ -169,7 +170,19 @@ class BackwardPass(Traversal):
         self._trust: Trust | None = None
         if self.groups or context.graph_extensions:
             self._look_around(roots)
+            self._refuse_outer(roots)
             self._begin_measuring(roots, gradients)
+
+    def _refuse_outer(self, roots: list[Edge]) -> None:
+        """Raise where curvature would need that of a function of the loss."""
+        node = nonlinear_above(self.survey, roots) if self._is_curvature else None
+        if node is not None:
+            raise UnsupportedError(
+                f"The operation {nodes.described(node)!r} is applied to an extended loss before "
+                "backward() is called, and is not known to be linear: curvature would need its "
+                "second derivative. Call backward() on the loss itself, or on a weighted sum of "
+                "losses."
+            )
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
