@@ -71,9 +71,14 @@ class GraphExtension(SecondOrderExtension):
 
     Whatever the architecture is: samples that influence each other, parameters used by plain
     functions. It keeps the graph of the pass alive as long as its results, which differentiate it.
+
+    Attributes:
+        is_of_losses: Whether it belongs to the extended losses, so that there has to be nothing but
+            a weighted sum of them; else to whatever ``backward()`` is called on.
     """
 
     keeps_graph = True
+    is_of_losses: bool = False
 
     def __init__(
         self,

@@ -175,7 +175,9 @@ class BackwardPass(Traversal):
 
     def _refuse_outer(self, roots: list[Edge]) -> None:
         """Raise where curvature would need that of a function of the loss."""
-        node = nonlinear_above(self.survey, roots) if self._is_curvature else None
+        is_of_losses = any(e.is_of_losses for e in self.context.graph_extensions)
+        is_asked = self._is_curvature or is_of_losses
+        node = nonlinear_above(self.survey, roots) if is_asked else None
         if node is not None:
             raise UnsupportedError(
                 f"The operation {nodes.described(node)!r} is applied to an extended loss before "

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from backpack_core import Extension, backpack, extend
 from backpack_core.errors import UnsupportedError
-from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import GGNMP, KFAC, BatchGrad, DiagGGNExact, DiagHessian
 from tests import oracle
 from tests.cases import Net, Problem
 
@@ -42,7 +42,7 @@ def _parts(outer: Callable[[Tensor], Tensor]) -> tuple[Problem, Tensor]:
     return problem, outer(lossfunc(extend(model)(x), y))
 
 
-@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFAC])
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFAC, GGNMP])
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_curvature_of_a_function_of_the_loss(name: str, extension: Callable[[], Extension]) -> None:
     _, loss = _parts(NONLINEAR[name])

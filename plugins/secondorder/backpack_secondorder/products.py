@@ -90,6 +90,7 @@ class ProductExtension(GraphExtension):
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
         """
         super().__init__(as_subsampling(subsampling), savefield, fail_mode)
+        self.is_of_losses |= subsampling is not None
 
 
 class GGNMP(ProductExtension):
@@ -102,6 +103,7 @@ class GGNMP(ProductExtension):
     """
 
     savefield = "ggnmp"
+    is_of_losses = True
 
     def begin(self) -> GraphReading:
         """Collect the losses."""
@@ -136,6 +138,7 @@ class PCHMP(ProductExtension):
     """
 
     savefield = "pchmp"
+    is_of_losses = True
     modifications: ClassVar[tuple[str, ...]] = ("clip", "abs")
 
     def __init__(
