@@ -154,6 +154,11 @@ def add_library_folder(file: str) -> None:
     _LIBRARY.add(str(Path(file).parent))
 
 
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to a library, and is not the user's."""
+    return filename.startswith((*_LIBRARY, "<"))
+
+
 def warn_once(key: Hashable, message: str, category: type[Warning]) -> None:
     """Warn the first time that ``key`` turns up, at the user's line."""
     if key in _warned:
@@ -167,7 +172,7 @@ def warn(message: str, category: type[Warning]) -> None:
     frame = sys._getframe(1)
     level, inner = 2, 2
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((*_LIBRARY, "<")):
+        if not is_library(frame.f_code.co_filename):
             inner = level
             break
         level += 1

@@ -1,10 +1,10 @@
 """Which sample a number belongs to is measured: a gradient dyed sample by sample.
 
-Two columns travel besides what was asked for. One is the gradient itself; in the other, every
-sample has a random weight of its own. Where samples stay apart, the second is the first times the
+Columns travel besides what was asked for. The first is the gradient itself; in the others, every
+sample has a random weight of its own. Where samples stay apart, they are the first times the
 weights, at every call. Where they do not, an operation on the way mixes them, or axis 0 holds
-something else that is as long as the batch. The first column tells how large rounding is, and
-whether autograd brought what is known of, or something besides: a term beside the loss, a hook.
+something else that is as long as the batch. The first column tells whether autograd brought what is
+known of, or something besides: a term beside the loss, a hook.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from backpack_core.contract.columns import Columns, Root
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator, cross_columns
 from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.record.call import Call
@@ -30,15 +31,14 @@ _BESIDE = Root("dyed elsewhere")
 # A scalar has no samples yet; what it becomes is dyed where it gets some.
 _DYED_LATER = {Root("in an extended loss"): _OF_LOSS, Root("before any loss"): _BESIDE}
 _IN_LOSS, _BEFORE = _DYED_LATER
-# How many different weights there are; in a larger batch, some samples share one, others each time.
-_LEVELS = 9
+_COUPLED = Root("a function of numbers that several samples share")
 
 
 class Dye(NamedTuple):
     """The dyed gradient at a tensor.
 
     Attributes:
-        columns: Blocks of two columns, ``[2, N, *]``: the gradient, and the weighted one.
+        columns: Blocks of columns ``[V, N, *]``: the gradient, and weighted ones.
         is_whole: Whether it came through every operation on the way.
         is_open: Whether calls send something here, besides, that is dyed by their own samples: how
             much, autograd's gradient tells.
@@ -82,25 +82,24 @@ class DyePropagator(Propagator):
             is_curvature: Whether what is not known of makes a difference.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
         """
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(batch_size, generator=generator)
-        # Powers of two: rounding is the same with them and without, to the last bit.
-        self._weights = 2.0 ** (order % _LEVELS - _LEVELS // 2)
+        # For curvature, a term that is a guess is one too many.
+        self._weights = Weights(batch_size, seed, guesses=1 if is_curvature else 2)
+        self._right = {0} if is_curvature else {0, 1}
         self._is_curvature = is_curvature
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()
 
     def begin(self, gradient: Tensor) -> Dye:
         """The gradient at a root of the pass, not dyed yet unless it has samples."""
-        twice = gradient.detach().expand(2, *gradient.shape)
-        return self._dyed(Dye(Columns({_BEFORE: twice}), size=_largest(gradient)))
+        columns = Columns({_BEFORE: self._weights.plain(gradient.detach())})
+        return self._dyed(Dye(columns, size=_largest(gradient)))
 
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at the loss; :meth:`cross` dyes it where it gets samples."""
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
-        twice = Columns({_IN_LOSS: gradient.expand(2, *gradient.shape)})
-        return self._dyed(Dye(twice, size=_largest(gradient), way=(view.path,)))
+        columns = Columns({_IN_LOSS: self._weights.plain(gradient)})
+        return self._dyed(Dye(columns, size=_largest(gradient), way=(view.path,)))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare, and start anew.
@@ -114,7 +113,7 @@ class DyePropagator(Propagator):
         gradient = view.grad_output.detach()
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
-        if gradient.shape[:1] != self._weights.shape:
+        if not self._weights.fit(gradient):
             return self.begin(gradient) if waiting is None else waiting
         if waiting is not None:
             self._compare(view, waiting, gradient)
@@ -122,7 +121,7 @@ class DyePropagator(Propagator):
             return Dye(Columns({}), is_open=True, way=(view.path,))
         if view.axis and view.call.goes_inside:
             return _LOST
-        dyed = torch.stack([gradient, gradient * self._along(gradient, 0)])
+        dyed = self._weights.dyed(gradient)
         return Dye(Columns({_OF_LOSS: dyed}), size=_largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
@@ -134,7 +133,7 @@ class DyePropagator(Propagator):
         if self._is_curvature or view.axis or view.call.goes_inside:
             return False
         live = _live(view)
-        return len(live) == 1 and view.stored.inputs[live[0]].shape[:1] == self._weights.shape
+        return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
 
     def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
@@ -142,23 +141,29 @@ class DyePropagator(Propagator):
         if not arrived.is_whole or total is None or total.shape[1:] != own.shape:
             self.settled.add(place)  # nobody will know more next time, or need to
             return
-        plain, dyed = total
+        plain, *guesses = total
         size = max(_largest(own), _largest(plain))
         if not size:
             return
         self.settled.add(place)
         unit = max(arrived.unit, torch.finfo(own.dtype).eps)
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
-        weights = self._along(plain, 0)
-        if _largest((dyed - plain * weights) / weights) > allowed:
+        if self._is_curvature:
+            of_loss = arrived.columns.blocks.get(_OF_LOSS)
+            besides = plain if of_loss is None else plain - of_loss[0]
+            # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
+            is_other = _largest(plain - own) > max(16 * allowed, size * 1e-5)
+            if is_other or _largest(besides) > allowed:
+                raise _something_besides(view, arrived)
+        weights = self._weights.along(plain)
+        # One guess has to be right everywhere.
+        self._right &= {
+            number
+            for number, dyed in enumerate(guesses)
+            if _largest((dyed - plain * weights) / weights) <= allowed
+        }
+        if not self._right:
             raise _mixed(view, arrived)
-        if not self._is_curvature:
-            return
-        besides = arrived.columns.blocks.get(_BESIDE)
-        # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
-        is_other = _largest(plain - own) > max(16 * allowed, size * 1e-5)
-        if is_other or (besides is not None and _largest(besides[0]) > allowed):
-            raise _something_besides(view, arrived)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
@@ -209,19 +214,18 @@ class DyePropagator(Propagator):
     def _closed(self, dye: Dye, gradient: Tensor | None) -> Dye:
         if not dye.is_open or not dye.is_whole:
             return dye
-        if gradient is None or gradient.shape[:1] != self._weights.shape:
+        if gradient is None or not self._weights.fit(gradient):
             return _LOST
         known = dye.total()
         own = gradient.detach() if known is None else gradient.detach() - known[0]
-        dyed = torch.stack([own, own * self._along(own, 0)])
-        columns = dye.columns.merge(Columns({_OF_LOSS: dyed}))
+        columns = dye.columns.merge(Columns({_OF_LOSS: self._weights.dyed(own)}))
         size = max(dye.size, _largest(gradient))
         return dye._replace(columns=columns, is_open=False, size=size)
 
     def cross(
         self, node: Node, quantities: dict[int, Dye], batch_size: int
     ) -> list[tuple[int, Dye]]:
-        """Call the node for both columns, if that has no effects; else it ends."""
+        """Call the node for all columns, if that has no effects; else it ends."""
         arrived = list(quantities.values())
         is_free = self._is_readable and (not nodes.is_function(node) or nodes.is_hook(node))
         if is_free and all(dye.is_whole for dye in arrived):
@@ -237,39 +241,35 @@ class DyePropagator(Propagator):
                 way = tuple(dict.fromkeys(steps))
                 unit = max(unit, *(_unit(columns) for _, columns in crossed))
                 found = ((i, Dye(c, size=size, unit=unit, way=way)) for i, c in crossed)
-                return [(i, self._dyed(dye)) for i, dye in found]
+                return [(i, self._dyed(self._coupled(node, dye))) for i, dye in found]
         return [(i, _LOST) for i, (child, _) in enumerate(node.next_functions) if child is not None]
+
+    @staticmethod
+    def _coupled(node: Node, dye: Dye) -> Dye:
+        """Behind a nonlinear function of numbers that all samples share, it is theirs for good."""
+        blocks = dye.columns.blocks
+        is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
+        if _BEFORE not in blocks or is_scalar or nodes.is_linear(node):
+            return dye
+        return dye._replace(
+            columns=Columns({_COUPLED if r is _BEFORE else r: b for r, b in blocks.items()})
+        )
 
     def _dyed(self, dye: Dye) -> Dye:
         """Weigh what has got samples just now."""
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
         for root, block in dye.columns.blocks.items():
-            axis = self._samples_of(block[0], root) if root in _DYED_LATER else None
-            if axis is not None and axis < 0:
-                is_whole = False  # several rows for each sample, in an order that is not known
-            elif axis is not None:
-                root, block = _DYED_LATER[root], block.clone()
-                block[1] *= self._along(block[1], axis)
+            is_later = root in _DYED_LATER
+            guesses = self._weights.guess(block[0], root is _IN_LOSS) if is_later else None
+            if guesses:
+                root = _DYED_LATER[root]
+                dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
+                block = torch.stack([block[0], *dyed])
+            elif guesses is not None:
+                is_whole &= self._is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole)
-
-    def _samples_of(self, gradient: Tensor, root: Root) -> int | None:
-        """Which axis holds the samples; -1 if none alone does, ``None`` if they are not there."""
-        batch_size = len(self._weights)
-        if gradient.numel() == 1 and batch_size != 1:
-            return None
-        axes = [axis for axis, size in enumerate(gradient.shape) if size == batch_size]
-        if axes and (axes == axes[:1] or (root is _IN_LOSS and axes[0] == 0)):
-            return axes[0]
-        is_multiple = bool(axes) or (batch_size > 0 and gradient.numel() % batch_size == 0)
-        return -1 if is_multiple else None
-
-    def _along(self, gradient: Tensor, axis: int) -> Tensor:
-        shape = [1] * gradient.dim()
-        shape[axis] = -1
-        weights = self._weights.to(gradient.device, gradient.dtype)
-        return weights.reshape(shape)
 
 
 def _live(view: View) -> list[int]:

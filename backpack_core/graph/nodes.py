@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, operations
-from backpack_core.errors import BridgeError
+from backpack_core.errors import BridgeError, is_library
 from backpack_core.graph import vmap_nodes
 
 # Operations that are linear maps whatever their arguments are.
@@ -77,9 +77,12 @@ def name_of(node: Node) -> str:
 
 def described(node: Node) -> str:
     """The operation, and the user's line where anomaly mode has recorded it."""
-    lines = node.metadata.get("traceback_") or ()  # type: ignore[attr-defined]
-    line = str(lines[-1]).strip().partition("\n")[0] if lines else ""
-    return f"{name_of(node)} [{line}]" if line else name_of(node)
+    steps = node.metadata.get("traceback_") or ()  # type: ignore[attr-defined]
+    for step in reversed(steps):
+        found = re.match(r'\s*File "(.+)", line (\d+)', step)
+        if found and not is_library(found[1]):
+            return f"{name_of(node)} [{found[1]}:{found[2]}]"
+    return name_of(node)
 
 
 def refuse(node: Node, reason: str) -> BridgeError:

@@ -1,0 +1,83 @@
+"""The weights of samples, and where in a tensor samples may lie."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# How many different weights there are; in a larger batch, some samples share one, others each time.
+_LEVELS = 9
+
+
+class Weights:
+    """A random power of two for every sample: rounding is the same with it and without.
+
+    Where nobody says how a tensor is laid out, there are several guesses: columns besides the plain
+    one, of which one has to turn out right.
+    """
+
+    def __init__(self, batch_size: int, seed: int, guesses: int) -> None:
+        """Draw them.
+
+        Args:
+            batch_size: Number of samples.
+            seed: No generator of the user's is touched.
+            guesses: How many columns there are for guesses: one or two.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(batch_size, generator=generator)
+        self._values = 2.0 ** (order % _LEVELS - _LEVELS // 2)
+        self._guesses = guesses
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._values)
+
+    def fit(self, tensor: Tensor) -> bool:
+        """Whether axis 0 is as long as the batch."""
+        return tensor.shape[:1] == self._values.shape
+
+    def along(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """One for each entry of an axis, to be multiplied with the tensor."""
+        return self._shaped(self._values, tensor, axis)
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Columns without weights."""
+        return tensor.expand(1 + self._guesses, *tensor.shape)
+
+    def dyed(self, tensor: Tensor) -> Tensor:
+        """Columns of a tensor with samples on axis 0."""
+        return torch.stack([tensor, *[tensor * self.along(tensor)] * self._guesses])
+
+    def guess(self, tensor: Tensor, is_first: bool) -> list[Tensor] | None:
+        """Where samples may lie in a tensor: weights to multiply with, for every guess.
+
+        Args:
+            tensor: Shape ``[*]``.
+            is_first: Whether they are on axis 0, if that is as long as the batch.
+
+        Returns:
+            As many as there are guesses, or none if it is hopeless; ``None`` if there are no
+            samples in it.
+        """
+        size = len(self)
+        if not size or (tensor.numel() == 1 and size != 1):
+            return None
+        axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
+        if axes:
+            found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
+        elif tensor.dim() and not tensor.shape[0] % size:  # [N · k, *] or [k · N, *]
+            count = tensor.shape[0] // size
+            rows = self._values.repeat_interleave(count), self._values.repeat(count)
+            found = [self._shaped(values, tensor, 0) for values in rows]
+        else:
+            return [] if not tensor.numel() % size else None
+        if len(found) > self._guesses:
+            return []
+        return (found * self._guesses)[: self._guesses]
+
+    @staticmethod
+    def _shaped(values: Tensor, tensor: Tensor, axis: int) -> Tensor:
+        shape = [1] * tensor.dim()
+        shape[axis] = -1
+        return values.to(tensor.device, tensor.dtype).reshape(shape)

@@ -1,0 +1,294 @@
+"""Whether samples stay apart is measured: what is found, what is not, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from backpack_core import backpack, extend
+from backpack_core.engine.dye import DyePropagator
+from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
+from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
+from tests import oracle
+from tests.cases import Net, classification, mlp
+
+N, T = 4, 4
+Loss = Callable[[Tensor], Tensor]
+
+
+def run(model: nn.Module, loss: Loss, *extensions: Any, **options: Any) -> Any:
+    """One pass of a model on sequences ``[N, T, 3]``."""
+    value = loss(extend(model)(torch.randn(N, T, 3)))
+    with backpack(*(extensions or (BatchGrad(),)), **options):
+        value.backward()
+    return list(model.parameters())
+
+
+# What mixes samples, or looks as if it had some.
+
+
+def _positions(net: Any, x: Tensor) -> Tensor:
+    return net.a(x) + net.b(torch.eye(T, 3))  # type: ignore[no-any-return]
+
+
+def _time_first(net: Any, x: Tensor) -> Tensor:
+    return net.b(torch.tanh(net.a(x).transpose(0, 1))).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def _graph(net: Any, x: Tensor) -> Tensor:
+    adjacency = torch.ones(N, N).tril() / N
+    return net.b((adjacency @ net.a(x).flatten(1)).view(N, T, 3))  # type: ignore[no-any-return]
+
+
+def _centred(net: Any, x: Tensor) -> Tensor:
+    h = net.a(x)
+    return net.b(h - h.mean(0))  # type: ignore[no-any-return]
+
+
+NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "positions": _positions,
+    "time_first": _time_first,
+    "graph": _graph,
+    "centred": _centred,
+}
+
+
+def net(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+    """Two linear layers of width 3."""
+    return Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+
+
+def squares(output: Tensor) -> Tensor:
+    """An extended loss."""
+    loss: Tensor = extend(nn.MSELoss())(output, torch.zeros_like(output))
+    return loss
+
+
+@pytest.mark.parametrize("loss", [squares, lambda output: output.square().mean()])
+@pytest.mark.parametrize("name", NETS)
+def test_gradients_of_samples_that_do_not_exist(name: str, loss: Loss) -> None:
+    with pytest.raises(SampleMixingError, match=r"Between Linear '[ab]' and what uses its output"):
+        run(net(NETS[name]), loss)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_curvature_of_samples_that_do_not_exist(name: str) -> None:
+    with pytest.raises(SampleMixingError, match=r"Between Linear '[ab]' and what uses its output"):
+        run(net(NETS[name]), squares, DiagGGNExact())
+
+
+def test_nothing_is_said_if_nothing_is_asked() -> None:
+    run(net(_centred), squares, check="never")
+    with pytest.raises(UsageError, match="check is one of first, always, never"):
+        backpack(BatchGrad(), check="sometimes")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_the_line_is_named_in_anomaly_mode() -> None:
+    with (
+        torch.autograd.set_detect_anomaly(True),
+        pytest.raises(SampleMixingError, match=r"Mean \[.*test_dye\.py:\d+\]"),
+    ):
+        run(net(_centred), squares)
+
+
+# Functional losses: samples where they are guessed to be.
+
+
+def _contrastive(output: Tensor) -> Tensor:
+    z = output.flatten(1)
+    return F.cross_entropy(z @ z.mT, torch.arange(N))
+
+
+COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "contrastive": _contrastive,
+    "statistic": lambda output: output.mean(0).square().sum(),
+    "spread": lambda output: output.std(0).sum(),
+    "log_of_means": lambda output: output.square().mean((0, 1)).log().sum(),
+}
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda output: output.square().mean(),
+    "by_position": lambda output: F.cross_entropy(output.flatten(0, 1), torch.arange(N * T) % 3),
+    "time_first": lambda output: F.cross_entropy(
+        output.transpose(0, 1).flatten(0, 1), torch.arange(N * T) % 3
+    ),
+    "transposed": lambda output: output.permute(2, 1, 0).exp().mean(),
+    "last": lambda output: output[:, -1].logsumexp(1).sum(),
+    "root": lambda output: output.square().mean().sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_loss_that_is_no_sum(name: str) -> None:
+    with pytest.raises(SampleMixingError):
+        run(nn.Linear(3, 3), COUPLED[name])
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_loss_that_is_a_sum(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+    for parameter in run(model, SUMS[name]):
+        oracle.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+# Terms beside the loss.
+
+
+BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
+    "penalty": lambda output: 0.1 * output.square().sum(),
+    "divergence": lambda output: 0.1 * (output.log_softmax(2).exp() * output).sum(),
+}
+
+
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", BESIDE)
+def test_curvature_with_a_term_beside_the_loss(name: str, first: bool, batch: int) -> None:
+    model = extend(nn.Linear(3, 3))
+    output = model(torch.randn(batch, T, 3))
+    beside, loss = BESIDE[name](output), squares(output)
+    with pytest.raises(UnsupportedError, match="a term beside them"), backpack(DiagGGNExact()):
+        (beside + loss if first else loss + beside).backward()
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_gradients_with_a_term_beside_the_loss(name: str) -> None:
+    for parameter in run(nn.Linear(3, 3), lambda output: squares(output) + BESIDE[name](output)):
+        oracle.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+# In which passes.
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often it was measured so far, as the length."""
+    found: list[int] = []
+    original = DyePropagator.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        found.append(1)
+        original(self, *args, **options)
+
+    monkeypatch.setattr(DyePropagator, "__init__", init)
+    return found
+
+
+def test_passes_that_are_measured(measured: list[int]) -> None:
+    problem = classification(mlp(), (3,))
+    counts = []
+    for _ in range(17):
+        problem.run(BatchGrad())
+        counts.append(len(measured))
+    assert counts == [1, 2, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 5, 5, 5, 5, 6]
+    for check, more in (("never", 0), ("always", 3)):
+        before = len(measured)
+        for _ in range(3):
+            problem.run(BatchGrad(), check=check)
+        assert len(measured) == before + more
+
+
+def test_another_structure_is_measured_anew(measured: list[int]) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        return net.b(torch.tanh(h) if net.branch else h)  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    model.branch = False  # type: ignore[assignment]
+    for _ in range(4):
+        run(model, squares)
+    assert len(measured) == 3
+    model.branch = True  # type: ignore[assignment]
+    run(model, squares)
+    assert len(measured) == 4
+
+
+def test_other_lengths_are_the_same_structure(measured: list[int]) -> None:
+    model = extend(nn.Linear(3, 3))
+    for length in (5, 6, 7, 8):
+        output = model(torch.randn(N, length, 3))
+        with backpack(BatchGrad()):
+            squares(output).backward()
+    assert len(measured) == 3
+
+
+def test_where_nothing_was_compared_it_is_measured_again() -> None:
+    """A factor that starts at zero hides what mixes samples behind it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        return net.b(net.factor * (h - h.mean(0)) + x)  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    model.factor = 0.0  # type: ignore[assignment]
+    for _ in range(7):
+        run(model, squares)
+    model.factor = 1.0  # type: ignore[assignment]
+    with pytest.raises(SampleMixingError):
+        run(model, squares)
+
+
+# What it must not do.
+
+
+def test_random_numbers_are_the_same() -> None:
+    results = []
+    for check in ("never", "always"):
+        torch.manual_seed(1)
+        problem = classification(mlp(), (3,))
+        torch.manual_seed(2)
+        problem.run(DiagGGNMC(), check=check)
+        results.append([*problem.fields("diag_ggn_mc"), torch.rand(2)])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_effects_come_once() -> None:
+    calls = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            calls.append(1)
+            return 2 * grad
+
+    run(net(lambda net, x: net.b(Double.apply(net.a(x)))), squares, check="always")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_left_alone(reentrant: bool) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = checkpoint(lambda y: torch.tanh(net.a(y)), net.b(x), use_reentrant=reentrant)
+        return h.exp()  # type: ignore[no-any-return]
+
+    for parameter in run(net(forward), squares, check="always"):
+        oracle.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_no_false_alarm(dtype: torch.dtype, scale: float) -> None:
+    """Attention with residuals, in every precision: gradients that nearly cancel included."""
+    scale = scale if dtype in (torch.float64, torch.float32) else scale**0.2
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.norm(x + net.a(x))
+        scores = (net.q(h) @ net.k(h).mT).softmax(-1)
+        return x + net.b(scores @ h) + net.a(h)  # type: ignore[no-any-return]
+
+    layers = {name: nn.Linear(8, 8) for name in "abqk"}
+    model = extend(Net(forward, norm=nn.LayerNorm(8), **layers)).to(dtype)
+    output = model(torch.randn(N, 6, 8, dtype=dtype))
+    with backpack(BatchGrad(), DiagGGNMC(), check="always"):
+        (scale * squares(output)).backward()
