@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Check, Context, ExtensionHook, group, pop, push
+from backpack_core.engine.active import Check, Context, ExtensionHook, pop, push
+from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled

@@ -201,9 +201,12 @@ class Call:
         return f"<call of {self.path}: {received} -> {returned}>"
 
 
+Kept = dict[Call, dict[Any, Any]]  # what calls have computed for all columns that pass through
+
+
 def path_of(module: Module) -> str:
     """A module's class, and its place in the model that was extended."""
-    path = getattr(module, PATH_ATTRIBUTE, "")
+    path = module.__dict__.get(PATH_ATTRIBUTE)
     name = class_of(module).__name__
     return f"{name} '{path}'" if path else name
 
