@@ -87,7 +87,7 @@ class backpack:
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)
-        announcer.__enter__()
+        announcer.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -104,7 +104,7 @@ class backpack:
             BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
         context, announcer = self._entered.pop()
-        announcer.__exit__(exc_type, exc, traceback)
+        announcer.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
         pop(context)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(

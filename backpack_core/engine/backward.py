@@ -24,7 +24,7 @@ from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
-from backpack_core.engine.trust import measurement
+from backpack_core.engine.trust import Measurement, measurement
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
 from backpack_core.record.call import Call, Edge, Kept, Site
@@ -88,11 +88,11 @@ class BackwardPass:
         self._viewed: set[Call] = set()
         self._release_last: list[Call] = []
         self._groups = list(context.groups)
-        self._sink = FieldSink(self.survey, outer._sink if outer and is_part else None)
+        self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
         self._schedule = HookSchedule(self.survey, self._groups, context.passes)
         chunks = Chunks(self.survey, self._groups, self._kept, self._sink.partial)
         self._traversal = Traversal(self.survey, self._groups, self._schedule, self._sink, chunks)
-        self._measurement = None
+        self._measurement: Measurement | None = None
         if context.groups or context.graph_extensions:
             self._look_around(roots)
             self._begin_measuring(roots, gradients)

@@ -219,7 +219,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         )
         return False
     warn_once(
-        kind,
+        (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
         "automatically, which is exact but slower. Install a plugin that knows "
         f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",

@@ -223,7 +223,7 @@ class Site(NamedTuple):
     """
 
     call: Call
-    index: int
+    index: int  # type: ignore[assignment] # a tuple has a method of that name
     edge: Edge
     layout: Layout | None = None
 
@@ -272,7 +272,7 @@ def site_at(edge: Edge) -> Site | None:
         return Site(call, index, edge, layout)
     table = None if level == INSIDE else node.metadata.get(_SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
-    return None if found is None else Site(*found, edge)
+    return None if found is None else Site(found[0], found[1], edge)
 
 
 def edge_at(call: Call, index: int, node: Node) -> Edge | None:
