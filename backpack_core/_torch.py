@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,21 +38,24 @@ KEY = -1
 GLOBAL_KEY = -2
 
 
-def graph_task_id() -> int:
-    """The backward pass that autograd is running on this thread; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
-def current_node() -> Any:
-    """The autograd node whose hooks, or whose formula, are running."""
-    return torch._C._current_autograd_node()
+# The backward pass that autograd is running on this thread; -1 outside of one.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# The autograd node whose hooks, or whose formula, are running.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+# The tracing state of ``torch.jit``; ``None`` where it is not looking.
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_will_execute: Callable[[Node], bool] = getattr(
+    torch._C, "_will_engine_execute_node", lambda node: True
+)
+# Whether autocast is on for any device; where torch does not tell, each has to be asked.
+casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def will_execute(node: Node) -> bool:
     """Whether the pass under way gets to a node: with ``inputs=...``, some are left out."""
-    asked: Any = getattr(torch._C, "_will_engine_execute_node", None)
     # Torch does not count the node that the pass began at.
-    return asked is None or bool(asked(node)) or node is current_node()
+    return _will_execute(node) or node is current_node()
 
 
 def will_get_gradient(tensor: Tensor) -> bool:
@@ -88,11 +92,12 @@ def is_inside_function() -> bool:
 
 def running_calls(module: Module) -> int:
     """How often a module is being called on this thread: more than once if it calls itself."""
-    count, frame = 0, sys._getframe(1)
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
     code = Module._wrapped_call_impl.__code__
     while frame is not None:
         count += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return count
 
 
@@ -137,12 +142,13 @@ def version_of(tensor: Tensor) -> int:
 
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of one tensor from that of another; views share it."""
-    return tensor.untyped_storage()._cdata
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that a view looks at."""
-    return tensor._base if tensor._is_view() else None  # type: ignore[no-untyped-call]
+    return tensor._base if tensor._is_view() else None
 
 
 def is_symbolic(tensor: Tensor) -> bool:
@@ -152,8 +158,7 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` is tracing: its tensors stand for others."""
-    peek: Any = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-    return peek() is not None
+    return _transform() is not None
 
 
 @cache
@@ -171,11 +176,6 @@ def node_type(name: str) -> type | None:
     """The type of torch's own nodes that has a name, if this version has it."""
     found: type | None = getattr(torch._C._functions, name, None)
     return found
-
-
-def is_tracing() -> bool:
-    """Whether ``torch.jit`` is looking at what runs."""
-    return torch._C._get_tracing_state() is not None
 
 
 def is_scripting() -> bool:

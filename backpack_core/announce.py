@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backpack_core.engine.active import Context, current
-from backpack_core.engine.backward import begin
+from backpack_core.engine.hooks import begin
 from backpack_core.errors import UsageError
 
 # What hands roots to autograd's engine, and the names of its arguments for roots and gradients.

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Check, Context, ExtensionHook, group, pop, push
+from backpack_core.engine.active import Check, Context, ExtensionHook, pop, push
+from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled
@@ -86,7 +87,7 @@ class backpack:
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)
-        announcer.__enter__()
+        announcer.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -103,7 +104,7 @@ class backpack:
             BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
         context, announcer = self._entered.pop()
-        announcer.__exit__(exc_type, exc, traceback)
+        announcer.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
         pop(context)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(

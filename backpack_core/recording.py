@@ -21,7 +21,7 @@ from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core._torch import ModuleHooks, cached_tensor, parametrizations_of, version_of
-from backpack_core.engine.backward import OutputHook
+from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.computed import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
@@ -32,9 +32,8 @@ from backpack_core.record.call import (
     Stored,
     attach,
     attach_viewed,
-    edge_of,
-    has_site,
 )
+from backpack_core.record.execution import Execution, Received, aliases
 from backpack_core.record.state import (
     Owned,
     computed_in_hooks,
@@ -77,28 +76,6 @@ class _Hook:
     def __reduce__(self) -> str:
         """A global of this file."""
         return self._function.__name__
-
-
-class Execution:
-    """A module execution that has begun: what only the moment before the forward can tell."""
-
-    __slots__ = ("computed", "edges", "is_recorded", "tensors", "thread", "training", "versions")
-
-    def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
-        self.training = training
-        self.tensors = tensors
-        self.versions = [version_of(t) for t in tensors]
-        self.edges = [edge_of(t) for t in tensors]
-        self.thread = threading.get_ident()
-        self.is_recorded = False
-        self.computed: dict[str, Tensor] = {}
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """One that never ended: an exception that hooks do not hear of came in between."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """The same for pickle."""
-        return type(None), ()
 
 
 # Where executions of a module are noted, on the module: what does not end must not outlive it.
@@ -217,91 +194,37 @@ def _record(
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     if not any(o.grad_fn is not None and o.layout is torch.strided for o in outputs):
         return None
-    aliases = _aliases(outputs, execution)
+    own = aliases(outputs, execution)
     resolved = registry.resolve(module)
     if any(t.is_complex() for t in (*outputs, *execution.tensors)):
         resolved = FALLBACK  # rules are formulas for real numbers
     if kwargs:
         kwargs = _ordered(module, kwargs)
-    inputs = _Inputs(execution, outputs)
-    stored_inputs = tuple(map(inputs.store, tensors_in(args, kwargs)))
-    if inputs.replaced:
-        args, kwargs = map_tensors((args, kwargs), lambda t: inputs.replaced.get(id(t), t))
+    received = Received(execution, outputs, own.values())
+    inputs = tuple(map(received.store, tensors_in(args, kwargs)))
+    if received.replaced:
+        args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
     detached = tuple(o.detach() for o in outputs)
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
-    versions = (*inputs.versions, *(version_of(o) for o in detached))
-    stored = Stored(args, kwargs, stored_inputs, detached, versions, owned, parameters, computed)
+    versions = (*received.versions, *(version_of(o) for o in detached))
+    stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed)
     call = Call(
         module,
         resolved.rule,
         resolved.provenance,
-        tuple(inputs.edges),
+        tuple(received.edges),
         stored,
         threading.get_ident(),
         execution.training,
         settings_of(module),
-        inputs.is_rewired,
+        received.is_rewired,
         not _torch.has_saving_hooks(),
         inside,
     )
     for index, output in enumerate(outputs):
-        _attach(call, index, aliases.get(id(output), output), execution)
-    return map_tensors(result, lambda t: aliases.get(id(t), t)) if aliases else None
-
-
-class _Inputs:
-    """What a call received, as it is stored."""
-
-    def __init__(self, execution: Execution, outputs: tuple[Tensor, ...]) -> None:
-        self._execution = execution
-        self._slots = {id(t): i for i, t in enumerate(execution.tensors)}
-        self._nodes = [o.grad_fn for o in outputs if o.grad_fn is not None]
-        self.edges: list[Edge | None] = []
-        self.versions: list[int] = []
-        self.replaced: dict[int, Tensor] = {}
-        self.is_rewired = False
-
-    def store(self, tensor: Tensor) -> Tensor:
-        """The tensor, or what takes its place: holding our own node would be a cycle."""
-        slot = self._slots.get(id(tensor))
-        # A pre-hook of the user's that ran after ours may have replaced an argument.
-        edge = edge_of(tensor) if slot is None else self._execution.edges[slot]
-        version = version_of(tensor) if slot is None else self._execution.versions[slot]
-        if tensor.grad_fn is not None and self._is_own(tensor.grad_fn) and edge_of(tensor) != edge:
-            # The module rewrote its input. Where it came from before, a pre-hook saw.
-            self.is_rewired |= _torch.base_of(tensor) is not None and version_of(tensor) != version
-            tensor = self._replace(tensor)
-        elif slot is None and edge is not None and self._is_own(edge.node):
-            # It was replaced and rewritten: what it was before, nobody saw.
-            version, self.is_rewired = -1, True
-            tensor, edge = self._replace(tensor), None
-        self.edges.append(edge)
-        self.versions.append(version)
-        return tensor
-
-    def _replace(self, tensor: Tensor) -> Tensor:
-        detached = self.replaced[id(tensor)] = tensor.detach()
-        return detached
-
-    def _is_own(self, node: Any) -> bool:
-        return any(node is own for own in self._nodes)
-
-
-def _aliases(outputs: tuple[Tensor, ...], execution: Execution) -> dict[int, Tensor]:
-    """Outputs with a node of their own, for those that share one with something else.
-
-    A module may return its input, or what a module inside returned; and of several outputs one may
-    depend on another. Each output is looked at by itself, with a gradient of its own.
-    """
-    live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
-    received = {(e.node, e.output_nr) for e in execution.edges if e is not None}
-    found: dict[int, Tensor] = {}
-    for output in live:
-        place: Any = (output.grad_fn, output.output_nr)
-        if len(live) > 1 or place in received or has_site(*place):
-            found[id(output)] = output.view_as(output)
-    return found
+        _attach(call, index, own.get(id(output), output), execution)
+    return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
 def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> None:
@@ -319,7 +242,7 @@ def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> Non
     layout = Layout(
         output.shape,
         output.stride(),
-        output.storage_offset() - base.storage_offset(),
+        int(output.storage_offset() - base.storage_offset()),
         base.shape,
         base.stride(),
     )

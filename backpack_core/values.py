@@ -12,11 +12,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from torch import Tensor
 
+from backpack_core._torch import casts
 from backpack_core._torch import is_symbolic as is_symbolic
 from backpack_core._torch import memory_of as memory_of
 
 # Kinds of devices that torch may cast on.
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
+_NOTHING = nullcontext()
 
 
 def any_of(mask: Tensor) -> bool:
@@ -41,10 +43,9 @@ def is_half(dtype: torch.dtype) -> bool:
 
 def without_autocast() -> AbstractContextManager[object]:
     """Within the block, operations keep the precision they are given."""
-    enabled = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-    if not enabled:
-        return nullcontext()
+    if not casts():
+        return _NOTHING
     stack = ExitStack()
-    for device in enabled:
+    for device in filter(torch.is_autocast_enabled, _DEVICES):
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack

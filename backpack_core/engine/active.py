@@ -20,12 +20,10 @@ from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.contract.propagator import Propagator
-from backpack_core.plugins.registry import registry
+from backpack_core.engine.groups import Group
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
-Groups = tuple[tuple[Propagator, tuple[Extension, ...]], ...]
 
 logger = logging.getLogger("backpack_core")
 
@@ -52,7 +50,7 @@ class Context:
     debug: bool = False
     check: Check = "first"
     retain_graph: bool = False
-    groups: Groups = ()
+    groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
@@ -136,21 +134,3 @@ def _is_alive(ident: int) -> bool:
     # A new thread, this one for example, may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
-
-
-def group(extensions: tuple[Extension, ...]) -> tuple[Groups, tuple[GraphExtension, ...]]:
-    """Group extensions by equal propagators, except where one goes its own way at some modules.
-
-    Returns:
-        The groups, and apart from them what reads the loss as a whole.
-    """
-    groups: dict[object, tuple[Propagator, list[Extension]]] = {}
-    graph_extensions = tuple(e for e in extensions if isinstance(e, GraphExtension))
-    for extension in extensions:
-        if isinstance(extension, GraphExtension):
-            continue
-        alone = extension.module_extensions or registry.has_overrides(type(extension))
-        key = (extension.propagator, id(extension) if alone else None)
-        groups.setdefault(key, (extension.propagator, []))[1].append(extension)
-    whole = tuple((propagator, tuple(members)) for propagator, members in groups.values())
-    return whole, graph_extensions

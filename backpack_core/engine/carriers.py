@@ -6,13 +6,13 @@ Both read off at parameters and send on to inputs; the traversal does not ask wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from backpack_core._torch import Node, class_of
+from backpack_core._torch import class_of
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
@@ -22,25 +22,42 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import ParametricRule
 from backpack_core.errors import (
     AutodiffFallbackWarning,
-    BackpackError,
     BackpackWarning,
-    BridgeError,
     UnsupportedError,
     warn_once,
 )
-from backpack_core.graph.survey import Survey, parameters_of
+from backpack_core.graph.trained import Trained
 from backpack_core.plugins.loading import missing
-from backpack_core.plugins.registry import registry
+from backpack_core.record.call import path_of
 from backpack_core.record.view import View
 
 _AUTODIFF = AutodiffRule()
 
-# Name, parameter, what an extension reads (or what is stored), whether a rule covers it.
-Found = tuple[str, Tensor, Any, bool]
+
+class Found(NamedTuple):
+    """What there is at a parameter.
+
+    Attributes:
+        name: What the module calls it.
+        parameter: The parameter.
+        value: What an extension reads, or what is stored.
+        is_covered: Whether a rule covers it.
+    """
+
+    name: str
+    parameter: Tensor
+    value: Any
+    is_covered: bool = True
 
 
 class Carrier(ABC):
-    """What a call does with a group's quantity."""
+    """What a call does with a group's quantity.
+
+    Class attributes:
+        gives_values: What is found at parameters is stored as it is; else extensions read it.
+    """
+
+    gives_values: ClassVar[bool] = False
 
     @abstractmethod
     def starts(self, view: View) -> bool:
@@ -51,12 +68,8 @@ class Carrier(ABC):
         """The quantity at the call's output, from what was sent there; ``None`` for nothing."""
 
     @abstractmethod
-    def readings(self, view: View, quantity: Any) -> Iterator[Found]:
-        """What extensions read, for every parameter, and whether the layer rule covers it."""
-
-    @abstractmethod
-    def values(self, view: View, quantity: Any) -> Iterator[Found]:
-        """What is stored as it is, for every parameter."""
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
+        """What there is at every parameter."""
 
     @abstractmethod
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
@@ -77,24 +90,21 @@ class RuleCarrier(Carrier):
         """By the propagator."""
         return self._propagator.arrive(view.call.rule, view, waiting)
 
-    def readings(self, view: View, quantity: Any) -> Iterator[Found]:
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
         used: dict[str, Reading] = {}
-        for name, parameter, tensor, is_covered in parameters_of(view.call):
-            if name not in used:
+        module = view.call.module
+        path = path_of(module) if trained else ""
+        for name, parameter, tensor, is_covered in trained:
+            reading = used.get(name)
+            if reading is None:
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                reading = self._propagator.product(rule, view, name, quantity)
+                reading = used[name] = self._propagator.product(rule, view, name, quantity)
                 is_linear = is_covered and name in rule.linear_in_params
-                reading.place(view.call.module, view.path, name, type(rule), is_linear)
-                used[name] = reading
-            reading = used[name]
+                reading.place(module, path, name, type(rule), is_linear)
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
-            yield name, parameter, reading, is_covered
-
-    def values(self, view: View, quantity: Any) -> Iterator[Found]:
-        """None."""
-        return iter(())
+            yield Found(name, parameter, reading, is_covered)
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
@@ -104,6 +114,8 @@ class RuleCarrier(Carrier):
 
 class HandWrittenCarrier(Carrier):
     """A module extension, written by hand for one extension and one type of module."""
+
+    gives_values = True
 
     def __init__(
         self, module_extension: ModuleExtension, propagator: Propagator, extension: Extension
@@ -122,11 +134,7 @@ class HandWrittenCarrier(Carrier):
             return waiting
         return self._propagator.arrive(view.call.rule, view, waiting)
 
-    def readings(self, view: View, quantity: Any) -> Iterator[Found]:
-        """None: it computes values itself."""
-        return iter(())
-
-    def values(self, view: View, quantity: Any) -> Iterator[Found]:
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
         """What the methods named after the parameters return."""
         self._run("check", view)
         arrived = self._presented(quantity) if self._propagator.travels else None
@@ -139,7 +147,7 @@ class HandWrittenCarrier(Carrier):
                 )
             parameter = owned[name][0] if name in owned else None
             if parameter is not None and parameter.requires_grad:
-                yield name, parameter, self._run(name, view, arrived), True
+                yield Found(name, parameter, self._run(name, view, arrived))
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """What ``backpropagate`` returns, to the first input or to all."""
@@ -211,7 +219,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         )
         return False
     warn_once(
-        kind,
+        (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
         "automatically, which is exact but slower. Install a plugin that knows "
         f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",
@@ -228,46 +236,3 @@ def tolerates(extension: Extension, view: View, name: str, error: UnsupportedErr
         key = (type(view.call.module), type(extension), name)
         warn_once(key, f"{view.path}: {error}", BackpackWarning)
     return True
-
-
-@contextmanager
-def located(view: View, extension: Extension | None) -> Iterator[None]:
-    """Add where it happened to an error: module, extension, and who provided them."""
-    try:
-        yield
-    except Exception as error:
-        rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
-        _place(error, extension, f", at {view.path}, rule {rule}")
-        raise
-
-
-@contextmanager
-def located_between(
-    survey: Survey, extension: Extension | None, node: Node | None = None
-) -> Iterator[None]:
-    """The same between modules: behind which of them an operation stands, as far as it is known.
-
-    Args:
-        survey: What is known about the graph.
-        extension: The extension.
-        node: The operation; ``None`` if the error will say.
-    """
-    try:
-        yield
-    except Exception as error:
-        at = error.node if node is None and isinstance(error, BridgeError) else node
-        paths = [] if at is None else survey.sources(at)
-        _place(error, extension, f", after {', '.join(paths)}" if paths else "")
-        raise
-
-
-def _place(error: Exception, extension: Extension | None, where: str) -> None:
-    """Say it once: the innermost place counts."""
-    if getattr(error, "backpack_context", None) is not None:
-        return
-    who = "no extension" if extension is None else registry.describe(extension)
-    text = error.backpack_context = f"[{who}{where}]"  # type: ignore[attr-defined]
-    if isinstance(error, BackpackError):
-        error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
-    elif hasattr(error, "add_note"):
-        error.add_note(text)

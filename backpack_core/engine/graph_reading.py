@@ -9,9 +9,10 @@ from torch import Tensor
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
-from backpack_core.engine.carriers import located, located_between
+from backpack_core.engine.location import place, place_between
 from backpack_core.errors import UsageError
-from backpack_core.graph.survey import Survey, refuse_complex
+from backpack_core.graph.survey import Survey
+from backpack_core.graph.trained import refuse_complex
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 
@@ -46,8 +47,11 @@ class GraphPass:
     def observe(self, view: View) -> None:
         """Show a visit to all of them."""
         for extension, reading in self._readings:
-            with located(view, extension):
+            try:
                 reading.observe(view)
+            except Exception as error:
+                place(error, view, extension)
+                raise
 
     def results(self, survey: Survey) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The values of all parameters, by extension."""
@@ -56,8 +60,11 @@ class GraphPass:
             gradients = self._gradients or (None,) * len(self._roots)
             graph = LossGraph(self._roots, gradients, _parameters(survey), survey.nonlinear)
             for extension, reading in self._readings:
-                with located_between(survey, extension):
+                try:
                     values = reading.results(graph)
+                except Exception as error:
+                    place_between(error, survey, extension)
+                    raise
                 yield extension, values
 
 

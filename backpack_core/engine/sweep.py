@@ -8,24 +8,22 @@ autograd as usual. Besides memory this saves time, since small chunks stay in th
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.carriers import Carrier
-from backpack_core.engine.traversal import Pending, Traversal
+from backpack_core.engine.groups import Group
+from backpack_core.engine.schedule import RankSchedule
+from backpack_core.engine.sink import ChunkSink, Values
+from backpack_core.engine.traversal import Traversal
+from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Site
+from backpack_core.record.call import Kept, Site
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
 from backpack_core.tuning import column_budget, memory_budget
-
-Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
 
 def chunk_size(extensions: Sequence[Extension], survey: Survey, device: torch.device) -> int | None:
@@ -47,70 +45,57 @@ def chunk_size(extensions: Sequence[Extension], survey: Survey, device: torch.de
     return max(1, limit // max(1, survey.widest))
 
 
-class Sweep(Traversal):
-    """One chunk of columns on its way through the graph."""
+class Chunks:
+    """Makes sweeps for one backward pass."""
 
-    def __init__(self, owner: Traversal, slot: int, ranks: dict[Node, int]) -> None:
-        super().__init__(owner.survey, owner.groups)
-        self.kept = owner.kept
-        self._slot = slot
-        self._ranks = ranks
-        self._queue: list[tuple[int, Node]] = []
-        self._sites: dict[Node, list[Site]] = {}
-        self._values: Values = {}
-
-    def run(self, begin: Callable[[Sweep], None], partial: Values) -> None:
-        """Visit everything that columns reach, and add what extensions read off.
+    def __init__(
+        self, survey: Survey, groups: Sequence[Group], kept: Kept, partial: Values
+    ) -> None:
+        """Begin.
 
         Args:
-            begin: Sends the chunk on its way.
-            partial: What earlier chunks gave; changed.
+            survey: What is known about the graph.
+            groups: What is sent.
+            kept: What calls have computed for all columns that pass through them.
+            partial: Where values go, added up.
         """
-        begin(self)
-        while self._queue:
-            _, node = heapq.heappop(self._queue)
-            for waiting in self._sites.pop(node, ()):
-                self._visit(waiting)
-            self.cross(node)
-        for pending in list(self._pending.values()):
-            self.complete(self._slot, pending)
-        self._pending.clear()
-        assert self.is_empty(), "a chunk of columns was left on its way"
-        for key, value in self._values.items():
-            before = partial.get(key)
-            partial[key] = value if before is None else key[0].combine(before, value)
+        self._survey = survey
+        self._groups = groups
+        self._kept = kept
+        self._partial = partial
+        self._ranks: dict[Node, int] = {}
 
-    def _visit(self, site: Site) -> None:
+    def size(self, slot: int, view: View) -> int | None:
+        """How many columns may go on from a call at once; ``None`` for all."""
+        group = self._groups[slot]
+        if group.has_overrides:
+            return None
+        return chunk_size(group.extensions, self._survey, view.device)
+
+    def carry(self, slot: int, site: Site, begin: Callable[[Traversal], None]) -> None:
+        """Visit everything that a chunk of columns reaches, and add what extensions read off.
+
+        Args:
+            slot: Which group the columns belong to.
+            site: Where they are.
+            begin: Sends the chunk on its way.
+        """
+        if site.edge.node not in self._ranks:
+            self._ranks = ranks(site.edge.node)
+        survey, groups = self._survey, self._groups
+        schedule, sink = RankSchedule(survey, groups, self._ranks), ChunkSink(survey)
+        traversal = Traversal(survey, groups, schedule, sink)
+        begin(traversal)
+        schedule.run(lambda site: self._visit(traversal, slot, site))
+        sink.add_to(self._partial)
+
+    def _visit(self, traversal: Traversal, slot: int, site: Site) -> None:
         call = site.call
-        kept = self.kept.setdefault(call, {})
-        axis = call.rule.batch_axis(View(call, site.index), site.index)
+        kept = self._kept.setdefault(call, {})
+        axis = self._survey.axes[call, site.index]
         view = View(call, site.index, None, site.edge.node, axis, kept)
         call.rule.check(view)
-        self.visit(self._slot, site, view)
+        traversal.visit(slot, site, view)
         # What depends on the call alone serves the next chunk, too, as far as memory allows.
         if sum(t.nbytes for t in iter_tensors(list(kept.values()))) > memory_budget():
             kept.clear()
-
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Keep the value until the chunk is through."""
-        self._values[extension, id(parameter)] = value
-
-    def is_complete(self, pending: Pending) -> bool:
-        """Of a parameter with several uses, a chunk may reach some only: read at its end."""
-        return self.survey.uses[id(pending.parameter)].count == 1
-
-    def await_node(self, node: Node) -> None:
-        """Put it in its place of the order."""
-        heapq.heappush(self._queue, (self._ranks[node], node))
-
-    def await_site(self, site: Site) -> None:
-        """Put it in its place of the order."""
-        self._sites.setdefault(site.edge.node, []).append(site)
-        self.await_node(site.edge.node)
-
-    def shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
-        """Nothing: the chunk is small enough."""
-        return quantity
-
-    def add_residuals(self, slot: int, site: Site, view: View, inputs: dict[int, Any]) -> None:
-        """None: they are not these columns'."""

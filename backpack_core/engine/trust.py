@@ -7,6 +7,8 @@ from typing import Final
 
 from torch.nn import Module
 
+from backpack_core._torch import is_symbolic
+from backpack_core.engine.dye import DyePropagator
 from backpack_core.graph.survey import Survey
 from backpack_core.record.owner import owner_of
 
@@ -33,19 +35,55 @@ class Trust:
         return self.open_sites is None or bool(self.open_sites) or before & (before - 1) == 0
 
 
-def trust_in(survey: Survey, kind: str) -> Trust:
+class Measurement:
+    """The dye of one pass, and what is learnt from it.
+
+    Attributes:
+        dye: What travels besides what was asked for.
+    """
+
+    def __init__(self, survey: Survey, trust: Trust, is_curvature: bool) -> None:
+        self.dye = DyePropagator(survey.batch_size, trust.passes, is_curvature, survey.is_readable)
+        self._survey = survey
+        self._trust = trust
+
+    def settle(self) -> None:
+        """Remember where there is nothing more to learn."""
+        before = self._trust.open_sites
+        still = {
+            number
+            for number, place in enumerate(self._survey.sites)
+            if place not in self.dye.settled and not place[0].rule.is_loss
+        }
+        self._trust.open_sites = still if before is None else still & before
+
+
+def measurement(survey: Survey, check: str, is_curvature: bool) -> Measurement | None:
+    """What measures a pass; ``None`` if its structure is known to be right, or has no numbers.
+
+    Args:
+        survey: The graph.
+        check: What the user asked for: ``"first"``, ``"always"`` or ``"never"``.
+        is_curvature: Whether anything besides gradients was asked for.
+    """
+    if check == "never" or not survey.sites:
+        return None
+    if any(is_symbolic(call.stored.outputs[index]) for call, index in survey.sites):
+        return None
+    trust = _trust_in(survey, is_curvature)
+    is_due = trust.is_due()
+    return Measurement(survey, trust, is_curvature) if is_due or check == "always" else None
+
+
+def _trust_in(survey: Survey, is_curvature: bool) -> Trust:
     """What is known of the structure of a pass.
 
     Structures differ by the calls and the nodes between them, in train and eval mode, and by which
     axes are as long as the batch; not by sizes, so that padding to other lengths is the same one.
-
-    Args:
-        survey: The graph.
-        kind: What is asked for, where that makes a difference.
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
     table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
-    found: Trust = table.setdefault(hash((kind, *_structure(survey))), Trust())
+    found: Trust = table.setdefault(hash((is_curvature, *_structure(survey))), Trust())
     return found
 
 

@@ -15,14 +15,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import COPY_SLICES, Node
-from backpack_core.errors import (
-    BackpackError,
-    SampleMixingError,
-    ShapeError,
-    UnsupportedError,
-)
-from backpack_core.graph import nodes
-from backpack_core.record.call import Call, Edge, Site, site_at, viewed_at
+from backpack_core.errors import BackpackError
+from backpack_core.graph import faults, nodes
+from backpack_core.graph.trained import Trained, refuse_complex, trained_in
+from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
 
 
@@ -51,6 +47,8 @@ class Survey:
         widest: Bytes that one column takes at the widest call.
         weights: Bytes of the parameters.
         sites: Every output of a call that is in the graph, as (call, index).
+        axes: Which axis of such an output holds the samples.
+        trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
         bare: Parameters that operations outside of any owning module use, by ``id``, with the
             node of one such operation.
@@ -64,14 +62,15 @@ class Survey:
     widest: int = 0
     weights: int = 0
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
+    axes: dict[tuple[Call, int], int] = field(default_factory=dict)
+    trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
     bare: dict[int, tuple[Parameter, Node]] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
-    _owning: set[Call] = field(default_factory=set)
-    _first: str = ""
+    _first: Call | None = None
     _seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
     def add(self, edges: Iterable[Edge]) -> None:
@@ -79,22 +78,33 @@ class Survey:
         todo: list[tuple[Edge, Region | None]] = [(edge, None) for edge in edges]
         while todo:
             edge, region = todo.pop()
-            if _is_parameter(edge, region):
-                continue
-            region = _leave(edge, region)
+            if region is not None:
+                if _is_parameter(edge, region):
+                    continue
+                region = _leave(edge, region)
             self._note_views(edge, region)
             site = self.site_at(edge)
-            todo += self._enter(site, region) if site else self._pass(edge.node, region)
+            todo += self._pass(edge.node, region) if site is None else self._enter(site, region)
         for place in self._inner.keys() & self.viewed.keys():
-            self._fault(_changed_output(self._inner[place]))
+            self._fault(faults.changed_output(self._inner[place]))
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
-        outer = None if edge.level else self.viewed.get((edge.node, edge.output_nr))
-        site = site_at(edge if outer is None else outer)
+        if self.viewed and not edge.level:
+            edge = self.viewed.get((edge.node, edge.output_nr), edge)
+        site = site_at(edge)
         if site is not None and site.edge.level <= 0 and (site.call, site.index) in self._moved:
             return None  # the call is visited at the tensor that its output is a view of
         return site
+
+    def is_moved(self, call: Call, index: int) -> bool:
+        """Whether a call is visited at the tensor that its output is a view of."""
+        return (call, index) in self._moved and (call, index) in self.sites
+
+    def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
+        """Calls that returned views of a node's outputs, which were overwritten in place since."""
+        here = [site for site in self.sites.values() if site.edge.node is node]
+        return [(site, site.layout) for site in here if site.layout is not None]
 
     def _note_views(self, edge: Edge, region: Region | None) -> None:
         """See whether an output is reached past the views of it that modules returned."""
@@ -123,13 +133,12 @@ class Survey:
         if (call, index) in self.sites or call.is_released:
             return
         self.sites[call, index] = site
-        stored = call.stored
-        self.widest = max(self.widest, *(t.nbytes for t in (stored.outputs[index], *stored.inputs)))
-        for name, tensor, *_ in parameters_of(call):
-            refuse_complex(tensor, f"{name!r} of {call.path}")
-            self._owning.add(call)
-            use = self.uses.setdefault(id(tensor), Use(tensor))
-            self.weights += 0 if use.count else tensor.nbytes
+        if call not in self.trained:
+            self.trained[call] = tuple(trained_in(call))
+        for name, parameter, *_ in self.trained[call]:
+            refuse_complex(parameter, f"{name!r} of {call.path}")
+            use = self.uses.setdefault(id(parameter), Use(parameter))
+            self.weights += 0 if use.count else parameter.nbytes
             use.count += 1
             self.is_shared |= use.count > 1
         self._check(call, index)
@@ -147,7 +156,7 @@ class Survey:
             return
         self._seen[node, region] = None
         if nodes.mixes_samples(node):
-            self.faults.append((_mixing_node(node), node))
+            self.faults.append((faults.mixing_node(node), node))
         for _, edge in edges_behind(node):
             if nodes.is_leaf(edge.node):
                 self._note_parameter(edge.node.variable, node, region)  # type: ignore[attr-defined]
@@ -169,28 +178,31 @@ class Survey:
     def _note_parameter(self, parameter: Tensor, node: Node, region: Region | None) -> None:
         """Note a parameter that no enclosing call owns."""
         for call in _calls(region):
-            if any(parameter is own.parameter for own in parameters_of(call)):
+            if any(parameter is own.parameter for own in self.trained[call]):
                 return
         if isinstance(parameter, Parameter):
             self.bare[id(parameter)] = (parameter, node)
 
     def _check(self, call: Call, index: int) -> None:
-        self._fault(_uncovered(call))
-        self._fault(_mixing_call(call, index))
-        stored = call.stored
-        if not stored.inputs:
-            if any(True for _ in parameters_of(call)):
-                self._fault(_without_inputs(call))
+        view, stored, rule = View(call, index), call.stored, call.rule
+        axis = self.axes[call, index] = rule.batch_axis(view, index)
+        output, inputs = stored.outputs[index], stored.inputs
+        self.widest = max(self.widest, output.nbytes, *(t.nbytes for t in inputs))
+        self._fault(faults.uncovered(call))
+        if rule.mixes_samples(view):
+            self._fault(faults.mixing_call(call))
+        if not inputs:
+            if self.trained[call]:
+                self._fault(faults.without_inputs(call))
             return
-        size = stored.inputs[0].shape[0] if stored.inputs[0].dim() else 0
-        output, axis = stored.outputs[index], call.rule.batch_axis(View(call, index), index)
-        is_loss = call.rule.is_loss or output.dim() == 0
+        size = inputs[0].shape[0] if inputs[0].dim() else 0
+        is_loss = rule.is_loss or output.dim() == 0
         if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
-            self._fault(_moved_batch(call, size, output))
-        if not self._first:
-            self.batch_size, self._first = size, call.path
+            self._fault(faults.moved_batch(call, size, output))
+        if self._first is None:
+            self.batch_size, self._first = size, call
         elif size != self.batch_size:
-            self._fault(self._other_batch(call, size))
+            self._fault(faults.other_batch(call, size, self._first.path, self.batch_size))
 
     def _fault(self, error: BackpackError | None) -> None:
         if error is not None:
@@ -231,7 +243,7 @@ class Survey:
                 return True
             if site is None:
                 todo += [behind for _, behind in edges_behind(edge.node)]
-            elif site.call in self._owning:
+            elif self.trained.get(site.call):
                 return True
             elif site.call.goes_inside:
                 todo.append(site.below)
@@ -253,14 +265,6 @@ class Survey:
                     todo.append(edge.node)
         return list(found)
 
-    def _other_batch(self, call: Call, size: int) -> BackpackError:
-        return ShapeError(
-            f"{call.path} received a batch of {size}, but {self._first} one of "
-            f"{self.batch_size}: the first dimension must be the samples in every module. Where "
-            "positions were merged into the batch (as in logits.flatten(0, 1)), keep them as extra "
-            "dimensions: Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
-        )
-
 
 def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
     """Where a node sends gradients: positions in ``node.next_functions``, and edges."""
@@ -270,46 +274,6 @@ def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
             # An operation in place on a view is one on the tensor behind.
             level = len(viewed_at(child, number)) if is_copy and not position else 0
             yield position, Edge(child, number, level)
-
-
-class Trained(NamedTuple):
-    """A parameter that a call reads off.
-
-    Attributes:
-        name: What the module calls it.
-        parameter: What gets the quantity.
-        used: What the module used: that parameter, or what it computed from it.
-        is_covered: Whether the rule covers it.
-    """
-
-    name: str
-    parameter: Tensor
-    used: Tensor
-    is_covered: bool
-
-
-def parameters_of(call: Call) -> Iterator[Trained]:
-    """The parameters that a call reads off."""
-    stored = call.stored
-    for name in stored.parameters:
-        tensor, _ = stored.owned[name]
-        if tensor.requires_grad:
-            is_covered = call.rule.covers(call.module, name)
-            for parameter in stored.computed.get(name, (tensor,)):
-                yield Trained(name, parameter, tensor, is_covered)
-
-
-def refuse_complex(parameter: Tensor, name: str) -> None:
-    """Raise for a trained parameter of complex numbers.
-
-    Raises:
-        UnsupportedError: It is one.
-    """
-    if parameter.is_complex():
-        raise UnsupportedError(
-            f"The parameter {name} is complex, and quantities are defined for real parameters "
-            "only: train its real and its imaginary part as two parameters, or freeze it."
-        )
 
 
 def _is_parameter(edge: Edge, region: Region | None) -> bool:
@@ -341,62 +305,3 @@ def _leave(edge: Edge, region: Region | None) -> Region | None:
     ):
         region = region.parent
     return region
-
-
-def _mixing_node(node: Node) -> BackpackError:
-    return SampleMixingError(
-        f"The graph contains a batch normalisation in train mode ({node.name()}): every "
-        "sample influences every other, so per-sample quantities do not exist. Call "
-        "model.eval(), or use GroupNorm or LayerNorm."
-    )
-
-
-def _mixing_call(call: Call, index: int) -> BackpackError | None:
-    if not call.rule.mixes_samples(View(call, index)):
-        return None
-    return SampleMixingError(
-        f"{call.path} makes every sample of the batch influence every other (a batch "
-        "normalisation in train mode does), so per-sample quantities do not exist. Call "
-        "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
-    )
-
-
-def _without_inputs(call: Call) -> BackpackError:
-    return UnsupportedError(
-        f"{call.path} has parameters but receives no tensor (a parametrization, say), "
-        "so there is no batch axis to tell samples apart by. Remove the "
-        "parametrization, or freeze its parameters."
-    )
-
-
-def _moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
-    return ShapeError(
-        f"{call.path} received {size} samples (axis 0 of its input) and returned a tensor "
-        f"of shape {list(output.shape)}: it moves or merges the batch axis, so samples "
-        "cannot be told apart. Keep samples on axis 0 of every module."
-    )
-
-
-def _changed_output(call: Call) -> BackpackError:
-    return UnsupportedError(
-        f"An output of {call.path} was changed in place, and its other outputs are computed from "
-        "it: what reaches it from outside cannot be told from what reaches it from inside. Use an "
-        "out-of-place operation."
-    )
-
-
-def _uncovered(call: Call) -> BackpackError | None:
-    """Refuse a call whose parts have parameters that nobody would look at."""
-    if call.rule.transparent or not call.module._modules:
-        return None
-    behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
-    for name, parameter in call.module.named_parameters():
-        is_known = name in call.stored.parameters or id(parameter) in behind
-        if parameter.requires_grad and not is_known:
-            return UnsupportedError(
-                f"{call.path} has the trained parameter {name!r}, which the rule "
-                f"{type(call.rule).__name__} knows nothing of. If it belongs to a "
-                "parametrization, remove that (torch.nn.utils.parametrize."
-                "remove_parametrizations), or freeze the parameter."
-            )
-    return None

@@ -201,9 +201,12 @@ class Call:
         return f"<call of {self.path}: {received} -> {returned}>"
 
 
+Kept = dict[Call, dict[Any, Any]]  # what calls have computed for all columns that pass through
+
+
 def path_of(module: Module) -> str:
     """A module's class, and its place in the model that was extended."""
-    path = getattr(module, PATH_ATTRIBUTE, "")
+    path = module.__dict__.get(PATH_ATTRIBUTE)
     name = class_of(module).__name__
     return f"{name} '{path}'" if path else name
 
@@ -220,7 +223,7 @@ class Site(NamedTuple):
     """
 
     call: Call
-    index: int
+    index: int  # type: ignore[assignment] # a tuple has a method of that name
     edge: Edge
     layout: Layout | None = None
 
@@ -269,7 +272,7 @@ def site_at(edge: Edge) -> Site | None:
         return Site(call, index, edge, layout)
     table = None if level == INSIDE else node.metadata.get(_SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
-    return None if found is None else Site(*found, edge)
+    return None if found is None else Site(found[0], found[1], edge)
 
 
 def edge_at(call: Call, index: int, node: Node) -> Edge | None:

@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core._torch import version_of
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
+Settings = tuple[tuple[str, ...], tuple[Any, ...]]  # names, values
 
 
 class State(NamedTuple):
@@ -41,7 +42,7 @@ def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[st
     Returns:
         The tensors, and which of them are parameters.
     """
-    owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
+    owned: Owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
     for name in nested:
         tensor = _nested(module, name)
         if tensor is not None:
@@ -84,19 +85,41 @@ def _nested(module: Module, name: str) -> Tensor | None:
 
 _PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
 _OF_ALL = frozenset(vars(Module()))
-_setting_names: dict[type[Module], tuple[int, tuple[str, ...]]] = {}
 
 
-def settings_of(module: Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def settings_of(module: Module) -> Settings:
     """Names and values of a module's plain attributes."""
+    found = [
+        (name, value)
+        for name, value in module.__dict__.items()
+        if name not in _OF_ALL and isinstance(value, _PLAIN)
+    ]
+    return tuple([name for name, _ in found]), tuple([value for _, value in found])
+
+
+def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
+    """A module, or a stand-in of the same class with the values of a forward pass.
+
+    Args:
+        module: The module.
+        settings: What :func:`settings_of` gave then.
+        owned: What :func:`tensors_of` gave.
+    """
+    names, values = settings
     attributes = module.__dict__
-    known = _setting_names.get(type(module))
-    if known is None or known[0] != len(attributes):
-        names = [n for n, v in attributes.items() if n not in _OF_ALL and isinstance(v, _PLAIN)]
-        known = _setting_names[type(module)] = (len(attributes), tuple(names))
-    names = known[1]
-    try:
-        return names, tuple([attributes[name] for name in names])
-    except KeyError:  # another instance of the class has other attributes
-        del _setting_names[type(module)]
-        return settings_of(module)
+    if "_parameters" not in attributes:  # compiled, with a storage of its own
+        return module
+    missing = (None, 0)
+    tables = [attributes[table] for table in ("_parameters", "_buffers")]
+    if (
+        all(name in attributes for name in names)
+        and tuple([attributes[name] for name in names]) == values
+        and all(t is owned.get(n, missing)[0] for table in tables for n, t in table.items())
+    ):
+        return module
+    then = object.__new__(type(module))
+    then.__dict__.update(attributes)
+    then.__dict__.update(zip(names, values, strict=True))
+    for name, table in zip(("_parameters", "_buffers"), tables, strict=True):
+        then.__dict__[name] = {n: owned.get(n, missing)[0] for n in table}
+    return then

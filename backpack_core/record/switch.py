@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from backpack_core._torch import is_tracing, is_transformed
+from backpack_core._torch import is_transformed, tracing_state
 
 _local = threading.local()
 
@@ -40,5 +40,5 @@ def is_recording() -> bool:
         and torch.is_grad_enabled()
         and not getattr(_local, "disabled", 0)
         and not is_transformed()
-        and not is_tracing()
+        and tracing_state() is None
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call
+from backpack_core.record.state import as_it_was
 from backpack_core.record.structure import iter_tensors, map_tensors
 
 T = TypeVar("T")
@@ -95,7 +96,8 @@ class View:
         the same class with the values of then.
         """
         if self._module is None:
-            self._module = _as_it_was(self)
+            call = self.call
+            self._module = as_it_was(call.module, call.settings, self.stored.owned)
         return self._module
 
     @property
@@ -121,7 +123,8 @@ class View:
         """The tensor that :meth:`parameter` shows, with its own dtype and graph."""
         found = self.stored.owned.get(name)
         if found is None:
-            return _attribute(self.module, name)
+            tensor: Tensor = attrgetter(name)(self.module)
+            return tensor
         tensor, version = found
         if version_of(tensor) != version:
             raise OverwrittenInputError(
@@ -370,39 +373,3 @@ def _as_index(indices: tuple[int, ...], device: torch.device) -> Any:
     if indices == tuple(range(start, start + len(indices))):
         return slice(start, start + len(indices))
     return torch.tensor(indices, device=device, dtype=torch.long)
-
-
-def _as_it_was(view: View) -> Module:
-    """The module, or a stand-in with the values of the forward pass."""
-    module, (names, values) = view.call.module, view.call.settings
-    owned = view.stored.owned
-    attributes = module.__dict__
-    if "_parameters" not in attributes:  # compiled, with a storage of its own
-        return module
-    missing = (None, 0)
-    tables = [attributes[table] for table in ("_parameters", "_buffers")]
-    if (
-        all(name in attributes for name in names)
-        and (not names or _values(attributes, names) == values)
-        and all(t is owned.get(n, missing)[0] for table in tables for n, t in table.items())
-    ):
-        return module
-    then = object.__new__(type(module))
-    then.__dict__.update(attributes)
-    then.__dict__.update(zip(names, values, strict=True))
-    for name, table in zip(("_parameters", "_buffers"), tables, strict=True):
-        then.__dict__[name] = {n: owned.get(n, missing)[0] for n in table}
-    return then
-
-
-def _values(attributes: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
-    found = itemgetter(*names)(attributes)
-    return (found,) if len(names) == 1 else found
-
-
-def _attribute(module: Module, name: str) -> Tensor:
-    owner: Any = module
-    for part in name.split("."):
-        owner = getattr(owner, part)
-    tensor: Tensor = owner
-    return tensor

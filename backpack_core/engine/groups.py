@@ -1,0 +1,52 @@
+"""Extensions that share a propagator, and what they have in common."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.graph_extension import GraphExtension
+from backpack_core.contract.propagator import Propagator
+from backpack_core.plugins.registry import registry
+
+
+class Group(NamedTuple):
+    """Extensions that share a propagator; a *slot* is a position in a list of groups.
+
+    Attributes:
+        propagator: What travels for all of them.
+        extensions: The extensions, in the order they were given.
+        needs: The operations that they will ask of a product.
+        has_overrides: Whether a module extension may speak for some modules.
+    """
+
+    propagator: Propagator
+    extensions: tuple[Extension, ...] = ()
+    needs: frozenset[Any] = frozenset()
+    has_overrides: bool = False
+
+    @property
+    def first(self) -> Extension | None:
+        """The extension that messages name."""
+        return self.extensions[0] if self.extensions else None
+
+
+def group(
+    extensions: tuple[Extension, ...],
+) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
+    """Group extensions by equal propagators, except where one goes its own way at some modules.
+
+    Returns:
+        The groups, and apart from them what reads the loss as a whole.
+    """
+    groups: dict[object, Group] = {}
+    for extension in extensions:
+        if isinstance(extension, GraphExtension):
+            continue
+        alone = bool(extension.module_extensions) or registry.has_overrides(type(extension))
+        key = (extension.propagator, id(extension) if alone else None)
+        known = groups.get(key, Group(extension.propagator, has_overrides=alone))
+        groups[key] = known._replace(
+            extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
+        )
+    return tuple(groups.values()), tuple(e for e in extensions if isinstance(e, GraphExtension))

@@ -1,0 +1,105 @@
+"""Where autograd, or whoever calls it, enters a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core import _torch
+from backpack_core._torch import current_node, graph_task_id
+from backpack_core.engine.active import Context, current
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.graph_reading import GraphPass
+from backpack_core.engine.schedule import guarded
+from backpack_core.record.call import Call, Edge, Site, edge_of
+
+
+class OutputHook:
+    """The tensor hook on the output of a call, before all others.
+
+    Attributes:
+        hooks: A weak reference to the table of the tensor's hooks, this one included.
+    """
+
+    __slots__ = ("call", "hooks", "index", "output_nr")
+
+    def __init__(self, call: Call, index: int, output_nr: int) -> None:
+        self.call = call
+        self.index = index
+        self.output_nr = output_nr
+        self.hooks: Any = None
+
+    def __call__(self, grad: Tensor | None) -> None:
+        """Called by autograd with the gradient of the output, before other hooks change it."""
+        context = current(self.call.thread)
+        if context is None:
+            if not _torch.keeps_graph():
+                self.call.release()
+            return
+        hooks = self.hooks()
+        # What the user's hooks make of the gradient is what autograd goes on with. They are on the
+        # tensor, and then on its node: a hook that is put there now runs last.
+        others = [] if hooks is None else [hook for key, hook in hooks.items() if key != _torch.KEY]
+
+        def after(grads: tuple[Tensor | None, ...]) -> None:
+            handle.remove()
+            node = current_node()  # holding it would be a cycle, if a hook before us fails
+            final = grads[self.output_nr]
+            site = Site(self.call, self.index, Edge(node, self.output_nr))
+            found = _pass_under_way(context, site.edge)
+            changed_by = None if final is grad else others
+            guarded(context.passes, BackwardPass.reach, found, site, grads, changed_by)
+
+        handle = current_node().register_prehook(after)
+
+
+def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
+    """The backward pass that is running; begun, if this is the first that is seen of it."""
+    task = graph_task_id()
+    found: BackwardPass | None = context.passes.get(task)
+    if found is not None:
+        return found
+    announced: BackwardPass | None = context.announced[-1] if context.announced else None
+    inside = _torch.is_inside_function()
+    if announced is not None and not announced.is_running and not inside:
+        found = announced
+    else:
+        outer = next(iter(context.passes.values()), announced)
+        found = BackwardPass(context, [edge], outer=outer, is_part=inside)
+        # Autograd owns it: it ends when autograd is through, or has failed.
+        _torch.at_end_of_pass(found.finish)
+    found.is_running = True
+    context.passes[task] = found
+    return found
+
+
+def begin(
+    context: Context, roots: Sequence[Any], gradients: tuple[Tensor | None, ...]
+) -> BackwardPass | None:
+    """Begin a pass whose roots are known, before autograd does.
+
+    Args:
+        context: What was asked for.
+        roots: What ``backward()`` is called on: tensors, or edges of the graph.
+        gradients: What comes in at each of them.
+
+    Returns:
+        The pass; ``None`` where nothing was asked for, or no extended module is behind the roots.
+    """
+    if not context.extensions:
+        return None
+    edges, incoming = [], []
+    for root, gradient in zip_longest(roots, gradients):
+        edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
+        if edge is not None:
+            edges.append(edge)
+            is_one = gradient is None and isinstance(root, Tensor)
+            incoming.append(torch.ones_like(root) if is_one else gradient)
+    outer = next(iter(context.passes.values()), None)
+    graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
+    found = BackwardPass(context, edges, graph, outer, gradients=incoming)
+    return found if found.survey.sites else None

@@ -1,0 +1,92 @@
+"""What a backward pass refuses, or warns of, before it computes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract.extension import Extension
+from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
+from backpack_core.graph import nodes
+from backpack_core.graph.above import nonlinear_above
+from backpack_core.graph.survey import Survey
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Edge
+from backpack_core.record.owner import name_of_parameter
+from backpack_core.record.view import View
+
+
+def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
+    """Warn of parameters that plain functions use, and no module that owns them.
+
+    Args:
+        survey: What is known about the graph.
+        known: Those that were reported, by ``id``.
+        extensions: What was asked for.
+
+    Raises:
+        UnsupportedError: An extension means nothing without one of them.
+    """
+    for key in survey.bare.keys() - {*known} - survey.uses.keys():
+        parameter, node = survey.bare[key]
+        operation = nodes.name_of(node)
+        for extension in extensions:
+            if extension.needs_every_parameter:
+                raise UnsupportedError(
+                    f"A parameter of shape {list(parameter.shape)} is used by the operation "
+                    f"{operation!r} outside of any extended module that owns it, and "
+                    f"{registry.describe(extension)} means nothing without it. Extend the module "
+                    "that it belongs to, make it a parameter of the module whose forward() uses "
+                    "it, or freeze it."
+                )
+        _warn_of_bare(parameter, operation, [call.module for call, _ in survey.sites])
+
+
+def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> None:
+    name = name_of_parameter(modules, parameter)
+    which = "A parameter" if name is None else f"The parameter {name}"
+    warn_once(
+        (id(parameter), name, tuple(parameter.shape), operation),
+        f"{which} of shape {list(parameter.shape)} is used by the operation {operation!r} "
+        "outside of any module that owns it: it gets no quantity. Make it a parameter of "
+        "the module whose forward() uses it.",
+        UncoveredParameterWarning,
+    )
+
+
+def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:
+    """Raise where curvature would need that of a function of the extended losses.
+
+    Args:
+        survey: What is known about the graph.
+        roots: What ``backward()`` is called on.
+
+    Raises:
+        UnsupportedError: Something nonlinear lies between.
+    """
+    node = nonlinear_above(survey, roots)
+    if node is not None:
+        raise UnsupportedError(
+            f"The operation {nodes.described(node)!r} is applied to an extended loss before "
+            "backward() is called, and is not known to be linear: curvature would need its second "
+            "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
+        )
+
+
+def changed_gradient(view: View, changed_by: Sequence[Any]) -> UnsupportedError:
+    """The error where hooks change what curvature would be the curvature of.
+
+    Args:
+        view: Where.
+        changed_by: Hooks on the tensor; none if they are on its node.
+    """
+    names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+    where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
+    return UnsupportedError(
+        f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
+        "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
+        "or leave second-order extensions out."
+    )

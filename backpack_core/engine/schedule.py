@@ -1,0 +1,219 @@
+"""What waits where, until everything that adds to it has been visited.
+
+A :class:`Schedule` calls nobody back at calls: whoever decides the order of the visits takes what
+waits there. At nodes between calls, a subclass sees to it that :meth:`Schedule.cross` is called.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from backpack_core._torch import Node, current_node, graph_task_id, will_execute
+from backpack_core.engine.groups import Group
+from backpack_core.engine.location import place_between
+from backpack_core.graph import nodes
+from backpack_core.graph.survey import Survey, edges_behind
+from backpack_core.record.call import Call, Edge, Site
+from backpack_core.values import without_autocast
+
+T = TypeVar("T")
+Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-task id
+
+
+class Waiting(NamedTuple):
+    """What was sent to a call.
+
+    Attributes:
+        wide: From nodes between calls, for the whole batch.
+        own: From calls, for the samples that take part.
+    """
+
+    wide: Any = None
+    own: Any = None
+
+
+NOTHING = Waiting()
+
+
+class Schedule(ABC):
+    """What waits at calls and at nodes, for every group."""
+
+    def __init__(self, survey: Survey, groups: Sequence[Group]) -> None:
+        self.survey = survey
+        self.groups = groups
+        self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
+        self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
+
+    @abstractmethod
+    def await_node(self, node: Node) -> None:
+        """Something waits at a node for the first time: see to it that :meth:`cross` is called."""
+
+    def await_site(self, site: Site) -> None:
+        """Something waits at a call for the first time: autograd calls back by itself."""
+        return
+
+    def is_empty(self) -> bool:
+        """Whether everything that was sent has arrived."""
+        return not (self._at_sites or self._at_nodes)
+
+    def deliver(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
+        """Leave a quantity at an edge, to wait for a visit.
+
+        Args:
+            slot: Which group it belongs to.
+            edge: Where it goes: to a call, or to a node between calls.
+            wide: What comes from nodes, for the whole batch.
+            own: What comes from calls, for the samples that take part.
+        """
+        if will_execute(edge.node):
+            self.leave(slot, edge, wide, own)
+
+    def leave(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
+        """The same where autograd is known to get."""
+        propagator = self.groups[slot].propagator
+        site = self.survey.site_at(edge)
+        if site is not None:
+            key = (site.call, site.index, slot)
+            before = self._at_sites.get(key)
+            if before is None:
+                self.await_site(site)
+                self._at_sites[key] = Waiting(wide, own)
+            else:
+                merge = propagator.merge
+                self._at_sites[key] = Waiting(
+                    _add(merge, before.wide, wide), _add(merge, before.own, own)
+                )
+            return
+        if own is not None:
+            widened = propagator.widen(own, self.survey.batch_size)
+            wide = _add(propagator.merge, wide, widened)
+        if edge.node not in self._at_nodes:
+            self._at_nodes[edge.node] = {}
+            self.await_node(edge.node)
+        waiting = self._at_nodes[edge.node].setdefault(slot, {})
+        waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
+
+    def take(self, slot: int, site: Site) -> Waiting:
+        """What waits at an output of a call, which is visited now."""
+        return self._at_sites.pop((site.call, site.index, slot), NOTHING)
+
+    def cross(self, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
+        """Push what waits at a node through it.
+
+        Args:
+            node: The node.
+            grads: The gradients at its outputs, where autograd has brought them.
+        """
+        if node not in self._at_nodes:
+            return
+        for slot, quantities in self._at_nodes.pop(node).items():
+            group = self.groups[slot]
+            try:
+                quantities = group.propagator.supply(quantities, grads)
+                crossed = group.propagator.cross(node, quantities, self.survey.batch_size)
+            except Exception as error:
+                place_between(error, self.survey, group.first, node)
+                raise
+            edges = dict(edges_behind(node)) if crossed else {}
+            for position, quantity in crossed:
+                edge = edges.get(position)
+                if edge is not None and not nodes.is_leaf(edge.node):
+                    self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
+
+
+class HookSchedule(Schedule):
+    """In autograd's order, whose hooks tell when a node is reached."""
+
+    def __init__(self, survey: Survey, groups: Sequence[Group], passes: Passes) -> None:
+        """Begin.
+
+        Args:
+            survey: What is known about the graph.
+            groups: What is sent.
+            passes: Where the pass is known by its task, until it fails.
+        """
+        super().__init__(survey, groups)
+        self._passes = passes
+
+    def await_node(self, node: Node) -> None:
+        """Autograd calls back when it has visited every consumer of the node's outputs."""
+        when_reached(node, self, HookSchedule._reach, self._passes)
+
+    def _reach(self, grads: Any) -> None:
+        self.cross(current_node(), grads)
+
+
+def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passes: Passes) -> None:
+    """Have autograd call ``function(owner, gradients)`` when it reaches a node.
+
+    It may never get there (``backward(inputs=...)``, an exception): then the hook stays on the
+    node, and holds neither the node nor the owner.
+    """
+    this = weakref.ref(owner)
+
+    def reached(grads: Any) -> None:
+        handle.remove()
+        found = this()
+        if found is not None:
+            guarded(passes, function, found, grads)
+
+    handle = node.register_prehook(reached)
+
+
+def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
+    """Do something in a hook; the pass under way ends if it fails."""
+    try:
+        with without_autocast():  # the forward pass has said what precision to take
+            function(*args)
+    except BaseException:
+        passes.pop(graph_task_id(), None)
+        raise
+
+
+class RankSchedule(Schedule):
+    """In an order that was made beforehand."""
+
+    def __init__(self, survey: Survey, groups: Sequence[Group], ranks: dict[Node, int]) -> None:
+        """Begin.
+
+        Args:
+            survey: What is known about the graph.
+            groups: What is sent.
+            ranks: Every node's place in the order.
+        """
+        super().__init__(survey, groups)
+        self._ranks = ranks
+        self._queue: list[tuple[int, Node]] = []
+        self._sites: dict[Node, list[Site]] = {}
+
+    def await_node(self, node: Node) -> None:
+        """Put it in its place of the order."""
+        heapq.heappush(self._queue, (self._ranks[node], node))
+
+    def await_site(self, site: Site) -> None:
+        """Put it in its place of the order."""
+        self._sites.setdefault(site.edge.node, []).append(site)
+        self.await_node(site.edge.node)
+
+    def run(self, visit: Callable[[Site], None]) -> None:
+        """Visit calls, and cross nodes, until nothing waits any more."""
+        while self._queue:
+            _, node = heapq.heappop(self._queue)
+            for site in self._sites.pop(node, ()):
+                visit(site)
+            self.cross(node)
+        assert self.is_empty(), "a chunk of columns was left on its way"
+
+
+def _add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """The sum, where ``None`` is nothing."""
+    if first is None or second is None:
+        return second if first is None else first
+    return merge(first, second)

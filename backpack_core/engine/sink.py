@@ -1,0 +1,203 @@
+"""Where values of parameters go; several uses of a parameter wait here for each other."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from backpack_core import _torch
+from backpack_core.contract.extension import Extension
+from backpack_core.engine.carriers import allows_fallback, tolerates
+from backpack_core.engine.groups import Group
+from backpack_core.engine.location import place
+from backpack_core.engine.ownership import owned
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph.survey import Survey
+from backpack_core.record.view import View
+
+Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
+
+
+class Pending(NamedTuple):
+    """Readings of a parameter, and where the last one was."""
+
+    readings: list[Any]
+    view: View
+    name: str
+    parameter: Tensor
+    is_covered: bool
+
+
+class Sink(ABC):
+    """Has extensions read off a parameter when all of its uses were visited."""
+
+    def __init__(self, survey: Survey) -> None:
+        self.survey = survey
+        self._pending: dict[tuple[int, int], tuple[Group, Pending]] = {}
+
+    @abstractmethod
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Take the value an extension computed for a parameter."""
+
+    @abstractmethod
+    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
+        """Whether no other use of a parameter is coming.
+
+        Args:
+            parameter: The parameter.
+            seen: How many of its uses were visited.
+            uses: How many there are.
+        """
+
+    def note(self, slot: int, group: Group, new: Pending) -> None:
+        """Read, if this is the last use of the parameter; else wait for the others."""
+        # The sum over uses comes before anything that is not linear in them.
+        number, uses = id(new.parameter), self.survey.uses[id(new.parameter)].count
+        if uses > 1:
+            _, known = self._pending.pop((slot, number), (group, None))
+            if known is not None:
+                is_covered = known.is_covered and new.is_covered
+                new = new._replace(readings=known.readings + new.readings, is_covered=is_covered)
+        if self.is_last(new.parameter, len(new.readings), uses):
+            self._complete(group, new)
+        else:
+            self._pending[slot, number] = group, new
+
+    def flush(self) -> None:
+        """Read what is still waiting: no other use is coming."""
+        for group, pending in self._pending.values():
+            self._complete(group, pending)
+        self._pending.clear()
+
+    def _complete(self, group: Group, pending: Pending) -> None:
+        """Let all extensions of a group read off one parameter."""
+        readings, view, name, parameter, is_covered = pending
+        whole = readings[0] if len(readings) == 1 else None
+        for extension in group.extensions:
+            try:
+                if not is_covered and not allows_fallback(extension, view):
+                    continue
+                try:
+                    whole = join(readings) if whole is None else whole
+                    value = extension.read(whole)
+                except UnsupportedError as error:
+                    if not tolerates(extension, view, name, error):
+                        raise
+                    continue
+                value = extension.as_stored(value, parameter)
+                self.store(extension, parameter, owned(value, view))
+            except Exception as error:
+                place(error, view, extension)
+                raise
+
+
+def join(readings: list[Any]) -> Any:
+    """One reading from those of all uses of a parameter."""
+    first, *others = readings
+    whole, last = first.join(others), readings[-1]
+    for name in ("name", "path", "module", "rule", "kept", "beside", "needs"):
+        setattr(whole, name, getattr(last, name))
+    whole.is_linear = all(reading.is_linear for reading in readings)
+    return whole
+
+
+class ChunkSink(Sink):
+    """Keeps the values of one chunk of columns."""
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__(survey)
+        self._values: Values = {}
+
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Keep the value until the chunk is through."""
+        self._values[extension, id(parameter)] = value
+
+    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
+        """Of a parameter with several uses, a chunk may reach some only: read at its end."""
+        return uses == 1
+
+    def add_to(self, partial: Values) -> None:
+        """Combine the values with those of earlier chunks."""
+        self.flush()
+        for key, value in self._values.items():
+            before = partial.get(key)
+            partial[key] = value if before is None else key[0].combine(before, value)
+
+
+class FieldSink(Sink):
+    """Sets attributes of the parameters.
+
+    Attributes:
+        partial: What earlier chunks of columns gave.
+        deferred: Values of extensions that finish when the pass is through.
+    """
+
+    def __init__(self, survey: Survey, outer: FieldSink | None) -> None:
+        """Begin.
+
+        Args:
+            survey: What is known about the graph.
+            outer: That of the pass that this one is a part of.
+        """
+        super().__init__(survey)
+        self.partial: Values = {}
+        self.deferred: dict[Extension, dict[Tensor, Any]] = {} if outer is None else outer.deferred
+        self._owners: dict[int, object] = {} if outer is None else outer._owners
+        self._token = object()  # a reference to this sink would be a cycle
+        self._unshared: set[int] = set()
+        self._missing: tuple[int, Counter[int]] = (0, Counter())
+
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Set the attribute, with what earlier chunks of columns gave added."""
+        key = id(parameter)
+        if self._owners.setdefault(key, self._token) is not self._token:
+            raise UnsupportedError(
+                f"A parameter of shape {list(parameter.shape)} is used inside a re-entrant "
+                f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "
+                "torch.utils.checkpoint(use_reentrant=False)."
+            )
+        self._unshared.add(key)
+        before = self.partial.pop((extension, key), None)
+        if before is not None:
+            value = extension.combine(before, value)
+        if extension.is_deferred:
+            self.deferred.setdefault(extension, {})[parameter] = value
+        else:
+            setattr(parameter, extension.savefield, value)
+
+    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
+        """Whether all uses were visited that autograd gets to.
+
+        Those that it leaves out (``backward(inputs=...)``) do not depend on a parameter that it was
+        asked for: another output of the same call may be one.
+        """
+        if seen == uses:
+            return True
+        missing = self._left_out()[id(parameter)]
+        is_all = bool(self._missing[1]) and seen + missing == uses
+        return is_all and _torch.will_get_gradient(parameter)
+
+    def _left_out(self) -> Counter[int]:
+        """How many uses of each parameter autograd does not get to, by ``id``."""
+        survey = self.survey
+        if self._missing[0] != len(survey.sites):
+            found = [s for s in survey.sites.values() if not _torch.will_execute(s.edge.node)]
+            calls = [site.call for site in found if not site.call.is_released]
+            uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
+            self._missing = len(survey.sites), uses
+        return self._missing[1]
+
+    def refuse_late_uses(self) -> None:
+        """Raise if a parameter that was read already turns out to be used once more."""
+        survey = self.survey
+        known = self._unshared & survey.uses.keys()
+        if any(survey.uses[key].count > 1 or key in survey.bare for key in known):
+            raise UnsupportedError(
+                "A second forward pass, or a second branch, shares parameters with the first and "
+                "meets it only behind the losses, and the first was through before this one was "
+                "seen. Call backward() inside the block on one tensor that both lead to, or on "
+                "each loss by itself."
+            )

@@ -1,0 +1,81 @@
+"""Why quantities do not exist in a graph, in words."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from backpack_core._torch import Node
+from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UnsupportedError
+from backpack_core.record.call import Call
+
+
+def mixing_node(node: Node) -> BackpackError:
+    """A node between calls mixes samples."""
+    return SampleMixingError(
+        f"The graph contains a batch normalisation in train mode ({node.name()}): every "
+        "sample influences every other, so per-sample quantities do not exist. Call "
+        "model.eval(), or use GroupNorm or LayerNorm."
+    )
+
+
+def mixing_call(call: Call) -> BackpackError:
+    """A call mixes samples."""
+    return SampleMixingError(
+        f"{call.path} makes every sample of the batch influence every other (a batch "
+        "normalisation in train mode does), so per-sample quantities do not exist. Call "
+        "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
+    )
+
+
+def without_inputs(call: Call) -> BackpackError:
+    """A call has parameters, and nothing that has samples."""
+    return UnsupportedError(
+        f"{call.path} has parameters but receives no tensor (a parametrization, say), "
+        "so there is no batch axis to tell samples apart by. Remove the "
+        "parametrization, or freeze its parameters."
+    )
+
+
+def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
+    """A call returns its samples elsewhere."""
+    return ShapeError(
+        f"{call.path} received {size} samples (axis 0 of its input) and returned a tensor "
+        f"of shape {list(output.shape)}: it moves or merges the batch axis, so samples "
+        "cannot be told apart. Keep samples on axis 0 of every module."
+    )
+
+
+def changed_output(call: Call) -> BackpackError:
+    """What other outputs are computed from was changed in place."""
+    return UnsupportedError(
+        f"An output of {call.path} was changed in place, and its other outputs are computed from "
+        "it: what reaches it from outside cannot be told from what reaches it from inside. Use an "
+        "out-of-place operation."
+    )
+
+
+def uncovered(call: Call) -> BackpackError | None:
+    """Refuse a call whose parts have parameters that nobody would look at."""
+    if call.rule.transparent or not call.module._modules:
+        return None
+    behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
+    for name, parameter in call.module.named_parameters():
+        is_known = name in call.stored.parameters or id(parameter) in behind
+        if parameter.requires_grad and not is_known:
+            return UnsupportedError(
+                f"{call.path} has the trained parameter {name!r}, which the rule "
+                f"{type(call.rule).__name__} knows nothing of. If it belongs to a "
+                "parametrization, remove that (torch.nn.utils.parametrize."
+                "remove_parametrizations), or freeze the parameter."
+            )
+    return None
+
+
+def other_batch(call: Call, size: int, first: str, first_size: int) -> BackpackError:
+    """Two calls disagree about the batch."""
+    return ShapeError(
+        f"{call.path} received a batch of {size}, but {first} one of "
+        f"{first_size}: the first dimension must be the samples in every module. Where "
+        "positions were merged into the batch (as in logits.flatten(0, 1)), keep them as extra "
+        "dimensions: Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
+    )

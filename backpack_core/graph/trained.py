@@ -1,0 +1,51 @@
+"""The parameters that quantities are stored on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.call import Call
+
+
+class Trained(NamedTuple):
+    """A parameter that a call reads off.
+
+    Attributes:
+        name: What the module calls it.
+        parameter: What gets the quantity.
+        used: What the module used: that parameter, or what it computed from it.
+        is_covered: Whether the rule covers it.
+    """
+
+    name: str
+    parameter: Tensor
+    used: Tensor
+    is_covered: bool
+
+
+def trained_in(call: Call) -> Iterator[Trained]:
+    """The parameters that a call reads off."""
+    stored = call.stored
+    for name in stored.parameters:
+        tensor, _ = stored.owned[name]
+        if tensor.requires_grad:
+            is_covered = call.rule.covers(call.module, name)
+            for parameter in stored.computed.get(name, (tensor,)):
+                yield Trained(name, parameter, tensor, is_covered)
+
+
+def refuse_complex(parameter: Tensor, name: str) -> None:
+    """Raise for a trained parameter of complex numbers.
+
+    Raises:
+        UnsupportedError: It is one.
+    """
+    if parameter.is_complex():
+        raise UnsupportedError(
+            f"The parameter {name} is complex, and quantities are defined for real parameters "
+            "only: train its real and its imaginary part as two parameters, or freeze it."
+        )

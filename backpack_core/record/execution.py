@@ -1,0 +1,142 @@
+"""A module execution that has begun, and what it turns out to have received and returned.
+
+What a call stores must not hold the nodes of the call's own outputs: that would be a cycle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import base_of, version_of
+from backpack_core.record.call import Edge, edge_of, has_site
+
+
+class Execution:
+    """What only the moment before the forward can tell.
+
+    Attributes:
+        training: Whether the module is in train mode.
+        tensors: The tensors among its arguments.
+        versions: How often each was changed in place.
+        edges: Where each came from.
+        thread: The thread.
+        is_recorded: Whether the call was made already.
+        computed: Parameters that a parametrization computed meanwhile, by name.
+    """
+
+    __slots__ = ("computed", "edges", "is_recorded", "tensors", "thread", "training", "versions")
+
+    def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
+        self.training = training
+        self.tensors = tensors
+        self.versions = [version_of(t) for t in tensors]
+        self.edges = [edge_of(t) for t in tensors]
+        self.thread = threading.get_ident()
+        self.is_recorded = False
+        self.computed: dict[str, Tensor] = {}
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """One that never ended: an exception that hooks do not hear of came in between."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same for pickle."""
+        return type(None), ()
+
+
+class Received:
+    """What an execution received, as it is stored.
+
+    Attributes:
+        edges: Where each input came from.
+        versions: How often each had been changed in place.
+        replaced: What is stored in the place of an input, by ``id``.
+        is_rewired: The module changed a view in place.
+    """
+
+    def __init__(
+        self, execution: Execution, outputs: tuple[Tensor, ...], own: Iterable[Tensor]
+    ) -> None:
+        """Begin.
+
+        Args:
+            execution: What was known before the forward.
+            outputs: What it returned.
+            own: What takes the place of some of them.
+        """
+        self._execution = execution
+        self._nodes = [o.grad_fn for o in outputs if o.grad_fn is not None]
+        self._bases = [base for o in (*outputs, *own) if (base := base_of(o)) is not None]
+        self.edges: list[Edge | None] = []
+        self.versions: list[int] = []
+        self.replaced: dict[int, Tensor] = {}
+        self.is_rewired = False
+
+    def store(self, tensor: Tensor) -> Tensor:
+        """The tensor, or what takes its place."""
+        execution, node = self._execution, tensor.grad_fn
+        slot = next((i for i, t in enumerate(execution.tensors) if t is tensor), None)
+        # A pre-hook of the user's that ran after ours may have replaced an argument.
+        edge = edge_of(tensor) if slot is None else execution.edges[slot]
+        version = version_of(tensor) if slot is None else execution.versions[slot]
+        if node is not None:
+            if self._is_own(node) and edge_of(tensor) != edge:
+                # The module rewrote its input. Where it came from before, a pre-hook saw.
+                self.is_rewired |= base_of(tensor) is not None and version_of(tensor) != version
+                tensor = self._replace(tensor, tensor.detach())
+            elif slot is None and self._is_own(node):
+                # It was replaced and rewritten: what it was before, nobody saw.
+                version, self.is_rewired, edge = -1, True, None
+                tensor = self._replace(tensor, tensor.detach())
+            elif self._bases and self._is_seen(tensor):
+                # Whoever changes the output in place rewrites the input, too, into its own future.
+                tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
+        self.edges.append(edge)
+        self.versions.append(version)
+        return tensor
+
+    def _replace(self, tensor: Tensor, by: Tensor) -> Tensor:
+        self.replaced[id(tensor)] = by
+        return by
+
+    def _is_own(self, node: Any) -> bool:
+        return any(node is own for own in self._nodes)
+
+    def _is_seen(self, tensor: Tensor) -> bool:
+        """Whether an output is a view of an input, or of what that is a view of."""
+        base = base_of(tensor)
+        return any(seen is tensor or seen is base for seen in self._bases)
+
+
+class _Twin(torch.autograd.Function):
+    """The same numbers, in the same memory, with a node that nothing rewrites."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        """No view, as far as autograd is concerned."""
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """As it is."""
+        return grad
+
+
+def aliases(outputs: tuple[Tensor, ...], execution: Execution) -> dict[int, Tensor]:
+    """Outputs with a node of their own, for those that share one with something else.
+
+    A module may return its input, or what a module inside returned; and of several outputs one may
+    depend on another. Each output is looked at by itself, with a gradient of its own.
+    """
+    live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
+    received = [(e.node, e.output_nr) for e in execution.edges if e is not None]
+    found: dict[int, Tensor] = {}
+    for output in live:
+        place: Any = (output.grad_fn, output.output_nr)
+        if len(live) > 1 or place in received or has_site(*place):
+            found[id(output)] = output.view_as(output)
+    return found
