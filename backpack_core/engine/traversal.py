@@ -25,10 +25,10 @@ from backpack_core.engine.carriers import (
     tolerates,
 )
 from backpack_core.engine.ownership import owned
-from backpack_core.errors import NotExtendedError, OverwrittenInputError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.plugins.loading import missing
+from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import name_of_parameter
@@ -351,24 +351,3 @@ def _add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     if first is None or second is None:
         return second if first is None else first
     return merge(first, second)
-
-
-def nothing_arrived(view: View, name: str) -> Exception:
-    """The error where a call is no part of an extended loss: a quantity would miss something.
-
-    Args:
-        view: The call.
-        name: What needs the loss.
-    """
-    if view.output_shape == ():
-        return missing(
-            f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
-            "an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
-            f"LossRule for {type(view.call.module).__name__}.",
-            "loss",
-        )
-    return NotExtendedError(
-        f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
-        f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
-        "torch.nn, and compute the loss with it; a functional loss cannot be seen."
-    )

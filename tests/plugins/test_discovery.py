@@ -12,9 +12,8 @@ from sick import LINEAR, NORM
 from torch import nn
 
 import backpack_core
-from backpack_core import extend
+from backpack_core import extend, plugins
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
-from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.fake_distribution import FakeDistribution, write_distribution
 
