@@ -14,7 +14,7 @@ class ComputedProduct(SampleProduct):
 
     def __init__(self, product: SampleProduct, source: Tensor, leaf: Tensor) -> None:
         """Store the product of the computed tensor ``source``."""
-        super().__init__(product.columns, product.samples, leaf.shape, product.like)
+        super().__init__((product.columns, product.samples), leaf.shape, product.like)
         self.roots = product.roots
         self._product = product
         self._source = source

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.operations import Operation
-from backpack_core.contract.propagator import OutputGradient, Propagator
+from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]

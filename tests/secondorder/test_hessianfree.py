@@ -9,7 +9,7 @@ from torch.autograd.functional import hessian, jacobian
 
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
-from backpack_core.hessianfree import (
+from backpack_secondorder.hessianfree import (
     ggn_vector_product,
     ggn_vector_product_from_plist,
     hessian_vector_product,
