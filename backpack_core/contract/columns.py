@@ -124,7 +124,7 @@ class Columns:
             samples = mat.shape[1 + axis]
             turns = _occurrences(chosen, samples)
             parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2 + axis, 1)
-            found = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
+            found: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
             return found.movedim(0, 1 + axis)
 
         return Columns({root: pick(mat) for root, mat in self.blocks.items()})

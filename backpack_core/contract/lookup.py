@@ -26,7 +26,7 @@ class LookupProduct(SampleProduct):
 
     def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
         """Store the factors."""
-        super().__init__(out.shape[:2], shape, out)
+        super().__init__(len(out), out.shape[1], shape, out)
         self.out = out
         self.row = row
 

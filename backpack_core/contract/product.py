@@ -98,10 +98,10 @@ class SampleProduct(Reading, ABC):
         roots: Where the columns were started, and how many each root has.
     """
 
-    def __init__(self, lead: Sequence[int], shape: torch.Size, like: Tensor) -> None:
-        """Store ``lead = (V, N)``, the shape of the parameter, and a tensor to go by."""
+    def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
         super().__init__(shape)
-        self.columns, self.samples = lead
+        self.columns = columns
+        self.samples = samples
         self.like = like
         self.roots: Mapping[Root, int] = {}
 
@@ -170,12 +170,12 @@ class DenseProduct(SampleProduct):
             shape: Together with ``form``: shape of the parameter.
         """
         if values is not None:
-            super().__init__(values.shape[:2], values.shape[2:], values)
+            super().__init__(len(values), values.shape[1], values.shape[2:], values)
         else:
             assert form is not None
             assert mat is not None
             assert shape is not None
-            super().__init__(mat.shape[:2], shape, mat)
+            super().__init__(len(mat), mat.shape[1], shape, mat)
         self.values = values
         self._form = form
 
@@ -206,7 +206,7 @@ class SumProduct(SampleProduct):
     def __init__(self, parts: Sequence[SampleProduct]) -> None:
         """Store the summands; use :func:`sum_of` to make one."""
         first = parts[0]
-        super().__init__((first.columns, first.samples), first.shape, first.like)
+        super().__init__(first.columns, first.samples, first.shape, first.like)
         self.parts = tuple(parts)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
@@ -219,8 +219,7 @@ class PlacedProduct(SampleProduct):
 
     def __init__(self, product: SampleProduct, roots: Mapping[Root, int]) -> None:
         """Store the product, and which columns there are in all."""
-        lead = sum(roots.values()), product.samples
-        super().__init__(lead, product.shape, product.like)
+        super().__init__(sum(roots.values()), product.samples, product.shape, product.like)
         self.roots = roots
         starts = dict(zip(roots, accumulate((0, *roots.values())), strict=False))
         own = zip(product.roots, accumulate((0, *product.roots.values())), strict=False)

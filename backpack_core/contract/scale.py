@@ -19,7 +19,7 @@ class ScaleProduct(SampleProduct):
 
     def __init__(self, out: Tensor, inp: Tensor | None, shape: torch.Size) -> None:
         """Store the factors; ``D`` is the number of entries of the parameter."""
-        super().__init__(out.shape[:2], shape, out)
+        super().__init__(len(out), out.shape[1], shape, out)
         self.out = out
         self.inp = inp
 

@@ -226,6 +226,7 @@ def _edge(view: View) -> GradientEdge:
 
 
 def _edge_of_loss(view: View) -> GradientEdge:
+    assert view.node is not None
     found = edge_at(view.call, view.index, view.node)
     if found is None:
         raise UnsupportedError(
