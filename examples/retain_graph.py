@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.extensions import DiagGGNExact
-from backpack_core.modules import Slicing
+from backpack_layers.modules import Slicing
 
 Result = tuple[list[Tensor], float, float]
 

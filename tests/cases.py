@@ -15,7 +15,7 @@ from torch.nn import Module
 from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
-from backpack_core.modules import Slicing
+from backpack_layers.modules import Slicing
 from tests import oracle
 
 

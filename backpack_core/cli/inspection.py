@@ -11,7 +11,8 @@ from torch.nn import Module
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule, LayerRule, ParametricRule
+from backpack_core.contract.parametric import ParametricRule
+from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.discovery import Plugin
 from backpack_core.plugins.registry import Claim, registry

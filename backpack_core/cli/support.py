@@ -12,14 +12,15 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
+from backpack_core import plugins
+from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.product import AffineProduct
-from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.contract.parametric import ParametricRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.extending import extend, is_extended
-from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.watch import declared_form, is_fast
 

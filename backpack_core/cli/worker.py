@@ -26,8 +26,8 @@ def main() -> None:
         channel.write(json.dumps(message) + "\n")
         channel.flush()
 
+    from backpack_core import plugins
     from backpack_core.cli.inspection import report
-    from backpack_core.plugins import loading as plugins
 
     skipped = {tuple(identity) for identity in request["skip"]}
     started, position = 0.0, 0

@@ -97,3 +97,45 @@ class Columns:
                 signs = None if root.signs is None else root.signs[window]
                 result.append(Columns({Root(root.name, signs): block[window]}))
         return result
+
+    def widened(self, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
+        """``[V, n, *]`` of chosen samples as columns of the whole batch; zeros elsewhere.
+
+        A sample that was chosen several times may have other columns each time (drawn ones have),
+        so that the repetitions become columns of their own. ``None`` stands for all samples.
+        """
+        if chosen is None:
+            return self
+        turns = _occurrences(chosen, batch_size)
+
+        def widen(mat: Tensor) -> Tensor:
+            whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
+            whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
+            return whole.transpose(1, 2).flatten(0, 1)
+
+        return Columns({root: widen(mat) for root, mat in self.blocks.items()})
+
+    def chosen(self, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
+        """The reverse of :meth:`widened`, where the samples lie on some axis of the tensor."""
+        if chosen is None:
+            return self
+
+        def pick(mat: Tensor) -> Tensor:
+            samples = mat.shape[1 + axis]
+            turns = _occurrences(chosen, samples)
+            parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2 + axis, 1)
+            found: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
+            return found.movedim(0, 1 + axis)
+
+        return Columns({root: pick(mat) for root, mat in self.blocks.items()})
+
+
+def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
+    """How often each entry was there before: ``(3, 1, 3) → [0, 0, 1]``."""
+    seen: dict[int, int] = {}
+    found = []
+    for index in chosen:
+        sample = index % batch_size
+        found.append(seen.get(sample, 0))
+        seen[sample] = found[-1] + 1
+    return found

@@ -24,7 +24,8 @@ class ComputedProduct(SampleProduct):
         """Through the graph of the computation, for all columns and samples at once."""
         mat = self._product.part(columns, samples)
         pulled = pull_back(mat.flatten(0, 1), self._source, self._leaf)
-        return pulled.unflatten(0, mat.shape[:2])
+        product: Tensor = pulled.unflatten(0, mat.shape[:2])
+        return product
 
 
 def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:

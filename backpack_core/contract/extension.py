@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.operations import Operation
-from backpack_core.contract.propagator import OutputGradient, Propagator
+from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 
 
-def _has_rule(module_type: type[Module]) -> bool:
-    """Whether a layer rule is known for a type; what knows rules takes the place of this."""
-    return False
+# Whether a layer rule is known for a type of module: what knows rules takes the place of this.
+_has_rule: Callable[[type[Module]], bool] = lambda module_type: False  # noqa: E731
 
 
 def look_up_rules(has_rule: Callable[[type[Module]], bool]) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
+from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, SecondOrderExtension
 from backpack_core.contract.module_extension import ModuleExtension
-from backpack_core.contract.propagator import OutputGradient
 from backpack_core.errors import UsageError
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.view import View

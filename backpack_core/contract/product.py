@@ -2,6 +2,7 @@
 
 ``M`` has the shape ``[V, N, *θ]`` and is hardly ever formed: a product holds what determines it,
 and operations (``operations.py``) contract that. A rule returns a product, an extension reads it.
+Forms with factors stand in files of their own, together with their contractions.
 
 =============== ============================================= ===================================
 form            ``M[v, n]``                                   for
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 from itertools import product as pairs
 from math import prod
@@ -30,9 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract import contractions
 from backpack_core.contract.columns import Root
-from backpack_core.contract.contractions import Rows, slices
+from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.tuning import CACHE, memory_budget
 
@@ -123,6 +124,22 @@ class SampleProduct(Reading, ABC):
         """The sum, for the columns of all of them."""
         return sum_of([self, *others])
 
+    def plus(self, other: SampleProduct) -> SampleProduct | None:
+        """The sum with another product for the same columns, if the form has one of its own."""
+        return None
+
+    def among(self, roots: Mapping[Root, int]) -> SampleProduct:
+        """The product among the columns of other roots, for which it is zero.
+
+        Args:
+            roots: All of them, and how many columns each has.
+        """
+        return self if self.has_roots(roots) else PlacedProduct(self, roots)
+
+    def has_roots(self, roots: Mapping[Root, int]) -> bool:
+        """Whether these are its roots, in this order."""
+        return list(self.roots.items()) == list(roots.items())
+
     def new_zeros(self, *shape: int) -> Tensor:
         """Zeros of the product's dtype."""
         return self.like.new_zeros(shape)
@@ -153,12 +170,12 @@ class DenseProduct(SampleProduct):
             shape: Together with ``form``: shape of the parameter.
         """
         if values is not None:
-            super().__init__(*values.shape[:2], values.shape[2:], values)
+            super().__init__(len(values), values.shape[1], values.shape[2:], values)
         else:
             assert form is not None
             assert mat is not None
             assert shape is not None
-            super().__init__(*mat.shape[:2], shape, mat)
+            super().__init__(len(mat), mat.shape[1], shape, mat)
         self.values = values
         self._form = form
 
@@ -179,136 +196,6 @@ class DenseProduct(SampleProduct):
             yield slice(0, self.columns), rows, self.values[:, rows]
 
 
-class AffineProduct(SampleProduct):
-    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of the weight, or the bias, of an affine map.
-
-    Attributes:
-        out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
-        inp: What the weight multiplies, ``[N, S, G, I]``; ``None`` for a bias.
-    """
-
-    def __init__(
-        self,
-        out: Tensor,
-        inp: Rows | None,
-        shape: torch.Size,
-        arrange: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """Store the factors.
-
-        Args:
-            out: See the class.
-            inp: See the class.
-            shape: Shape of the parameter.
-            arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
-                that is no mere reshape.
-        """
-        super().__init__(*out.shape[:2], shape, out)
-        self.out = out
-        self.inp = inp
-        self.arrange = arrange
-
-    @property
-    def positions(self) -> int:
-        """``S``."""
-        return self.out.shape[2]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """``(G, O, I)``, for a bias ``(G, O)``."""
-        width = () if self.inp is None else (self.inp.shape[3],)
-        return (*self.out.shape[3:], *width)
-
-    def to_parameter(self, mat: Tensor) -> Tensor:
-        """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
-        if self.arrange is not None:
-            return self.arrange(mat)
-        return mat.reshape(*mat.shape[: mat.dim() - len(self.sizes)], *self.shape)
-
-    def part(self, columns: slice, samples: slice) -> Tensor:
-        """By a batched product."""
-        out = self.out[columns, samples]
-        if self.inp is None:
-            return self.to_parameter(out.sum(2))
-        inp = self.inp if samples == slice(0, self.samples) else self.inp[samples]
-        return self.to_parameter(contractions.products(out, inp))
-
-    def pieces(self) -> Iterator[Piece]:
-        """In one buffer."""
-        if self.inp is None:
-            yield slice(0, self.columns), slice(0, self.samples), self.to_parameter(self.out.sum(2))
-            return
-        for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
-            yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
-
-    def with_columns(self, out: Tensor) -> AffineProduct:
-        """The product of other columns with the same inputs."""
-        return AffineProduct(out, self.inp, self.shape, self.arrange)
-
-
-class ScaleProduct(SampleProduct):
-    """``Σ_s out[v, n, s] ⊙ inp[n, s]``: of a gain, or an offset, that multiplies elementwise.
-
-    Attributes:
-        out: Columns at the output. Shape ``[V, N, S, D]``.
-        inp: What the gain multiplies, ``[N, S, D]``; ``None`` for an offset.
-    """
-
-    def __init__(self, out: Tensor, inp: Tensor | None, shape: torch.Size) -> None:
-        """Store the factors; ``D`` is the number of entries of the parameter."""
-        super().__init__(*out.shape[:2], shape, out)
-        self.out = out
-        self.inp = inp
-
-    def part(self, columns: slice, samples: slice) -> Tensor:
-        """A sum over positions."""
-        out = self.out[columns, samples]
-        if self.inp is None:
-            return out.sum(2).reshape(*out.shape[:2], *self.shape)
-        product = torch.einsum("vnsd,nsd->vnd", out, self.inp[samples])
-        return product.reshape(*out.shape[:2], *self.shape)
-
-
-class LookupProduct(SampleProduct):
-    """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]`` whose rows were looked up.
-
-    Attributes:
-        out: Columns at each look-up. Shape ``[V, N, K, dim]``.
-        row: Which row it got. Shape ``[N, K]``.
-    """
-
-    def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
-        """Store the factors."""
-        super().__init__(*out.shape[:2], shape, out)
-        self.out = out
-        self.row = row
-
-    def part(self, columns: slice, samples: slice) -> Tensor:
-        """Scattered rows."""
-        out, row = self.out[columns, samples], self.row[samples]
-        (num, dim), (count, samples_) = self.shape, out.shape[:2]
-        start = torch.arange(samples_, device=row.device).unsqueeze(1) * num
-        flat = out.new_zeros(count, samples_ * num, dim)
-        flat = flat.index_add(1, (start + row).flatten(), out.flatten(1, 2))
-        return flat.reshape(count, samples_, num, dim)
-
-    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that are not zero; one that a sample reads twice is summed first.
-
-        Returns:
-            Their values ``[V, K', dim]``, the sample and the row of each, ``[K']``.
-        """
-        if "segments" not in self.results:
-            num = self.shape[0]
-            start = torch.arange(self.samples, device=self.row.device).unsqueeze(1) * num
-            where, inverse = torch.unique((start + self.row).flatten(), return_inverse=True)
-            sums = self.new_zeros(self.columns, len(where), self.shape[1])
-            sums = sums.index_add(1, inverse, self.out.flatten(1, 2))
-            self.results["segments"] = sums, where // num, where % num
-        found: tuple[Tensor, Tensor, Tensor] = self.results["segments"]
-        return found
-
-
 class SumProduct(SampleProduct):
     """``Σ_p M_p[v, n]``: a parameter that several calls, or several outputs of one, use.
 
@@ -324,8 +211,7 @@ class SumProduct(SampleProduct):
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """Formed one by one."""
-        first, *others = (part.part(columns, samples) for part in self.parts)
-        return sum(others, first)
+        return reduce(torch.add, (part.part(columns, samples) for part in self.parts))
 
 
 class PlacedProduct(SampleProduct):
@@ -364,51 +250,14 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     for part in parts:
         roots.update(part.roots)
     merged: list[SampleProduct] = []
-    for part in (placed(part, roots) for part in parts):
+    for part in (part.among(roots) for part in parts):
         for position, other in enumerate(merged):
-            joined = _joined(other, part)
-            if joined is not None:
-                merged[position] = joined
+            both = other.plus(part)
+            if both is not None:
+                merged[position] = both
                 break
         else:
             merged.append(part)
     result = merged[0] if len(merged) == 1 else SumProduct(merged)
     result.roots = roots
     return result
-
-
-def placed(product: SampleProduct, roots: Mapping[Root, int]) -> SampleProduct:
-    """A product among the columns of other roots, for which it is zero, in its own form if it may.
-
-    Args:
-        product: The product of some roots.
-        roots: All of them, and how many columns each has.
-    """
-    if list(product.roots.items()) == list(roots.items()):
-        return product
-    if not isinstance(product, AffineProduct):
-        return PlacedProduct(product, roots)
-    blocks = dict(zip(product.roots, product.out.split(list(product.roots.values())), strict=True))
-    zeros = product.new_zeros(*product.out.shape[1:])
-    found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-    return product.with_columns(torch.cat(found))
-
-
-def _joined(first: SampleProduct, second: SampleProduct) -> AffineProduct | None:
-    """Both as one product over the positions of either, if they have one affine form."""
-    if not (isinstance(first, AffineProduct) and isinstance(second, AffineProduct)):
-        return None
-    if first.sizes != second.sizes or not _arranged_alike(first, second):
-        return None
-    inp: Rows | None = None
-    if first.inp is not None and second.inp is not None:
-        inp = contractions.JoinedRows(first.inp, second.inp)
-    return AffineProduct(torch.cat([first.out, second.out], 2), inp, first.shape, first.arrange)
-
-
-def _arranged_alike(first: AffineProduct, second: AffineProduct) -> bool:
-    """Whether both have the entries of the parameter in one order."""
-    if first.arrange is None or second.arrange is None:
-        return first.arrange is second.arrange
-    numbers = torch.arange(prod(first.sizes)).reshape(first.sizes)
-    return bool(torch.equal(first.to_parameter(numbers), second.to_parameter(numbers)))

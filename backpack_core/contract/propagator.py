@@ -10,22 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.columns import Columns, Root
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.product import Reading, SampleProduct
-from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.contract.parametric import ParametricRule
+from backpack_core.contract.product import Reading
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import bridge
 from backpack_core.graph.nodes import refuse
 from backpack_core.graph.views import look_through
 from backpack_core.record.call import Layout
 from backpack_core.record.view import View
-from backpack_core.tuning import even_size
 
 
 class Propagator(ABC):
@@ -215,113 +212,6 @@ class Propagator(ABC):
         return value
 
 
-class ColumnPropagator(Propagator):
-    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``."""
-
-    def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
-        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
-        found: Columns | None = super().arrive(rule, view, waiting)
-        return None if found is None else found.to(view.dtype)
-
-    def nothing(self, view: View) -> Columns | None:
-        """A column of zeros."""
-        assert view.grad_output is not None
-        return Columns.start("nothing", torch.zeros_like(view.grad_output).unsqueeze(0))
-
-    def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
-        """One transposed Jacobian product for all columns."""
-        products = rule.jac_t_mat_prod(view, quantity.mat)
-        return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
-
-    def product(
-        self, rule: ParametricRule, view: View, name: str, quantity: Columns
-    ) -> SampleProduct:
-        """The product of all columns, side by side."""
-        product = rule.param_product(view, name, quantity.mat)
-        product.roots = quantity.sizes
-        return product
-
-    def merge(self, first: Columns, second: Columns) -> Columns:
-        """Sum root by root."""
-        return first.merge(second)
-
-    def widen(self, quantity: Columns, batch_size: int) -> Columns:
-        """Zeros for the samples that were left out."""
-        return widen_samples(quantity, self.subsampling, batch_size)
-
-    def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
-        """The chosen samples."""
-        return pick_samples(quantity, self.subsampling, axis)
-
-    def cross(
-        self, node: Node, quantities: dict[int, Columns], batch_size: int
-    ) -> list[tuple[int, Columns]]:
-        """Call the node under vmap over the columns."""
-        return cross_columns(node, quantities)
-
-    def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Block by block."""
-        return quantity.map(function)
-
-    def shed(
-        self,
-        rule: LayerRule | None,
-        view: View,
-        quantity: Columns,
-        size: int,
-        is_rooted: bool = False,
-    ) -> tuple[Columns, Iterable[Columns]]:
-        """At a loss, chunks of about one size; later on, columns may have a part elsewhere."""
-        count = sum(quantity.sizes.values())
-        if rule is None or not rule.is_loss or count <= size:
-            return quantity, ()
-        *first, last = quantity.chunks(even_size(count, size))
-        return last, first
-
-    def present(self, quantity: Columns) -> Any:
-        """All columns as one tensor ``[V, N, *out]``."""
-        return quantity.mat
-
-    def adopt(self, value: Tensor, like: Columns | None) -> Columns:
-        """Columns with the roots of ``like`` if their number is unchanged, else with a new one."""
-        if like is not None and len(like.mat) == len(value):
-            return like.split(value)
-        return Columns.start(repr(self), value)
-
-
-class OutputGradient(ColumnPropagator):
-    """What first-order extensions read: the gradient at the output, as a single column."""
-
-    travels = False
-    _ROOT: ClassVar[Root] = Root("gradient")
-
-    def __init__(self, subsampling: tuple[int, ...] | None = None) -> None:
-        """Store which samples take part."""
-        self.subsampling = subsampling
-
-    def __eq__(self, other: object) -> bool:
-        """Equal to any other with the same samples."""
-        return isinstance(other, OutputGradient) and other.subsampling == self.subsampling
-
-    def __hash__(self) -> int:
-        """Consistent with equality."""
-        return hash((OutputGradient, self.subsampling))
-
-    def __repr__(self) -> str:
-        """With the samples, if not all."""
-        some = "" if self.subsampling is None else f"subsampling={self.subsampling}"
-        return f"OutputGradient({some})"
-
-    def start(self, rule: LossRule, view: View) -> Columns:
-        """Nothing starts at a loss: autograd carries the gradient itself."""
-        raise UnsupportedError("The output gradient is autograd's own quantity.")
-
-    def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
-        """What autograd brought."""
-        assert view.grad_output is not None
-        return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
-
-
 def loss_behind_a_loss(view: View) -> UnsupportedError:
     """The error where two losses both claim to be where the model ends."""
     return UnsupportedError(
@@ -332,72 +222,6 @@ def loss_behind_a_loss(view: View) -> UnsupportedError:
     )
 
 
-def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:
-    """Push columns through a node, root by root.
-
-    Args:
-        node: An autograd node that autograd has not executed yet.
-        quantities: Columns of the whole batch at the node's outputs, by output number.
-
-    Returns:
-        Pairs (position in ``node.next_functions``, columns there).
-
-    Raises:
-        BridgeError: The node cannot be called for columns.
-    """
-    roots = list(dict.fromkeys(root for columns in quantities.values() for root in columns.blocks))
-    results: dict[int, dict[Root, Tensor]] = {}
-    for root in roots:
-        present = {nr: c.blocks[root] for nr, c in quantities.items() if root in c.blocks}
-        for position, product in bridge.push(node, present).items():
-            results.setdefault(position, {})[root] = product
-    return [(position, Columns(blocks)) for position, blocks in results.items()]
-
-
 def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
     """A quantity at a view, from that at the tensor that it looks at."""
     return propagator.map(quantity, lambda mat: look_through(mat, layout))
-
-
-def widen_samples(columns: Columns, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
-    """``[V, n, *]`` of chosen samples to the whole batch; zeros elsewhere.
-
-    A sample that was chosen several times may have other columns each time (drawn ones have), so
-    that the repetitions become columns of their own.
-    """
-    if chosen is None:
-        return columns
-    turns = _occurrences(chosen, batch_size)
-
-    def widen(mat: Tensor) -> Tensor:
-        whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
-        whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
-        return whole.transpose(1, 2).flatten(0, 1)
-
-    return Columns({root: widen(mat) for root, mat in columns.blocks.items()})
-
-
-def pick_samples(columns: Columns, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
-    """The reverse of :func:`widen_samples`, where the samples lie on some axis of the tensor."""
-    if chosen is None:
-        return columns
-
-    def pick(mat: Tensor) -> Tensor:
-        samples = mat.shape[1 + axis]
-        turns = _occurrences(chosen, samples)
-        parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2 + axis, 1)
-        found = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
-        return found.movedim(0, 1 + axis)
-
-    return Columns({root: pick(mat) for root, mat in columns.blocks.items()})
-
-
-def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
-    """How often each entry was there before: ``(3, 1, 3) → [0, 0, 1]``."""
-    seen: dict[int, int] = {}
-    found = []
-    for index in chosen:
-        sample = index % batch_size
-        found.append(seen.get(sample, 0))
-        seen[sample] = found[-1] + 1
-    return found

@@ -17,9 +17,9 @@ from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.module_extension import Grads, ModuleExtension
+from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import ParametricRule
 from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackWarning,
@@ -27,7 +27,7 @@ from backpack_core.errors import (
     warn_once,
 )
 from backpack_core.graph.trained import Trained
-from backpack_core.plugins.loading import missing
+from backpack_core.plugins.refusals import missing
 from backpack_core.record.call import path_of
 from backpack_core.record.view import View
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.column_propagator import cross_columns
 from backpack_core.contract.columns import Columns, Root
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.propagator import Propagator, cross_columns
-from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.contract.parametric import ParametricRule
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import LayerRule
 from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes

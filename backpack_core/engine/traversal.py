@@ -15,10 +15,10 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Pending, Sink
-from backpack_core.errors import NotExtendedError, OverwrittenInputError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.loading import missing
+from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter
@@ -233,24 +233,3 @@ def _at_output(group: Group, site: Site, view: View, arrived: Waiting) -> Any:
 
 def _deliver(traversal: Traversal, slot: int, edge: Edge, own: Any) -> None:
     traversal.schedule.deliver(slot, edge, own=own)
-
-
-def nothing_arrived(view: View, name: str) -> Exception:
-    """The error where a call is no part of an extended loss: a quantity would miss something.
-
-    Args:
-        view: The call.
-        name: What needs the loss.
-    """
-    if view.output_shape == ():
-        return missing(
-            f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
-            "an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
-            f"LossRule for {type(view.call.module).__name__}.",
-            "loss",
-        )
-    return NotExtendedError(
-        f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
-        f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
-        "torch.nn, and compute the loss with it; a functional loss cannot be seen."
-    )

@@ -30,7 +30,7 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
 
 
 @cache
-def methods_behind(parent: type[Module]) -> frozenset[str]:
+def methods_behind(parent: type) -> frozenset[str]:
     """The methods that make up the map of a module class, ``forward`` among them."""
     return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})
 

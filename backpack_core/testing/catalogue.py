@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backpack_core import modules
 from backpack_core.testing.cases import LossCase, RuleCase
 
 Made = tuple[type[nn.Module], tuple[Any, ...], tuple[int, ...]]  # type, arguments, shape of input
@@ -189,14 +188,6 @@ _OTHERS: dict[str, list[RuleCase]] = {
             lambda: nn.TransformerEncoderLayer(2, 1, 2, dropout=0.0, batch_first=True),
             _sequence,
         ),
-    ],
-    "Helper modules": [
-        _named("ScaleModule", lambda: modules.ScaleModule(0.7, optimize=True), _sequence),
-        _named("SumModule", modules.SumModule, lambda n: (_sequence(n), _sequence(n))),
-        _named("Permute", lambda: modules.Permute(0, 2, 1), _sequence),
-        _named("Pad", lambda: modules.Pad((1, 1)), _sequence),
-        _named("Slicing", lambda: modules.Slicing((slice(None), 0)), _sequence),
-        _named("ReduceTuple", modules.ReduceTuple, lambda n: ((_sequence(n), torch.rand(n, 2)),)),
     ],
 }
 

@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import pytest
 
-from backpack_core.plugins import loading as plugins
+from backpack_core import plugins
 from backpack_core.plugins.discovery import GROUP
 
 FakeDistribution: TypeAlias = Callable[..., Path]

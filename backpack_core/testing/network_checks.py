@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.rules import AffineRule, ParametricRule
+from backpack_core.contract.parametric import AffineRule, ParametricRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.switch import disable

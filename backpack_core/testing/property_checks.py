@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.product import AffineProduct
-from backpack_core.contract.rules import AffineRule, ElementwiseRule, ParametricRule
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.parametric import AffineRule, ParametricRule
+from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle

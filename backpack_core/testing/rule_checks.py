@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.contract import norms
 from backpack_core.contract import operations as ops
+from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
-from backpack_core.contract.rules import ParametricRule
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
@@ -160,17 +159,12 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
     "squared_norm": (ops.squared_norm, lambda m: m.flatten(2).square().sum(2)),
-    "norm": (norms.norm, lambda m: m.flatten(2).norm(dim=2)),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "dense": (ops.dense, lambda m: m),
     "gram": (ops.gram, lambda m: torch.einsum("vnp,wmp->vnwm", m.flatten(2), m.flatten(2))),
     "weighted_sum": (
         lambda p: ops.weighted_sum(p, draw((2, p.columns, p.samples), 12)),
         lambda m: torch.einsum("kvn,vn...->k...", draw((2, *m.shape[:2]), 12), m),
-    ),
-    "project": (
-        lambda p: ops.project(p, draw((2, *p.shape), 13)),
-        lambda m: m.flatten(2) @ draw((2, *m.shape[2:]), 13).flatten(1).T,
     ),
     "inner": (lambda p: ops.inner(p, p), lambda m: m.flatten(2).square().sum(2)),
 }

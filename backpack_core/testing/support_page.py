@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import (
+from backpack_core.contract.parametric import (
     AffinePairsRule,
     AffineRule,
-    ElementwiseRule,
-    LayerRule,
     ParametricRule,
     ProductRule,
 )
+from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.plugins.registry import registry
 
 if TYPE_CHECKING:

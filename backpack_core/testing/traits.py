@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from functools import cache
 
-from backpack_core.contract.rules import AffineRule, ElementwiseRule, LayerRule
+from backpack_core.contract.parametric import AffineRule
+from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.execution import Execution, shared_execution
 from backpack_core.testing.promise import PROMISED, Promise

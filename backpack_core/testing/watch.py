@@ -8,8 +8,9 @@ from torch.nn import Module
 
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.parametric import ParametricRule, ProductRule
 from backpack_core.contract.product import DenseProduct, SampleProduct
-from backpack_core.contract.rules import LayerRule, ParametricRule, ProductRule
+from backpack_core.contract.rules import LayerRule
 
 Kind = Literal["rule", "fast", "autodiff", "graph", "refused", "-"]
 

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from backpack_core.modules import (
+from backpack_layers.modules import (
     Pad,
     Permute,
     ReduceTuple,

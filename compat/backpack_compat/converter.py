@@ -19,9 +19,9 @@ from torch.nn import Module
 from backpack_compat.conversions import converted, is_only_reader
 from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning
-from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
+from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
 # What shape queries give are numbers, through which nothing is differentiated; a rearrangement is
 # linear, and may move the samples, which a module may not.

@@ -13,7 +13,7 @@ from backpack_compat.converter import convert
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackWarning
 from backpack_core.extensions import BatchGrad, DiagHessian
-from backpack_core.modules import ReduceTuple, SumModule
+from backpack_layers.modules import ReduceTuple, SumModule
 from tests.oracle import assert_close
 
 ONE = (3, 4)

@@ -1,11 +1,11 @@
-"""The helper modules of ``backpack_core.modules``."""
+"""The helper modules of ``backpack_layers.modules``."""
 
 from __future__ import annotations
 
 import torch
 
-from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.testing import RuleCase
+from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from tests.conformance.layer import layer
 
 CASES: list[RuleCase] = [

@@ -17,8 +17,8 @@ from backpack_core import (
     Operation,
     SampleProduct,
 )
+from backpack_core.contract import affine as forms
 from backpack_core.contract import contractions
-from backpack_core.contract import operations as ops
 from backpack_core.contract.operations import (
     batch_sum,
     dense,
@@ -162,7 +162,7 @@ def test_moments_come_from_the_same_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 def test_with_one_position_reading_what_was_formed_costs_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    formed = counted(monkeypatch, ops, "as_formed")
+    formed = counted(monkeypatch, forms, "as_formed")
     with torch.no_grad():
         for positions in (1, 5):
             product = affine(positions, (1, 6, 2)).product

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct, memory_budget
-from backpack_core.contract import norms
 from backpack_core.contract import operations as ops
-from tests.contract.products import FORMS, SAMPLES, SHAPE, budget
+from backpack_firstorder.norms import norm
+from tests.contract.products import FORMS, SAMPLES, budget
 from tests.oracle import assert_close
 
 Definition = Callable[[Tensor], Tensor]
@@ -26,15 +26,13 @@ def weights(columns: int) -> Tensor:
     return draw(5, columns, SAMPLES)
 
 
-DIRECTIONS = (5, *SHAPE)
-
 # An operation on a product, and what it is of M, [V, N, *θ].
 OPERATIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Definition]] = {
     "dense": (ops.dense, lambda m: m),
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
     "squared_norm": (ops.squared_norm, lambda m: m.square().sum((2, 3))),
-    "norm": (norms.norm, lambda m: m.square().sum((2, 3)).sqrt()),
+    "norm": (norm, lambda m: m.square().sum((2, 3)).sqrt()),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "gram": (ops.gram, lambda m: torch.einsum("vnij,wmij->vnwm", m, m)),
     "weighted_sum": (
@@ -44,10 +42,6 @@ OPERATIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Definition]] = {
     "weighted_sum of one": (
         lambda p: ops.weighted_sum(p, weights(p.columns)[:1]),
         lambda m: torch.einsum("kvn,vnij->kij", weights(len(m))[:1], m),
-    ),
-    "project": (
-        lambda p: ops.project(p, draw(*DIRECTIONS)),
-        lambda m: torch.einsum("vnij,kij->vnk", m, draw(*DIRECTIONS)),
     ),
 }
 # What others in the pass may need, so that one thing is computed for several.

@@ -190,7 +190,7 @@ def test_exception_on_a_device_thread() -> None:
 
 def test_first_use_in_two_threads_at_once() -> None:
     """Plugins are loaded once, and nobody goes on with half of them."""
-    from backpack_core.plugins import loading as plugins
+    from backpack_core import plugins
     from backpack_core.plugins.registry import registry
 
     plugins.reset()

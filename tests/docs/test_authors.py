@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from backpack_core.plugins import loading as plugins
+from backpack_core import plugins
 from backpack_core.plugins.registry import registry
 
 PAGES = Path(__file__).parents[2] / "docs" / "authors"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core.contract.column_propagator import cross_columns
 from backpack_core.contract.columns import Columns
-from backpack_core.contract.propagator import cross_columns
 from backpack_core.extensions import KFRA, DiagGGNExact
 from backpack_core.graph import vmap_nodes
 from tests import oracle

@@ -35,7 +35,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
-from backpack_core.modules import ReduceTuple
+from backpack_layers.modules import ReduceTuple
 from tests.cases import Net, classification
 
 Shape = Callable[[torch.Size], tuple[int, ...]]

@@ -20,7 +20,7 @@ from backpack.extensions.secondorder.hbp import (
 from backpack_core import FirstOrderModuleExtension, backpack, extend
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad, DiagGGNExact, GGNGram
-from backpack_core.modules import Permute
+from backpack_layers.modules import Permute
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.secondorder.problems import hessians

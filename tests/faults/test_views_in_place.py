@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, disable
-from backpack_core.modules import Slicing
+from backpack_layers.modules import Slicing
 from tests.cases import Net, Problem, classification
 from tests.faults.problems import KINDS, check, expect
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.product import AffineProduct
-from backpack_core.contract.rules import AffineRule, LayerRule, ParametricRule
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.parametric import AffineRule, ParametricRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
 from tests.layers.handmade import make_call

@@ -10,15 +10,6 @@ from handmade import assert_equal, check_adjoint, check_input, check_parameters,
 from torch import nn
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.modules import (
-    Pad,
-    Parallel,
-    Permute,
-    ReduceTuple,
-    ScaleModule,
-    Slicing,
-    SumModule,
-)
 from backpack_layers.custom import (
     PadRule,
     PermuteRule,
@@ -26,6 +17,15 @@ from backpack_layers.custom import (
     ScaleModuleRule,
     SlicingRule,
     SumModuleRule,
+)
+from backpack_layers.modules import (
+    Pad,
+    Parallel,
+    Permute,
+    ReduceTuple,
+    ScaleModule,
+    Slicing,
+    SumModule,
 )
 
 BATCHES = pytest.mark.parametrize("batch", [1, 3])

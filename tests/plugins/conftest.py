@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backpack_core.plugins import loading as plugins
+from backpack_core import plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
 

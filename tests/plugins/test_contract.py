@@ -18,10 +18,10 @@ from backpack_core import (
     backpack,
     extend,
     hookimpl,
+    plugins,
 )
-from backpack_core.errors import PluginError
-from backpack_core.plugins import hookspecs
-from backpack_core.plugins import loading as plugins
+from backpack_core.errors import PluginError, PluginVersionError
+from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: obje
     wrong.__name__ = hook
     with pytest.raises(PluginError, match=hook):
         plugins.register(provide(**{hook: wrong}), "wrong")
-    assert not plugins._manager.has_plugin(":wrong")
+    assert not registration._manager.has_plugin(":wrong")
 
 
 @pytest.mark.parametrize("api", [2, (2, 7), (1, 2)])
@@ -188,5 +188,5 @@ def test_a_supported_interface(api: object) -> None:
 def test_an_unsupported_interface(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])
     provider.backpack_api = api
-    with pytest.raises(plugins.PluginVersionError, match="speaks version 2"):
+    with pytest.raises(PluginVersionError, match="speaks version 2"):
         plugins.register(provider, "other")

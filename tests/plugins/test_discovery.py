@@ -12,9 +12,9 @@ from sick import LINEAR, NORM
 from torch import nn
 
 import backpack_core
-from backpack_core import extend
+from backpack_core import extend, plugins
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
-from backpack_core.plugins import loading as plugins
+from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.fake_distribution import FakeDistribution, write_distribution
 
@@ -247,8 +247,8 @@ def test_two_threads_see_all_plugins(fake_distribution: FakeDistribution) -> Non
 def test_an_unknown_extension_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     from backpack_core import extensions
 
-    monkeypatch.setattr(plugins, "_plugins", [])
-    monkeypatch.setattr(plugins, "_loaded", True)
+    monkeypatch.setattr(loading, "_plugins", [])
+    monkeypatch.setattr(loading, "_loaded", True)
     registry.clear()
     with pytest.raises(ImportError, match="pip install backpack-plugin-firstorder"):
         extensions.BatchGrad  # noqa: B018

@@ -46,7 +46,7 @@ BELOW = {
     "record": {"_torch", "errors"},
     "graph": {"_torch", "errors", "record", "values"},
     "contract": {"_torch", "errors", "record", "graph", "tuning", "values"},
-    "plugins": {"_torch", "errors", "contract"},
+    "plugins": {"_torch", "errors", "record", "contract"},
     "engine": {"_torch", "errors", "record", "graph", "contract", "plugins", "tuning", "values"},
 }
 

@@ -9,7 +9,7 @@ import torch
 from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
 from torch import nn
 
-from backpack_core import backpack, extend, hookimpl
+from backpack_core import backpack, extend, hookimpl, plugins
 from backpack_core.cli import doctor, isolation
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
@@ -18,7 +18,7 @@ from backpack_core.errors import (
     PluginError,
     PluginLoadError,
 )
-from backpack_core.plugins import loading as plugins
+from backpack_core.plugins import registration
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.fake_distribution import FakeDistribution
 
@@ -242,7 +242,7 @@ def test_registration_is_rolled_back(fake_distribution: FakeDistribution) -> Non
     with pytest.warns(BrokenPluginWarning, match="no second one"):
         plugins.ensure_loaded()
     assert "Half" not in registry.extensions
-    assert not plugins._manager.has_plugin("backpack-plugin-sick:sick")
+    assert not registration._manager.has_plugin("backpack-plugin-sick:sick")
 
 
 def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
@@ -270,7 +270,7 @@ def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:
     with pytest.raises(ValueError, match="not today"):
         plugins.register(Several, "several")
     assert Fine not in registry.rules
-    with pytest.raises(plugins.PluginError, match="No plugin named 'several'"):
+    with pytest.raises(PluginError, match="No plugin named 'several'"):
         plugins.unregister("several")
 
 

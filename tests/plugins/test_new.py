@@ -16,7 +16,7 @@ from backpack_core import __version__
 from backpack_core.cli import scaffold
 from backpack_core.cli.app import app
 from backpack_core.errors import BackpackError, UsageError
-from backpack_core.plugins.loading import API_VERSION
+from backpack_core.plugins.registration import API_VERSION
 
 KINDS = ("layer", "extension", "propagator")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core import plugins
 from backpack_core.cli.support import status
-from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.registry import registry
 
 

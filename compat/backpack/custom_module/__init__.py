@@ -1,11 +1,11 @@
-"""Helper modules: those of ``backpack_core.modules``, under the incumbent's submodule names."""
+"""Helper modules: those of ``backpack_layers.modules``, under the incumbent's submodule names."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from backpack.submodules import submodule
-from backpack_core.modules import (
+from backpack_layers.modules import (
     Branch,
     Pad,
     Parallel,

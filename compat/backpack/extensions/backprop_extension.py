@@ -24,9 +24,9 @@ from backpack_core import (
     SecondOrderExtension,
     View,
 )
+from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.product import Reading
-from backpack_core.contract.propagator import OutputGradient
 from backpack_core.errors import UnsupportedError
 
 FAIL_ERROR = "ERROR"

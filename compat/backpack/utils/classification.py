@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Sequential
 from torch.nn.modules.loss import _Loss
 
-from backpack_core.modules import Branch, Parallel, ReduceTuple
+from backpack_layers.modules import Branch, Parallel, ReduceTuple
 
 
 def is_loss(module: Module) -> bool:

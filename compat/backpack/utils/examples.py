@@ -1,4 +1,4 @@
-"""Data and references for examples. Imports the core's Hessian-free products."""
+"""Data and references for examples. Imports Hessian-free products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from backpack.utils import mnist
 from backpack.utils.parameters import vector_to_parameter_list
-from backpack_core.hessianfree import ggn_vector_product
+from backpack_compat.hessianfree import ggn_vector_product
 
 
 def load_mnist_dataset() -> Dataset[Any]:

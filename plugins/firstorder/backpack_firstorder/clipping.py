@@ -13,9 +13,9 @@ from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.norms import in_single, norm, scale_of
 from backpack_core.contract.operations import squared_norm, weighted_sum
 from backpack_core.errors import UsageError
+from backpack_firstorder.norms import in_single, norm, scale_of
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension, SampleProduct
-from backpack_core.contract.norms import in_single, norm, safe_squared_norm
 from backpack_core.contract.operations import dense, gram, squared_norm
+from backpack_firstorder.norms import in_single, norm, safe_squared_norm
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct
-from backpack_core.contract.norms import in_single
 from backpack_core.contract.operations import batch_sum, square_sum
+from backpack_firstorder.norms import in_single
 from backpack_firstorder.squares import SquaresExtension
 
 

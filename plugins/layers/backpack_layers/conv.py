@@ -21,7 +21,7 @@ from torch.nn import (
 from torch.nn.modules.conv import _ConvNd
 
 from backpack_core.contract.contractions import DirectRows
-from backpack_core.contract.rules import AffineRule
+from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import over_columns, transposed
@@ -86,19 +86,6 @@ class ConvRule(_ConvolutionRule):
         product = over_columns(lambda m: _transpose(conv, m, weight, [0] * len(size), padded), mat)
         return transposed(lambda x: _pad(conv, x), view.input_shape[1:], product)
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        weight = view.parameter("weight")
-        return over_columns(lambda m: _convolve(_conv(view), m, weight), mat)
-
-    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        if name == "bias":
-            return _broadcast_bias(view, mat)
-        # Columns become output channels: one convolution for all of them.
-        groups = _conv(view).groups
-        weight = mat.unflatten(1, (groups, -1)).transpose(0, 1).flatten(0, 2)
-        product = _convolve(_conv(view), view.input, weight)
-        return _columns_from_channels(view, product, len(mat))
-
 
 class ConvTransposeRule(_ConvolutionRule):
     """``ConvTranspose1d`` to ``ConvTranspose3d``, as a convolution of the input with gaps.
@@ -149,21 +136,6 @@ class ConvTransposeRule(_ConvolutionRule):
 
         # An output padding of a stride or more (legal with dilation) makes room for more pixels.
         return _cut(over_columns(convolve, mat), view.input_shape[2:])
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._forward(view, mat, view.parameter("weight"))
-
-    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        if name == "bias":
-            return _broadcast_bias(view, mat)
-        weight = mat.movedim(0, 1).flatten(1, 2)
-        product = self._forward(view, view.input.unsqueeze(0), weight).squeeze(0)
-        return _columns_from_channels(view, product, len(mat))
-
-    def _forward(self, view: View, mat: Tensor, weight: Tensor) -> Tensor:
-        conv = _conv(view)
-        padding, size = cast("tuple[int, ...]", conv.padding), view.output_shape[2:]
-        return over_columns(lambda m: _transpose(conv, m, weight, padding, size), mat)
 
 
 class Patches:
@@ -257,13 +229,6 @@ def _zero_padded(conv: _ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:
     return _pad(conv, x), [0] * len(padding)
 
 
-def _convolve(conv: _ConvNd, x: Tensor, weight: Tensor) -> Tensor:
-    x, padding = _zero_padded(conv, x)
-    return torch.convolution(
-        x, weight, None, conv.stride, padding, conv.dilation, False, [0] * len(padding), conv.groups
-    )
-
-
 def _transpose(
     conv: _ConvNd, mat: Tensor, weight: Tensor, padding: Sequence[int], size: Sequence[int]
 ) -> Tensor:
@@ -319,18 +284,3 @@ def _by_position(mat: Tensor, groups: int) -> Tensor:
     features = mat.shape[2] // groups
     grouped = mat.reshape(*mat.shape[:2], groups, features, mat.shape[3:].numel())
     return grouped.permute(0, 1, 4, 2, 3)
-
-
-def _columns_from_channels(view: View, product: Tensor, columns: int) -> Tensor:
-    """``[N, G·V·O, *spatial] → [V, N, G·O, *spatial]``."""
-    batch, channels, *spatial = view.output_shape
-    groups = _conv(view).groups
-    grouped = product.reshape(batch, groups, columns, channels // groups, *spatial)
-    return grouped.movedim(2, 0).reshape(columns, batch, channels, *spatial)
-
-
-def _broadcast_bias(view: View, mat: Tensor) -> Tensor:
-    """``[V, C] → [V, N, C, *spatial]``."""
-    shape = view.output_shape
-    columns = mat.reshape(len(mat), 1, -1, *[1] * (len(shape) - 2))
-    return columns.expand(-1, *shape)

@@ -1,4 +1,4 @@
-"""Rules for the helper modules of ``backpack_core.modules``.
+"""Rules for the helper modules of ``backpack_layers.modules``.
 
 ``Parallel`` is a container and needs none.
 """
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backpack_core.contract.rules import LayerRule, ParametricRule
+from backpack_core.contract.parametric import ParametricRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
 from backpack_layers.linear_map import LinearMapRule
+from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
 
 class SumModuleRule(LayerRule):
@@ -43,17 +44,11 @@ class ScaleModuleRule(ParametricRule):
         weight = cast(ScaleModule, view.module).weight
         return mat * (view.parameter("weight") if isinstance(weight, Tensor) else weight)
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._jac_t_mat_prod(view, mat)
-
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         size = view.input_shape[1:].numel()
         inputs = view.input.reshape(view.batch_size, size)
         columns = mat.reshape(*mat.shape[:2], size)
         return torch.einsum("vnd,nd->vn", columns, inputs).unsqueeze(-1)
-
-    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        return mat.reshape(len(mat), *[1] * view.input.dim()) * view.input
 
 
 class PermuteRule(LayerRule):
@@ -75,9 +70,6 @@ class PermuteRule(LayerRule):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         order = _permutation(view)
         return mat.permute(0, *(order.index(axis) + 1 for axis in range(len(order))))
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat.permute(0, *(axis + 1 for axis in _permutation(view)))
 
 
 def _permutation(view: View) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Linear
 
-from backpack_core.contract.rules import AffineRule
+from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 
@@ -30,20 +30,6 @@ class LinearRule(AffineRule):
         return mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), 1, mat.shape[-1])
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return _times(mat, view.parameter("weight"))
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return _times(mat, view.parameter("weight").T)
-
-    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        shape = view.output_shape
-        if name == "bias":
-            columns = mat.reshape(len(mat), *[1] * (len(shape) - 1), shape[-1])
-            return columns.expand(-1, *shape)
-        product = view.input.flatten(0, -2) @ mat.mT
-        return product.reshape(len(mat), *shape)
-
-
-def _times(mat: Tensor, weight: Tensor) -> Tensor:
-    """One product for all rows; ``@`` makes a batch of them if the strides are unusual."""
-    return (mat.flatten(0, -2) @ weight).reshape(*mat.shape[:-1], weight.shape[1])
+        weight = view.parameter("weight")
+        # One product for all rows: of unusual strides, ``@`` would make a batch of them.
+        return (mat.flatten(0, -2) @ weight).reshape(*mat.shape[:-1], weight.shape[1])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.transposition import transpose
 from backpack_core.record.view import View
 
 
@@ -29,12 +29,8 @@ def transposed(function: Callable[[Tensor], Tensor], shape: Sequence[int], mat: 
     Returns:
         Shape ``[V, N, *in]``.
     """
-    differentiable = torch.is_grad_enabled()
-    with torch.enable_grad():
-        origin = mat.new_zeros(mat.shape[0] * mat.shape[1], *shape, requires_grad=True)
-        image = function(origin)
-    (folded,) = torch.autograd.grad(image, origin, mat.flatten(0, 1), create_graph=differentiable)
-    product: Tensor = folded.unflatten(0, mat.shape[:2])
+    folded = mat.flatten(0, 1)
+    product: Tensor = transpose(function, (len(folded), *shape), folded).unflatten(0, mat.shape[:2])
     return product
 
 
@@ -50,6 +46,3 @@ class LinearMapRule(LayerRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return transposed(lambda x: self.apply(view, x), view.input_shape[1:], mat)
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return over_columns(lambda x: self.apply(view, x), mat)

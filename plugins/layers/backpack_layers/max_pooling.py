@@ -53,10 +53,6 @@ class MaxPoolRule(LayerRule):
         product = product.index_add(1, index, mat.flatten(1))
         return product.reshape(len(mat), *view.input_shape)
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        product = mat.flatten(1).index_select(1, self._winners(view))
-        return product.reshape(len(mat), *view.output_shape)
-
     def _winners(self, view: View) -> Tensor:
         """For every output entry, the position of its maximum in the flattened input."""
         return view.once("winners", lambda: flat_positions(_positions(view), view.input_shape))
@@ -73,17 +69,8 @@ class MaxUnpoolRule(LayerRule):
         require_channels(view)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        product = mat.flatten(1).index_select(1, self._targets(view))
-        return product.reshape(len(mat), *view.input_shape)
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        product = mat.new_zeros(len(mat), view.output_shape.numel())
-        # Not a sum: of two entries with one position, torch keeps one.
-        product = product.index_copy(1, self._targets(view), mat.flatten(1))
-        return product.reshape(len(mat), *view.output_shape)
-
-    def _targets(self, view: View) -> Tensor:
-        return flat_positions(view.tensor_input(1), view.output_shape)
+        targets = flat_positions(view.tensor_input(1), view.output_shape)
+        return mat.flatten(1).index_select(1, targets).reshape(len(mat), *view.input_shape)
 
 
 def flat_positions(positions: Tensor, shape: torch.Size) -> Tensor:

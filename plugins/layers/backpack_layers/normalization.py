@@ -25,7 +25,7 @@ from torch.nn import (
 )
 
 from backpack_core import ScaleProduct
-from backpack_core.contract.rules import ProductRule
+from backpack_core.contract.parametric import ProductRule
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
 
@@ -58,11 +58,6 @@ class NormalizationRule(ProductRule):
             return mat * self._slope(view)
         return self._project(view, mat * self._weight(view))
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        if self.fixed_statistics(view):
-            return mat * self._slope(view)
-        return self._project(view, mat) * self._weight(view)
-
     def _param_product(self, view: View, name: str, mat: Tensor) -> ScaleProduct:
         inp = None if name == "bias" else self._by_entry(view, self._normalised(view))
         shape = view.parameter_itself(name).shape
@@ -77,12 +72,6 @@ class NormalizationRule(ProductRule):
         moved = inner.movedim(lead + first, -1)
         positions = moved.shape[lead + 1 :].numel() // max(1, entries)
         return moved.reshape(*x.shape[: lead + 1], positions, entries)
-
-    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        factor = self._broadcast(view, mat)
-        if name == "bias":
-            return factor.expand(len(mat), *view.output_shape)
-        return factor * self._normalised(view)
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         if self.fixed_statistics(view):

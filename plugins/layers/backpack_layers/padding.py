@@ -48,9 +48,6 @@ class ConstantPadRule(LayerRule):
         # What was added is cut off, what was cut off becomes zero.
         return F.pad(mat, [-p for p in _padding(view)])
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return F.pad(mat, _padding(view))
-
 
 class CopyPadRule(LinearMapRule):
     """Adds copies of entries of the input."""

@@ -23,7 +23,8 @@ from torch.nn import (
     Threshold,
 )
 
-from backpack_core.contract.rules import ElementwiseRule, ParametricRule
+from backpack_core.contract.parametric import ParametricRule
+from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_core.values import any_of
@@ -45,9 +46,6 @@ class ReLURule(ElementwiseRule):
         # One pass instead of two.
         product: Tensor = torch.ops.aten.threshold_backward(mat, view.output, 0)
         return product
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._jac_t_mat_prod(view, mat)
 
 
 class HardtanhRule(ElementwiseRule):
@@ -150,9 +148,6 @@ class PReLURule(ElementwiseRule, ParametricRule):
         if shape.numel() == 1:
             return product.reshape(*mat.shape[:2], mat.shape[2:].numel()).sum(2, keepdim=True)
         return product.reshape(*mat.shape[:3], mat.shape[3:].numel()).sum(3)
-
-    def _param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        return self._per_channel(view, mat) * view.input.clamp(max=0)
 
     def _per_channel(self, view: View, values: Tensor) -> Tensor:
         """``[..., C]`` (or one value for all) to where it multiplies ``[..., N, C, *]``."""

@@ -114,12 +114,6 @@ class LPPoolRule(LayerRule):
         p, u = _power(view), self._sums(view)
         return view.input ** (p - 1) * self._transposed_sum(view, mat * _power_slope(u, p))
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        p, u = _power(view), self._sums(view)
-        return _power_slope(u, p) * over_columns(
-            lambda m: self._sum(view, m), view.input ** (p - 1) * mat
-        )
-
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         p, x, u = _power(view), view.input, self._sums(view)
         if p == 1:  # a sum: the formula multiplies zero with infinity where an entry is zero

@@ -24,12 +24,6 @@ class LocalResponseNormRule(LayerRule):
         change_of_sum = _transposed(view, mat * (x * power / d))
         return mat * power - 2 * norm.alpha * norm.beta * x * change_of_sum
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        norm, x, d = _norm(view), view.input, _denominator(view)
-        power = d**-norm.beta
-        change = over_columns(lambda m: _neighbours(view, m), mat * x)
-        return mat * power - 2 * norm.alpha * norm.beta * (x * power / d) * change
-
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         norm, x, d = _norm(view), view.input, _denominator(view)
         factor = grad_output * d ** (-norm.beta - 1)

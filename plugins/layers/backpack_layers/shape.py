@@ -46,9 +46,6 @@ class ReshapeRule(LayerRule):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat.reshape(len(mat), *view.input_shape)
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat.reshape(len(mat), *view.output_shape)
-
 
 class PixelShuffleRule(LayerRule):
     """Channels become pixels, or the reverse: a permutation, so transpose and inverse agree."""
@@ -62,22 +59,14 @@ class PixelShuffleRule(LayerRule):
         require_axes(view, 4, "[N, C, H, W]")
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._shuffle(view, mat, forward=False)
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._shuffle(view, mat, forward=True)
-
-    def _shuffle(self, view: View, mat: Tensor, forward: bool) -> Tensor:
         module = view.module
         if isinstance(module, PixelUnshuffle):
-            function = F.pixel_unshuffle if forward else F.pixel_shuffle
-            return function(mat, module.downscale_factor)
-        function = F.pixel_shuffle if forward else F.pixel_unshuffle
-        return function(mat, cast(PixelShuffle, module).upscale_factor)
+            return F.pixel_shuffle(mat, module.downscale_factor)
+        return F.pixel_unshuffle(mat, cast(PixelShuffle, module).upscale_factor)
 
 
 class ChannelShuffleRule(LayerRule):
-    """Interleaves the channels of ``g`` groups; the inverse interleaves ``C / g`` groups."""
+    """Interleaves the channels of ``g`` groups."""
 
     module_types = (ChannelShuffle,)
     hessian_is_zero = True
@@ -88,13 +77,8 @@ class ChannelShuffleRule(LayerRule):
         require_axes(view, 3, "[N, C, *]")
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._shuffle(mat, mat.shape[2] // cast(ChannelShuffle, view.module).groups)
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._shuffle(mat, cast(ChannelShuffle, view.module).groups)
-
-    def _shuffle(self, mat: Tensor, groups: int) -> Tensor:
-        return rearrange(mat, "v n (g c) ... -> v n (c g) ...", g=groups)
+        groups = cast(ChannelShuffle, view.module).groups
+        return rearrange(mat, "v n (c g) ... -> v n (g c) ...", g=groups)
 
 
 class UnfoldRule(LayerRule):
@@ -112,18 +96,11 @@ class UnfoldRule(LayerRule):
             require_axes(view, 3, "[N, C·K, L]")
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._move(view, mat, take=isinstance(view.module, Fold))
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._move(view, mat, take=isinstance(view.module, Unfold))
-
-    def _move(self, view: View, mat: Tensor, take: bool) -> Tensor:
         module = cast("Fold | Unfold", view.module)
         settings = (module.kernel_size, module.dilation, module.padding, module.stride)
-        if take:
+        if isinstance(module, Fold):
             return over_columns(lambda m: F.unfold(m, *settings), mat)
-        image = view.output_shape if isinstance(module, Fold) else view.input_shape
-        size = (image[-2], image[-1])
+        size = (view.input_shape[-2], view.input_shape[-1])
         return over_columns(lambda m: F.fold(m, size, *settings), mat)
 
 

@@ -25,9 +25,6 @@ class SoftmaxRule(LayerRule):
         product = _softmax_product(view.output, mat, _axis(view))
         return -product if isinstance(view.module, Softmin) else product
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return self._jac_t_mat_prod(view, mat)
-
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         # The sign of Softmin occurs twice.
         y, axis = view.output, _axis(view)
@@ -48,9 +45,6 @@ class LogSoftmaxRule(LayerRule):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat - view.output.exp() * mat.sum(_axis(view), keepdim=True)
 
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat - (view.output.exp() * mat).sum(_axis(view), keepdim=True)
-
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         axis = _axis(view)
         change = _softmax_product(view.output.exp(), mat, axis)
@@ -70,11 +64,6 @@ class GLURule(LayerRule):
         axis, (a, b) = _axis(view), self._halves(view, view.input)
         s = b.sigmoid()
         return torch.cat([mat * s, mat * (a * s * (1 - s))], axis)
-
-    def _jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        (a, b), (da, db) = self._halves(view, view.input), self._halves(view, mat)
-        s = b.sigmoid()
-        return da * s + db * (a * s * (1 - s))
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         (a, b), (da, db) = self._halves(view, view.input), self._halves(view, mat)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from backpack_core import AffineRule, ParametricRule, View
+from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
-from backpack_core.contract.product import AffineProduct, Reading, SampleProduct, sum_of
+from backpack_core.contract.product import Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.order import behind
 from backpack_core.tuning import column_budget

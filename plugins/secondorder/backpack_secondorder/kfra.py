@@ -22,8 +22,9 @@ from backpack_core import (
     View,
     memory_budget,
 )
+from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.product import AffineProduct, Reading
+from backpack_core.contract.product import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.bridge import push
 from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of

@@ -16,9 +16,9 @@ from torch.autograd.graph import GradientEdge
 from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
-from backpack_core.engine.traversal import nothing_arrived
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph.order import behind
+from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.record.call import edge_at
 from backpack_core.values import without_autocast
 from backpack_secondorder.residual import (
@@ -226,6 +226,7 @@ def _edge(view: View) -> GradientEdge:
 
 
 def _edge_of_loss(view: View) -> GradientEdge:
+    assert view.node is not None
     found = edge_at(view.call, view.index, view.node)
     if found is None:
         raise UnsupportedError(

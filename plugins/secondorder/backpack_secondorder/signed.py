@@ -12,8 +12,9 @@ from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
+from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.contractions import Rows
-from backpack_core.contract.product import AffineProduct, SampleProduct
+from backpack_core.contract.product import SampleProduct
 from backpack_core.tuning import CACHE
 
 

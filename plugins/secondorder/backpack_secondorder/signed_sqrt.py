@@ -25,9 +25,9 @@ from backpack_core import (
     Propagator,
     View,
 )
+from backpack_core.contract.column_propagator import cross_columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
-from backpack_core.contract.propagator import cross_columns, pick_samples, widen_samples
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import is_linear, refuse
 from backpack_core.tuning import even_size, memory_budget
@@ -183,13 +183,13 @@ class SignedSqrt(Propagator):
             return quantity
         formed = quantity.as_columns()
         assert formed.columns is not None
-        return replace(formed, columns=widen_samples(formed.columns, self.subsampling, batch_size))
+        return replace(formed, columns=formed.columns.widened(self.subsampling, batch_size))
 
     def narrow(self, quantity: Hessian, axis: int = 0) -> Hessian:
         """The chosen samples."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
-        return replace(quantity, columns=pick_samples(quantity.columns, self.subsampling, axis))
+        return replace(quantity, columns=quantity.columns.chosen(self.subsampling, axis))
 
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
         """As columns."""

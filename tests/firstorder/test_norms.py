@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from backpack_core import set_memory_budget
-from backpack_core.contract.norms import product_norm, vector_norm
 from backpack_core.tuning import memory_budget
+from backpack_firstorder.norms import product_norm, vector_norm
 from tests.contract.test_contractions import SHAPES, Lazy, products
 from tests.oracle import assert_close
 

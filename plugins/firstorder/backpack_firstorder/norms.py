@@ -1,4 +1,4 @@
-"""Norms that neither overflow nor underflow: open functions of a product, as in ``operations.py``.
+"""Norms that neither overflow nor underflow: open functions of a product, as the core's operations.
 
 ``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
 half precision beyond 256: norms are taken of numbers that were divided by the largest of them. On a
@@ -13,20 +13,14 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from backpack_core._torch import is_symbolic
 from backpack_core.contract import contractions
+from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.contractions import Rows
-from backpack_core.contract.operations import Operation, as_formed, reads_formed, squared_norm
-from backpack_core.contract.product import (
-    AffineProduct,
-    DenseProduct,
-    LookupProduct,
-    PlacedProduct,
-    SampleProduct,
-    ScaleProduct,
-    SumProduct,
-)
-from backpack_core.values import any_of, at_least_single, is_half
+from backpack_core.contract.lookup import LookupProduct
+from backpack_core.contract.operations import Operation, squared_norm
+from backpack_core.contract.product import DenseProduct, PlacedProduct, SampleProduct, SumProduct
+from backpack_core.contract.scale import ScaleProduct
+from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
 
 # Numbers smaller than this times the smallest normal one have lost digits.
 _MARGIN = 1e7
@@ -144,14 +138,10 @@ def careful_norm(product: SampleProduct) -> Tensor:
     return result
 
 
-@careful_norm.register
-def careful_norm_affine(product: AffineProduct) -> Tensor:
+@for_weights(careful_norm)
+def careful_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """From the factors."""
-    if product.inp is None:
-        return vector_norm(product.out.sum(2), 2)
-    if reads_formed(product):
-        return careful_norm(as_formed(product))
-    return product_norm(product.out, product.inp)
+    return product_norm(product.out, inp)
 
 
 @careful_norm.register

@@ -1,0 +1,217 @@
+"""Affine products, ``Σ_s out[v, n, s] ⊗ inp[n, s]``, and what is read off their two factors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract import contractions
+from backpack_core.contract.columns import Root
+from backpack_core.contract.contractions import JoinedRows, Rows
+from backpack_core.contract.operations import (
+    as_formed,
+    batch_sum,
+    gram,
+    inner_version,
+    is_formed,
+    per_sample_square_sum,
+    square_sum,
+    squared_norm,
+    weighted_sum,
+)
+from backpack_core.contract.product import Piece, SampleProduct
+
+R = TypeVar("R")
+
+
+class AffineProduct(SampleProduct):
+    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of the weight, or the bias, of an affine map.
+
+    Attributes:
+        out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
+        inp: What the weight multiplies, ``[N, S, G, I]``; ``None`` for a bias.
+    """
+
+    def __init__(
+        self,
+        out: Tensor,
+        inp: Rows | None,
+        shape: torch.Size,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Store the factors.
+
+        Args:
+            out: See the class.
+            inp: See the class.
+            shape: Shape of the parameter.
+            arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
+                that is no mere reshape.
+        """
+        super().__init__(len(out), out.shape[1], shape, out)
+        self.out = out
+        self.inp = inp
+        self.arrange = arrange
+
+    @property
+    def positions(self) -> int:
+        """``S``."""
+        return self.out.shape[2]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``(G, O, I)``, for a bias ``(G, O)``."""
+        width = () if self.inp is None else (self.inp.shape[3],)
+        return (*self.out.shape[3:], *width)
+
+    def to_parameter(self, mat: Tensor) -> Tensor:
+        """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
+        if self.arrange is not None:
+            return self.arrange(mat)
+        return mat.reshape(*mat.shape[: mat.dim() - len(self.sizes)], *self.shape)
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """By a batched product."""
+        out = self.out[columns, samples]
+        if self.inp is None:
+            return self.to_parameter(out.sum(2))
+        inp = self.inp if samples == slice(0, self.samples) else self.inp[samples]
+        return self.to_parameter(contractions.products(out, inp))
+
+    def pieces(self) -> Iterator[Piece]:
+        """In one buffer."""
+        if self.inp is None:
+            yield slice(0, self.columns), slice(0, self.samples), self.to_parameter(self.out.sum(2))
+            return
+        for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
+            yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
+
+    def with_columns(self, out: Tensor) -> AffineProduct:
+        """The product of other columns with the same inputs."""
+        return AffineProduct(out, self.inp, self.shape, self.arrange)
+
+    def plus(self, other: SampleProduct) -> AffineProduct | None:
+        """One product over the positions of both, if the other has the same affine form."""
+        if not (isinstance(other, AffineProduct) and self._is_arranged_as(other)):
+            return None
+        inp: Rows | None = None
+        if self.inp is not None and other.inp is not None:
+            inp = JoinedRows(self.inp, other.inp)
+        return AffineProduct(torch.cat([self.out, other.out], 2), inp, self.shape, self.arrange)
+
+    def _is_arranged_as(self, other: AffineProduct) -> bool:
+        """Whether both have the entries of the parameter in one order."""
+        if self.sizes != other.sizes:
+            return False
+        if self.arrange is None or other.arrange is None:
+            return self.arrange is other.arrange
+        numbers = torch.arange(prod(self.sizes)).reshape(self.sizes)
+        return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
+
+    def among(self, roots: Mapping[Root, int]) -> SampleProduct:
+        """In the same form, with columns of zeros."""
+        if self.has_roots(roots):
+            return self
+        blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
+        zeros = self.new_zeros(*self.out.shape[1:])
+        found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
+        return self.with_columns(torch.cat(found))
+
+
+def reads_formed(product: AffineProduct) -> bool:
+    """Whether to read ``M``: of a bias it is the sum over positions, and nothing is cheaper.
+
+    Of a weight with one position only, a contraction of the factors costs less, even where ``M`` is
+    there for somebody else.
+    """
+    return product.inp is None or (is_formed(product) and product.positions > 1)
+
+
+def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Register a contraction of both factors, ``(product, inp, *arguments)``, with an operation.
+
+    Where ``M`` is to be read instead (:func:`reads_formed`), the operation's definition is.
+    """
+
+    def register(contract: Callable[..., R]) -> Callable[..., R]:
+        def version(product: AffineProduct, *arguments: Any) -> R:
+            if product.inp is None or reads_formed(product):
+                read: R = operation(as_formed(product), *arguments)
+                return read
+            return contract(product, product.inp, *arguments)
+
+        operation.register(version)
+        return contract
+
+    return register
+
+
+@for_weights(square_sum)
+def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.square_sum`, or as a by-product of what others need."""
+    if per_sample_square_sum in product.needs and product.positions > 1:
+        return per_sample_square_sum(product).sum(0)
+    if batch_sum in product.needs:
+        return _moments(product, inp)[1]
+    return product.to_parameter(contractions.square_sum(product.out, inp))
+
+
+@for_weights(per_sample_square_sum)
+def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.per_sample_square_sum`."""
+    return product.to_parameter(contractions.per_sample_square_sum(product.out, inp))
+
+
+@for_weights(squared_norm)
+def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.squared_norm`."""
+    return contractions.squared_norm(product.out, inp)
+
+
+@for_weights(batch_sum)
+def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.sums`, or as a by-product of what others need."""
+    if square_sum in product.needs and per_sample_square_sum not in product.needs:
+        return _moments(product, inp)[0]
+    return product.to_parameter(contractions.sums(product.out, inp))
+
+
+def _moments(product: AffineProduct, inp: Rows) -> tuple[Tensor, Tensor]:
+    """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces."""
+    if "moments" not in product.results:
+        found = contractions.moments(product.out, inp)
+        product.results["moments"] = tuple(map(product.to_parameter, found))
+    both: tuple[Tensor, Tensor] = product.results["moments"]
+    return both
+
+
+@for_weights(gram)
+def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.gram`."""
+    return contractions.gram(product.out, inp)
+
+
+@for_weights(weighted_sum)
+def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
+    """A plain gradient of weighted columns."""
+    if len(weights) == product.columns == 1:
+        out = product.out * weights[0, :, :, None, None, None]
+    else:
+        out = torch.einsum("kvn,vnsgo->knsgo", weights, product.out)
+    return product.to_parameter(contractions.sums(out, inp))
+
+
+@inner_version.register
+def inner_affine(product: AffineProduct, other: SampleProduct) -> Tensor | None:
+    """Of two affine products in the parameter's own order, from inner products of their factors."""
+    if not isinstance(other, AffineProduct) or product.sizes != other.sizes:
+        return None
+    if not (product.arrange is None and other.arrange is None):
+        return None
+    if product.inp is None or other.inp is None:
+        return None
+    return contractions.inner(product.out, product.inp, other.out, other.inp)

@@ -1,0 +1,108 @@
+"""Products of tables whose rows are looked up, ``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.operations import (
+    batch_sum,
+    inner_version,
+    square_sum,
+    squared_norm,
+    weighted_sum,
+)
+from backpack_core.contract.product import SampleProduct
+
+
+class LookupProduct(SampleProduct):
+    """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]`` whose rows were looked up.
+
+    Attributes:
+        out: Columns at each look-up. Shape ``[V, N, K, dim]``.
+        row: Which row it got. Shape ``[N, K]``.
+    """
+
+    def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
+        """Store the factors."""
+        super().__init__(len(out), out.shape[1], shape, out)
+        self.out = out
+        self.row = row
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """Scattered rows."""
+        out, row = self.out[columns, samples], self.row[samples]
+        (num, dim), (count, samples_) = self.shape, out.shape[:2]
+        start = torch.arange(samples_, device=row.device).unsqueeze(1) * num
+        flat = out.new_zeros(count, samples_ * num, dim)
+        flat = flat.index_add(1, (start + row).flatten(), out.flatten(1, 2))
+        return flat.reshape(count, samples_, num, dim)
+
+    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that are not zero; one that a sample reads twice is summed first.
+
+        Returns:
+            Their values ``[V, K', dim]``, the sample and the row of each, ``[K']``.
+        """
+        if "segments" not in self.results:
+            num = self.shape[0]
+            start = torch.arange(self.samples, device=self.row.device).unsqueeze(1) * num
+            where, inverse = torch.unique((start + self.row).flatten(), return_inverse=True)
+            sums = self.new_zeros(self.columns, len(where), self.shape[1])
+            sums = sums.index_add(1, inverse, self.out.flatten(1, 2))
+            self.results["segments"] = sums, where // num, where % num
+        found: tuple[Tensor, Tensor, Tensor] = self.results["segments"]
+        return found
+
+
+@square_sum.register
+def square_sum_lookup(product: LookupProduct) -> Tensor:
+    """Of the rows that are not zero."""
+    sums, _, row = product.segments()
+    return product.new_zeros(*product.shape).index_add(0, row, sums.square().sum(0))
+
+
+@squared_norm.register
+def squared_norm_lookup(product: LookupProduct) -> Tensor:
+    """Of the rows that are not zero."""
+    sums, sample, _ = product.segments()
+    zeros = product.new_zeros(product.columns, product.samples)
+    return zeros.index_add(1, sample, sums.square().sum(2))
+
+
+@batch_sum.register
+def batch_sum_lookup(product: LookupProduct) -> Tensor:
+    """Of the rows that are not zero."""
+    zeros = product.new_zeros(product.columns, *product.shape)
+    return zeros.index_add(1, product.row.flatten(), product.out.flatten(1, 2))
+
+
+@weighted_sum.register
+def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
+    """Of weighted columns."""
+    out = torch.einsum("kvn,vnsd->knsd", weights, product.out)
+    return batch_sum(LookupProduct(out, product.row, product.shape))
+
+
+@inner_version.register
+def inner_lookup(product: LookupProduct, other: SampleProduct) -> Tensor:
+    """From the rows of the other product that were looked up."""
+    if (
+        isinstance(other, AffineProduct)
+        and other.inp is not None
+        and other.arrange is None
+        and other.sizes[0] == 1
+    ):
+        columns = other.out.squeeze(3)  # [V, N, S, num]
+        index = product.row.unsqueeze(1).expand(-1, columns.shape[2], -1)  # [N, S, K]
+        found = columns.gather(3, index.expand(len(columns), -1, -1, -1))  # [V, N, S, K]
+        inp = other.inp[0 : other.samples].squeeze(2)  # [N, S, dim]
+        return torch.einsum("vnsk,vnkd,nsd->vn", found, product.out, inp)
+    result = product.new_zeros(product.columns, product.samples)
+    for columns_, samples, part in other.pieces():
+        rows = product.row[samples]
+        index = rows.unsqueeze(2).expand(-1, -1, part.shape[3]).expand(len(part), -1, -1, -1)
+        found = part.gather(2, index)
+        result[columns_, samples] = (found * product.out[columns_, samples]).sum((2, 3))
+    return result

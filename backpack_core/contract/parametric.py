@@ -1,0 +1,177 @@
+"""Rules of layers with parameters: what extensions read at them, in the form that costs least."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.contractions import Rows
+from backpack_core.contract.operations import dense
+from backpack_core.contract.product import DenseProduct, SampleProduct
+from backpack_core.contract.rules import LayerRule, expect
+from backpack_core.contract.transposition import transpose
+from backpack_core.errors import ShapeError
+from backpack_core.record.view import View
+
+
+class ParametricRule(LayerRule):
+    """A layer ``x ↦ f(x, θ)`` with parameters.
+
+    Class attributes:
+        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
+            Other parameters of the module are read off by automatic differentiation.
+        linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+    """
+
+    params: ClassVar[tuple[str, ...]] = ()
+    linear_in_params: ClassVar[tuple[str, ...]] = ()
+
+    def parameter_names(self, module: Module) -> tuple[str, ...]:
+        """The parameters of a module that the rule covers; where they depend on it, override."""
+        return self.params
+
+    def param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """What extensions read at a parameter: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, in some form.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            ``M``, of shape ``[V, N, *θ]``. No sum over samples.
+
+        Raises:
+            ShapeError: ``mat`` or the product has the wrong shape.
+        """
+        expect(view, self, "_param_product is given", mat, view.output_shape)
+        product = self._param_product(view, name, mat)
+        found = (product.columns, product.samples, *product.shape)
+        expected = (*mat.shape[:2], *view.parameter_itself(name).shape)
+        if found != expected:
+            raise ShapeError(
+                f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
+                f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
+            )
+        return product
+
+    def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""
+        return dense(self.param_product(view, name, mat))
+
+    def param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """Parameter Jacobian of each sample, applied to columns that all samples share.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns in parameter space. Shape ``[V, *θ]``.
+
+        Returns:
+            ``J_θ[n] mat[v]``. Shape ``[V, N, *out]``.
+        """
+        shape = (len(mat), *view.output_shape)
+        shared = mat.unsqueeze(1).expand(-1, shape[1], *mat.shape[1:])
+        return transpose(lambda out: self.param_jac_t_mat_prod(view, name, out), shape, shared)
+
+    @abstractmethod
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``[V, N, *out] → [V, N, *θ]``."""
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """``[V, N, *out]`` to a product. Default: formed by ``_param_jac_t_mat_prod`` in parts."""
+        shape, samples = view.parameter_itself(name).shape, range(mat.shape[1])
+
+        def form(columns: slice, rows: slice) -> Tensor:
+            part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
+            result = self._param_jac_t_mat_prod(part, name, mat[columns, rows])
+            expected = (*mat[columns, rows].shape[:2], *shape)
+            if tuple(result.shape) != expected:
+                raise ShapeError(
+                    f"{type(self).__name__}._param_jac_t_mat_prod returned shape "
+                    f"{list(result.shape)} for {name!r} of {view.path}, expected [V, N, *{name}] "
+                    f"= {list(expected)}."
+                )
+            return result
+
+        return DenseProduct(form=form, mat=mat, shape=shape)
+
+
+class ProductRule(ParametricRule):
+    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself."""
+
+    @abstractmethod
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """``[V, N, *out]`` to a product ``[V, N, *θ]``."""
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return dense(self._param_product(view, name, mat))
+
+
+class AffinePairsRule(ProductRule):
+    """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
+
+    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
+    cell or the projections of attention do. ``s`` runs over the positions that share the weight
+    (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
+    contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
+    arXiv:2311.00636).
+    """
+
+    @abstractmethod
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
+        """What determines the Jacobian of one parameter.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            The columns carried back to ``y``, shape ``[V, N, S, G, O]``, and for a weight ``x``,
+            shape ``[N, S, G, I]``; ``None`` for a bias.
+        """
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        """How ``[*lead, G, O, I]`` (for a bias ``[*lead, G, O]``) becomes ``[*lead, *θ]``.
+
+        ``None``, the default, is a reshape; a layer that stores its weight otherwise overrides it.
+        """
+        return None
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> AffineProduct:
+        out, inp = self.affine_pair(view, name, mat)
+        shape = view.parameter_itself(name).shape
+        return AffineProduct(out, inp, shape, self.arrangement(view, name))
+
+
+class AffineRule(AffinePairsRule):
+    """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
+
+    Linear layers, convolutions and transposed convolutions have this form.
+    """
+
+    params = ("weight", "bias")
+    linear_in_params = ("weight", "bias")
+    hessian_is_zero = True
+
+    @abstractmethod
+    def affine_input(self, view: View) -> Rows:
+        """The inputs that the weight multiplies. Shape ``[N, S, G, I]``.
+
+        A layer that has to copy them together (patches of a convolution) returns an object that
+        does so for the samples one asks for, so that the copy is never whole.
+        """
+
+    @abstractmethod
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
+        """Columns at the output, rearranged: ``[V, N, *out] → [V, N, S, G, O]``."""
+
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
+        """The columns at the output, and the inputs."""
+        return self.affine_output(view, mat), None if name == "bias" else self.affine_input(view)

@@ -1,0 +1,42 @@
+"""Products of gains and offsets, ``Σ_s out[v, n, s] ⊙ inp[n, s]``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.operations import batch_sum
+from backpack_core.contract.product import SampleProduct
+
+
+class ScaleProduct(SampleProduct):
+    """``Σ_s out[v, n, s] ⊙ inp[n, s]``: of a gain, or an offset, that multiplies elementwise.
+
+    Attributes:
+        out: Columns at the output. Shape ``[V, N, S, D]``.
+        inp: What the gain multiplies, ``[N, S, D]``; ``None`` for an offset.
+    """
+
+    def __init__(self, out: Tensor, inp: Tensor | None, shape: torch.Size) -> None:
+        """Store the factors; ``D`` is the number of entries of the parameter."""
+        super().__init__(len(out), out.shape[1], shape, out)
+        self.out = out
+        self.inp = inp
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """A sum over positions."""
+        out = self.out[columns, samples]
+        if self.inp is None:
+            return out.sum(2).reshape(*out.shape[:2], *self.shape)
+        product = torch.einsum("vnsd,nsd->vnd", out, self.inp[samples])
+        return product.reshape(*out.shape[:2], *self.shape)
+
+
+@batch_sum.register
+def batch_sum_scale(product: ScaleProduct) -> Tensor:
+    """Samples are positions here."""
+    if product.inp is None:
+        total = product.out.sum((1, 2))
+    else:
+        total = torch.einsum("vnsd,nsd->vd", product.out, product.inp)
+    return total.reshape(product.columns, *product.shape)

@@ -1,0 +1,200 @@
+"""Registers plugin objects: checked, and all of one or nothing. Imports no plugin."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pluggy
+
+from backpack_core.contract.hook import PROJECT
+from backpack_core.errors import (
+    PluginConflictError,
+    PluginError,
+    PluginVersionError,
+    add_library_folder,
+)
+from backpack_core.plugins import hookspecs
+from backpack_core.plugins.discovery import Provenance
+from backpack_core.plugins.registry import check_contributions, registry
+
+API_VERSION = 2
+# Of plugins that do not say: nothing older was published.
+FIRST_API = 2
+SUPPORTED_API = frozenset({2})
+
+_manager = pluggy.PluginManager(PROJECT)
+_manager.add_hookspecs(hookspecs)
+# Around all that changes what is registered.
+lock = threading.RLock()
+
+
+def _key(provenance: Provenance) -> str:
+    """The name under which pluggy knows a plugin: two distributions may use one name."""
+    return f"{provenance.distribution}:{provenance.plugin}"
+
+
+def enter(obj: Any, provenance: Provenance) -> None:
+    """Register a plugin object: all of it, or nothing."""
+    key = _key(provenance)
+    _check_version(obj, provenance)
+    other = _manager.get_name(obj)
+    if other is not None:
+        raise PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
+    source = getattr(sys.modules.get(str(getattr(obj, "__module__", ""))), "__file__", None)
+    if source and provenance.distribution:
+        add_library_folder(source)
+    try:
+        _manager.register(obj, key)
+        contributions = check_contributions(_collect(obj))
+    except BaseException:
+        if _manager.has_plugin(key):
+            _manager.unregister(name=key)
+        raise
+    registry.add(contributions, provenance)
+
+
+def _collect(obj: Any) -> dict[str, list[Any]]:
+    """Call the hook implementations of one plugin only."""
+    found: dict[str, list[Any]] = {}
+    for caller in _manager.get_hookcallers(obj) or ():
+        if not caller.has_spec():
+            raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
+        for implementation in caller.get_hookimpls():
+            if implementation.plugin is obj:
+                found[caller.name] = _as_list(caller.name, implementation.function())
+    if not found:
+        raise PluginError(
+            f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
+            "Propagator, or a module with functions marked by backpack_core.hookimpl."
+        )
+    return found
+
+
+def _as_list(hook: str, returned: Any) -> list[Any]:
+    try:
+        iterator = iter(returned)
+    except TypeError:
+        raise PluginError(f"{hook} must return an iterable. Got {returned!r}.") from None
+    return list(iterator)
+
+
+def hook_names() -> list[str]:
+    """Names of all hooks, sorted."""
+    return sorted(
+        name
+        for name in vars(hookspecs)
+        if _manager.parse_hookspec_opts(hookspecs, name) is not None
+    )
+
+
+def declared_api(obj: Any) -> set[int]:
+    """Versions of the plugin interface that a plugin says it was written for.
+
+    ``backpack_api``, an integer or several, on the object, on its module, or on its package.
+    Without it, the first that was published.
+    """
+    module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
+    places = (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0]))
+    for place in places:
+        declared = getattr(place, "backpack_api", None)
+        if declared is not None:
+            return {declared} if isinstance(declared, int) else set(declared)
+    return {FIRST_API}
+
+
+def _check_version(obj: Any, provenance: Provenance) -> None:
+    declared = declared_api(obj)
+    if declared & SUPPORTED_API:
+        return
+    ours = ", ".join(map(str, sorted(SUPPORTED_API)))
+    raise PluginVersionError(
+        f"It was written for version {', '.join(map(str, declared))} of the plugin interface; this "
+        f"backpack-core speaks version {ours}. Install a release of "
+        f"{provenance.distribution or provenance.plugin} made for it, or another backpack-core."
+    )
+
+
+def register(obj: Any, name: str | None = None) -> Any:
+    """Register a plugin of this process: a rule, extension or propagator class, or a module.
+
+    What an installed package does with an entry point, a script or notebook does with this. May be
+    used as a class decorator.
+
+    Args:
+        obj: A class derived from one of core's base classes, or an object with hook
+            implementations.
+        name: A name for :func:`unregister` and for messages; default: its qualified name.
+
+    Returns:
+        ``obj`` itself.
+
+    Raises:
+        PluginError: It provides nothing, or something other than its hooks promise.
+        PluginConflictError: It is registered already, or a plugin of that name is.
+    """
+    name = name or _name_of(obj)
+    provenance = Provenance(name)
+    with lock:
+        if _manager.has_plugin(_key(provenance)):
+            raise PluginConflictError(
+                f"A plugin named {name!r} is registered already: pass another name, or call "
+                f"backpack_core.unregister({name!r}) first."
+            )
+        enter(obj, provenance)
+    return obj
+
+
+def _name_of(obj: Any) -> str:
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj)))
+
+
+def unregister(name: str) -> None:
+    """Take back what :func:`register` did.
+
+    Args:
+        name: The name it was registered under.
+
+    Raises:
+        PluginError: There is no such plugin.
+    """
+    with lock:
+        if not _manager.has_plugin(_key(Provenance(name))):
+            raise PluginError(f"No plugin named {name!r} was registered in this process.")
+        withdraw(Provenance(name))
+
+
+def withdraw(provenance: Provenance) -> None:
+    """Take back everything that came from one plugin."""
+    _manager.unregister(name=_key(provenance))
+    registry.remove(provenance)
+
+
+@contextmanager
+def temporary_plugin(*objects: Any) -> Iterator[None]:
+    """Register plugins for the length of a ``with`` block, for tests.
+
+    Args:
+        objects: What :func:`register` takes.
+    """
+    names = [f"{_name_of(obj)} (temporary {id(obj)})" for obj in objects]
+    done: list[str] = []
+    try:
+        for obj, name in zip(objects, names, strict=True):
+            register(obj, name)
+            done.append(name)
+        yield
+    finally:
+        for name in done:
+            unregister(name)
+
+
+def clear() -> None:
+    """Take back everything."""
+    for name, plugin in list(_manager.list_name_plugin()):
+        if plugin is not None:
+            _manager.unregister(name=name)
+    registry.clear()
