@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
+from backpack_core.testing.checks import of_loss
 from backpack_core.testing.compare import close, require
-from backpack_core.testing.execution import COLUMNS, draw, execute, recorded
+from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Shrink
 from backpack_core.testing.reference import Reference
 
@@ -96,9 +96,9 @@ def run_loss(
     return found
 
 
-@lru_cache(maxsize=8)
+@shared
 def shared_run(case: LossCase, reduction: str) -> LossRun:
-    """A run that several checks look at, and none changes."""
+    """The run of a case on its own inputs."""
     return run_loss(case, reduction)
 
 
@@ -250,10 +250,10 @@ for _reduction in ("mean", "sum"):
         arriving_gradient,
         started_extensions,
     ):
-        implements(partial(_check, reduction=_reduction), f"{_check.__name__}_{_reduction}")
+        of_loss(name=f"{_check.__name__}_{_reduction}")(partial(_check, reduction=_reduction))
 
 
-@implements
+@of_loss()
 def hessian_is_psd(case: LossCase) -> None:
     """Where it is declared, no eigenvalue is negative."""
     run = shared_run(case, "sum")
@@ -265,7 +265,7 @@ def hessian_is_psd(case: LossCase) -> None:
     )
 
 
-@implements
+@of_loss()
 def samples_are_separate(case: LossCase) -> None:
     """No blocks between samples."""
     run = shared_run(case, "mean")
@@ -274,7 +274,7 @@ def samples_are_separate(case: LossCase) -> None:
     require(not bool(blocks.any()), "Predictions of different samples share a loss term.")
 
 
-@implements
+@of_loss()
 def loss_batch_of_one(case: LossCase) -> None:
     """One sample, mean."""
     run = run_loss(case, "mean", samples=1)
@@ -285,7 +285,7 @@ def loss_batch_of_one(case: LossCase) -> None:
     close(found, run.product(mat), "hessian_mat_prod of one sample", case.tolerances.float64)
 
 
-@implements
+@of_loss()
 def loss_subsampled_call(case: LossCase) -> None:
     """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
     run, chosen = shared_run(case, "mean"), [2, 0]
@@ -301,7 +301,7 @@ def loss_subsampled_call(case: LossCase) -> None:
         close(summed, run.hessian[chosen].sum(0), f"sum_hessian of {chosen}", tolerance)
 
 
-@implements
+@of_loss()
 def loss_non_contiguous_input(case: LossCase) -> None:
     """A prediction that is every other entry of a larger tensor."""
     run = run_loss(case, "mean", strided=True)
@@ -314,7 +314,7 @@ def loss_non_contiguous_input(case: LossCase) -> None:
         close(_outer(root), run.hessian, "S Sᵀ", case.tolerances.float64)
 
 
-@implements
+@of_loss()
 def loss_float32(case: LossCase) -> None:
     """Against the Hessian in double precision."""
     run, layer = shared_run(case, "mean"), case.as_rule_case("mean")
@@ -334,7 +334,7 @@ def loss_float32(case: LossCase) -> None:
             close(_outer(root.double()), run.hessian, "S Sᵀ", case.tolerances.float32)
 
 
-@implements
+@of_loss()
 def loss_leaves_arguments_alone(case: LossCase) -> None:
     """Prediction, target and columns come out as they went in."""
     run = run_loss(case, "mean")

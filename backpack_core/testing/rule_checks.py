@@ -17,9 +17,9 @@ from backpack_core.contract.rules import ParametricRule
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
+from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
-from backpack_core.testing.implementations import implements
 from backpack_core.tuning import memory_budget, set_memory_budget
 
 
@@ -57,7 +57,7 @@ def _parameter_product(run: Execution, name: str, mat: Tensor) -> Tensor:
         return run.rule.param_jac_t_mat_prod(run.view, name, mat)
 
 
-@implements
+@of_rule("separate", "kept")
 def accepts(case: RuleCase) -> None:
     """``check()`` passes, and the rule is stateless."""
     run = shared_execution(case)
@@ -75,14 +75,14 @@ def _use(run: Execution) -> None:
         _parameter_product(run, name, run.columns())
 
 
-@implements
+@of_rule("separate", "kept", "input")
 def jac_t_mat_prod(case: RuleCase) -> None:
     """For every input, against ``Jᵀ mat``."""
     run = shared_execution(case)
     _check_input_products(run, run.columns())
 
 
-@implements
+@of_rule("separate", "kept", "input")
 def jac_mat_prod(case: RuleCase) -> None:
     """Against ``J mat`` for the first input."""
     run = shared_execution(case)
@@ -93,7 +93,7 @@ def jac_mat_prod(case: RuleCase) -> None:
     close(found, expected, "jac_mat_prod", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "input")
 def jac_adjoint(case: RuleCase) -> None:
     """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` for the rule's own products."""
     run = shared_execution(case)
@@ -105,14 +105,14 @@ def jac_adjoint(case: RuleCase) -> None:
     close(left, right, "⟨J u, w⟩ against ⟨u, Jᵀ w⟩", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_t_mat_prod(case: RuleCase) -> None:
     """For every covered parameter, sample by sample."""
     run = shared_execution(case)
     _check_parameter_products(run, run.columns())
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_mat_prod(case: RuleCase) -> None:
     """For every covered parameter."""
     run = shared_execution(case)
@@ -125,7 +125,7 @@ def param_jac_mat_prod(case: RuleCase) -> None:
         close(found, expected, f"param_jac_mat_prod of {name!r}", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_adjoint(case: RuleCase) -> None:
     """``⟨J_θ u, w⟩ = Σ_n ⟨u, J_θ[n]ᵀ w[n]⟩`` for the rule's own products."""
     run = shared_execution(case)
@@ -140,7 +140,7 @@ def param_jac_adjoint(case: RuleCase) -> None:
         close(left, right, what, case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_batch_sum(case: RuleCase) -> None:
     """Summed over samples, by hand and by ``batch_sum``: the gradient of the batch."""
     run = shared_execution(case)
@@ -183,7 +183,7 @@ _PLANS: tuple[frozenset[Any], ...] = (
 )
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def operations(case: RuleCase) -> None:
     """Each operation against its definition through ``M``, alone and together, in short memory."""
     run = shared_execution(case)
@@ -210,7 +210,7 @@ def _budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
-@implements
+@of_rule("separate", "kept", "batch first")
 def subsampled_call(case: RuleCase) -> None:
     """Products of ``view.subsample([2, 0])``."""
     run = shared_execution(case)
@@ -232,7 +232,7 @@ def subsampled_call(case: RuleCase) -> None:
             close(found, expected, what, case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept")
 def leaves_arguments_alone(case: RuleCase) -> None:
     """Everything that goes in comes out as it was."""
     run = execute(case)
@@ -249,7 +249,7 @@ def leaves_arguments_alone(case: RuleCase) -> None:
         require(same, "A method wrote to a tensor that it was given.")
 
 
-@implements
+@of_rule("separate", "kept")
 def non_contiguous_columns(case: RuleCase) -> None:
     """Columns with strides in another order, and columns that share memory."""
     run = shared_execution(case)
@@ -261,7 +261,7 @@ def non_contiguous_columns(case: RuleCase) -> None:
         _check_parameter_products(run, strided)
 
 
-@implements
+@of_rule("separate", "kept")
 def non_contiguous_input(case: RuleCase) -> None:
     """Inputs that are every other entry of a larger tensor."""
     given = case.arguments()
