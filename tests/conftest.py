@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test is no garbage of any: a collection need not look at it."""
+    """What is there before the first test is garbage of none: no collection need look at it."""
     gc.collect()
     gc.freeze()
 
