@@ -56,8 +56,8 @@ def jacobians(
     forward: Forward, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
 ) -> Tensor:
     """Jacobian of each sample's output. Shape ``[N, D, P]``; output and parameter flattened."""
-    found = [kit.jacobians(y, {0: parameter})[0] for y in rows(forward, inputs, whole)]
-    return torch.stack([jacobian.reshape(-1, parameter.numel()) for jacobian in found])
+    found = [(y, kit.jacobians(y, {0: parameter})[0]) for y in rows(forward, inputs, whole)]
+    return torch.stack([mat.reshape(y.numel(), parameter.numel()) for y, mat in found])
 
 
 def loss_hessians(loss: Loss, output: Tensor) -> Tensor:
