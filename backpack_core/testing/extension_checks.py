@@ -13,14 +13,13 @@ from torch.nn import Module
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, seeded
 from backpack_core.testing.checks import of_extension
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import draw
 from backpack_core.testing.extensions_run import (
     Problem,
-    compare_quantity,
+    compare_stored,
     forget,
     forward_loss,
     installed_extensions,
@@ -127,16 +126,8 @@ def _compare_values(
 ) -> None:
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
     reference = reference.trained(name for name in reference.parameters if name in trained)
-    require(set(values) == trained, f"Values on {sorted(values)}, trained are {sorted(trained)}.")
-    quantity = _quantity(case)
-    for name, value in values.items():
-        what = f"{case.label()} of {name!r}"
-        if quantity is None:
-            finite = all(bool(torch.isfinite(t).all()) for t in iter_tensors(value))
-            require(finite, f"{what}: not all values are finite.")
-        else:
-            allowed = tolerance or case.tolerances.float64
-            compare_quantity(quantity, value, reference, name, what, allowed)
+    allowed = tolerance or case.tolerances.float64
+    compare_stored(case.label(), values, _quantity(case), reference, allowed)
 
 
 @of_extension()
