@@ -21,6 +21,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -57,81 +58,89 @@ def rand(*shape: int) -> torch.Tensor:
 
 def layers() -> dict[str, Case]:
     """The layer under test, between a layer with parameters and the head."""
+    table = _on_vectors()
+    for dims in (1, 2, 3):
+        table |= _of_dimension(dims)
+    return table | _on_images() | _on_sequences()
+
+
+def _around(middle: Callable[[], nn.Module]) -> Case:
+    return lambda: nn.Sequential(nn.Linear(6, 5), middle(), nn.Flatten()), lambda: rand(6)
+
+
+def _image(middle: Callable[[], nn.Module]) -> Case:
+    return lambda: nn.Sequential(nn.Conv2d(1, 2, 2), middle(), nn.Flatten()), lambda: rand(1, 6, 6)
+
+
+def _on_vectors() -> dict[str, Case]:
     from backpack.custom_module.branching import Parallel
+    from backpack.custom_module.scale_module import ScaleModule
+
+    names = ["ReLU", "Sigmoid", "Tanh", "LeakyReLU", "LogSigmoid", "ELU", "SELU"]
+    names += ["Dropout", "Identity"]
+    return {
+        "Linear": _around(lambda: nn.Linear(5, 4)),
+        "Linear, 3d": (_around(lambda: nn.Linear(5, 2))[0], lambda: rand(3, 6)),
+        **{name: _around(getattr(nn, name)) for name in names},
+        "BatchNorm1d, eval": _around(lambda: nn.BatchNorm1d(5).eval()),
+        "ScaleModule": _around(lambda: ScaleModule(0.3)),
+        "SumModule": _around(lambda: Parallel(nn.Linear(5, 3), nn.Linear(5, 3))),
+    }
+
+
+def _of_dimension(dims: int) -> dict[str, Case]:
+    """Convolutions and pooling with one, two, or three axes."""
+    conv = getattr(nn, f"Conv{dims}d")
+
+    def case(*parts: Callable[[], nn.Module]) -> Case:
+        return (
+            lambda: nn.Sequential(*(part() for part in parts), nn.Flatten()),
+            lambda: rand(2, *[5] * dims),
+        )
+
+    convolutions = {
+        f"Conv{dims}d": {"stride": 2, "padding": 1},
+        f"Conv{dims}d groups": {"groups": 2, "dilation": 2},
+        f"ConvTranspose{dims}d": {"stride": 2, "padding": 1},
+    }
+    poolings = [f"{kind}{dims}d" for kind in ("MaxPool", "AvgPool", "AdaptiveAvgPool")]
+    return {
+        name: case(partial(getattr(nn, name.split()[0]), 2, 4, 2, **options), nn.Sigmoid)
+        for name, options in convolutions.items()
+    } | {name: case(partial(conv, 2, 2, 2), partial(getattr(nn, name), 2)) for name in poolings}
+
+
+def _on_images() -> dict[str, Case]:
     from backpack.custom_module.pad import Pad
     from backpack.custom_module.permute import Permute
-    from backpack.custom_module.reduce_tuple import ReduceTuple
-    from backpack.custom_module.scale_module import ScaleModule
     from backpack.custom_module.slicing import Slicing
 
-    def around(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: nn.Sequential(nn.Linear(6, 5), middle(), nn.Flatten())
-
-    def image(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        return lambda: nn.Sequential(nn.Conv2d(1, 2, 2), middle(), nn.Flatten())
-
-    flat, pixels = lambda: rand(6), lambda: rand(1, 6, 6)
-    table: dict[str, Case] = {
-        "Linear": (around(lambda: nn.Linear(5, 4)), flat),
-        "Linear, 3d": (around(lambda: nn.Linear(5, 2)), lambda: rand(3, 6)),
+    return {
+        "BatchNorm2d, eval": _image(lambda: nn.BatchNorm2d(2).eval()),
+        "ZeroPad2d": _image(lambda: nn.ZeroPad2d(1)),
+        "Pad": _image(lambda: Pad((1, 0, 0, 2))),
+        "Slicing": _image(lambda: Slicing((slice(None), slice(None), 1))),
+        "Permute": _image(lambda: Permute(0, 2, 1, 3)),
     }
-    for name in [
-        "ReLU",
-        "Sigmoid",
-        "Tanh",
-        "LeakyReLU",
-        "LogSigmoid",
-        "ELU",
-        "SELU",
-        "Dropout",
-        "Identity",
-    ]:
-        table[name] = around(getattr(nn, name)), flat
-    for n in (1, 2, 3):
-        size = (2, *[5] * n)
-        for kind, settings in (
-            (f"Conv{n}d", {"stride": 2, "padding": 1}),
-            (f"Conv{n}d groups", {"groups": 2, "dilation": 2}),
-            (f"ConvTranspose{n}d", {"stride": 2, "padding": 1}),
-        ):
-            cls = getattr(nn, kind.split()[0])
-            table[kind] = (
-                lambda cls=cls, settings=settings: nn.Sequential(
-                    cls(2, 4, 2, **settings), nn.Sigmoid(), nn.Flatten()
-                ),
-                lambda size=size: rand(*size),
-            )
-        for kind, arguments in (("MaxPool", (2,)), ("AvgPool", (2,)), ("AdaptiveAvgPool", (2,))):
-            pool, conv = getattr(nn, f"{kind}{n}d"), getattr(nn, f"Conv{n}d")
-            table[f"{kind}{n}d"] = (
-                lambda pool=pool, conv=conv, arguments=arguments: nn.Sequential(
-                    conv(2, 2, 2), pool(*arguments), nn.Flatten()
-                ),
-                lambda size=size: rand(*size),
-            )
-    table |= {
-        "BatchNorm1d, eval": (around(lambda: nn.BatchNorm1d(5).eval()), flat),
-        "BatchNorm2d, eval": (image(lambda: nn.BatchNorm2d(2).eval()), pixels),
-        "ZeroPad2d": (image(lambda: nn.ZeroPad2d(1)), pixels),
-        "Pad": (image(lambda: Pad((1, 0, 0, 2))), pixels),
-        "Slicing": (image(lambda: Slicing((slice(None), slice(None), 1))), pixels),
-        "Permute": (image(lambda: Permute(0, 2, 1, 3)), pixels),
-        "ScaleModule": (around(lambda: ScaleModule(0.3)), flat),
-        "SumModule": (around(lambda: Parallel(nn.Linear(5, 3), nn.Linear(5, 3))), flat),
+
+
+def _on_sequences() -> dict[str, Case]:
+    from backpack.custom_module.reduce_tuple import ReduceTuple
+
+    def recurrent(kind: type[nn.Module]) -> Case:
+        return (
+            lambda: nn.Sequential(kind(3, 2, batch_first=True), ReduceTuple(), nn.Flatten()),
+            lambda: rand(3, 3),
+        )
+
+    return {
         "Embedding": (
             lambda: nn.Sequential(nn.Embedding(7, 3), nn.Flatten()),
             lambda: torch.randint(0, 7, (N, 2)),
         ),
-        "RNN": (
-            lambda: nn.Sequential(nn.RNN(3, 2, batch_first=True), ReduceTuple(), nn.Flatten()),
-            lambda: rand(3, 3),
-        ),
-        "LSTM": (
-            lambda: nn.Sequential(nn.LSTM(3, 2, batch_first=True), ReduceTuple(), nn.Flatten()),
-            lambda: rand(3, 3),
-        ),
+        "RNN": recurrent(nn.RNN),
+        "LSTM": recurrent(nn.LSTM),
     }
-    return table
 
 
 def extensions() -> dict[str, Callable[[], Any]]:

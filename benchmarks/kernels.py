@@ -12,9 +12,9 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, LayerRule, backpack, extend
+from backpack_core import AffineProduct, FirstOrderExtension, backpack, extend
 from backpack_core.contract import contractions
-from backpack_layers.conv import ConvRule, DirectPatches, Patches
+from backpack_layers.conv import DirectPatches, Patches
 from benchmarks.measure import alternate
 
 # The convolution, pixels along an axis of its input, columns.
@@ -47,13 +47,12 @@ class Comparison(FirstOrderExtension):
         super().__init__()
         self.columns, self.seconds = columns, seconds
 
-    def read(
-        self, rule: LayerRule, call: ModuleCall, name: str, mat: Tensor
-    ) -> tuple[bool, float, float]:
+    def read(self, product: AffineProduct) -> tuple[bool, float, float]:
         """Whether the rule takes the kernel, milliseconds of patches, time of the kernel to it."""
-        assert isinstance(rule, ConvRule)
-        out = rule.affine_output(call, torch.randn(self.columns, *call.output_shape))
-        inputs = {"kernel": _Always(call, rule._patches), "patches": Patches(call, rule._patches)}
+        direct = product.inp
+        assert isinstance(direct, DirectPatches)
+        out = torch.randn(self.columns, *product.out.shape[1:])
+        inputs = {"kernel": _as(_Always, direct), "patches": _as(Patches, direct)}
 
         def form(inp: contractions.Rows) -> None:
             for _ in contractions.pieces(out, inp):
@@ -61,7 +60,7 @@ class Comparison(FirstOrderExtension):
 
         steps = {key: lambda inp=inp: form(inp) for key, inp in inputs.items()}
         times = alternate(steps, self.seconds, "wall", lambda _: None, least=5)
-        suits = DirectPatches(call, rule._patches).suits(self.columns, out)
+        suits = direct.suits(self.columns, out)
         return suits, 1e3 * times.best("patches"), times.best("kernel") / times.best("patches")
 
 
@@ -71,6 +70,11 @@ class _Always(DirectPatches):
     def suits(self, columns: int, out: Tensor) -> bool:
         """Always."""
         return True
+
+
+def _as(kind: type[Patches], given: Patches) -> Patches:
+    """The same unfolded input in another way."""
+    return kind(given._conv, given._unfold, given._input, given._size)
 
 
 def main() -> None:

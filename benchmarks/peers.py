@@ -88,56 +88,73 @@ def _stand_in_for_torchvision() -> None:
             setattr(module, attribute, getattr(module, attribute, None))
 
 
+REDUCTIONS: dict[str, Callable[[Tensor], object]] = {
+    "BatchGrad": lambda g: g,
+    "BatchL2Grad": lambda g: g.flatten(1).square().sum(1),
+    "SumGradSquared": lambda g: g.square().sum(0),
+    "Variance": lambda g: g.var(0, correction=0),
+    "FirstFour": lambda g: (
+        g, g.var(0, correction=0), g.square().sum(0), g.flatten(1).square().sum(1)
+    ),
+    "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
+}  # fmt: skip
+
+
 def functional(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
     """torch.func: individual gradients, or Jacobians of the outputs, under vmap."""
-    reductions = {
-        "BatchGrad": lambda g: g,
-        "BatchL2Grad": lambda g: g.flatten(1).square().sum(1),
-        "SumGradSquared": lambda g: g.square().sum(0),
-        "Variance": lambda g: g.var(0, correction=0),
-        "FirstFour": lambda g: (
-            g, g.var(0, correction=0), g.square().sum(0), g.flatten(1).square().sum(1)
-        ),
-        "BatchDotGrad": lambda g: g.flatten(1) @ g.flatten(1).T,
-    }  # fmt: skip
+    if quantity.name in REDUCTIONS:
+        return _individual_gradients(problem, REDUCTIONS[quantity.name], batch)
+    if quantity.name == "DiagGGNExact":
+        return _diagonal_ggn(problem, batch)
+    raise Unsupported(f"no {quantity.name} by torch.func here")
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _individual_gradients(
+    problem: Problem, reduction: Callable[[Tensor], object], batch: int
+) -> tuple[Step, nn.Module]:
     model, lossfunc, x, y = _parts(problem, batch)
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    parameters = _parameters(model)
     model.stored = None  # type: ignore[assignment]
+
+    def loss(values: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
+        output = functional_call(model, values, (sample.unsqueeze(0),))
+        value: Tensor = lossfunc(output, target.unsqueeze(0))
+        return value / batch
+
+    def step() -> None:
+        found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+        model.stored = [reduction(g) for g in found.values()]  # type: ignore[assignment]
+
+    return step, model
+
+
+def _diagonal_ggn(problem: Problem, batch: int) -> tuple[Step, nn.Module]:
+    model, _, x, _ = _parts(problem, batch)
+    parameters = _parameters(model)
+    model.stored = None  # type: ignore[assignment]
+    entries = 4 * problem.classes * sum(p.numel() for p in parameters.values())
 
     def output(values: dict[str, Tensor], sample: Tensor) -> Tensor:
         result: Tensor = functional_call(model, values, (sample.unsqueeze(0),))
         return result
 
-    def loss(values: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
-        value: Tensor = lossfunc(output(values, sample), target.unsqueeze(0))
-        return value / batch
-
-    def individual() -> None:
-        found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
-        model.stored = [reductions[quantity.name](g) for g in found.values()]
-
-    def diagonal() -> None:
+    def step() -> None:
         jacobian = vmap(jacrev(output), in_dims=(None, 0))
-        size = max(1, 2**28 // (4 * problem.classes * sum(p.numel() for p in parameters.values())))
         total: dict[str, Tensor] = {}
-        for rows in x.split(size):
-            p = output_of_batch(rows).softmax(1)
+        for rows in x.split(max(1, 2**28 // entries)):
+            p = functional_call(model, parameters, (rows,)).softmax(1)
             hessian = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)) / batch
             for name, j in jacobian(parameters, rows).items():
                 columns = j.flatten(1, 2).flatten(2)
                 part = (columns * (hessian @ columns)).sum((0, 1))
                 total[name] = total[name] + part if name in total else part
-        model.stored = list(total.values())
+        model.stored = list(total.values())  # type: ignore[assignment]
 
-    def output_of_batch(rows: Tensor) -> Tensor:
-        result: Tensor = functional_call(model, parameters, (rows,))
-        return result
-
-    if quantity.name in reductions:
-        return individual, model
-    if quantity.name == "DiagGGNExact":
-        return diagonal, model
-    raise Unsupported(f"no {quantity.name} by torch.func here")
+    return step, model
 
 
 def opacus(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:

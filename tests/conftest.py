@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -9,9 +10,8 @@ import pytest
 import torch
 
 from backpack_core.errors import forget_warnings
+from backpack_core.testing.execution import forget_executions
 from tests.leftovers import left_behind, state
-
-pytest_plugins = ["backpack_core.testing.pytest_plugin"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,6 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--nets", type=int, default=300, help="number of random nets")
     group.addoption("--traps", type=int, default=0, help="number of random nets with a trap")
     group.addoption("--seed", type=int, default=0, help="seed of the first of them")
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is garbage of none: no collection need look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -64,9 +70,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    forget_executions()  # what the kit keeps
     before = state()
     yield
     request.node.funcargs.clear()  # what fixtures gave
+    forget_executions()
     if not request.node.stash.get(_FAILED, False):
         assert not left_behind(before)
 

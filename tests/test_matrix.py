@@ -8,7 +8,9 @@ import torch
 from backpack_core.extensions import DiagGGNMC
 from backpack_core.plugins.registry import registry
 from tests import oracle
-from tests.cases import LAYERS, LOSSES, SETTINGS, LayerCase, LossCase, Problem
+from tests.cases import SETTINGS, Problem
+from tests.layer_cases import LAYERS, LayerCase
+from tests.loss_cases import LOSSES, LossCase
 
 # Torch mentions that it pads once more where a "same" padding is asymmetric.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

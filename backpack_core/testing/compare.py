@@ -1,4 +1,4 @@
-"""The one comparer of the kit, and how a check says no. Imports torch only."""
+"""The one comparer, and how a check says no. Imports torch only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def require(condition: bool, message: str) -> None:
 
 
 def relative_error(found: Tensor, expected: Tensor, floor: float = SMALLEST_SCALE) -> float:
-    """Largest deviation in units of the largest expected entry, or of the floor."""
+    """Largest deviation in units of the largest expected entry, or of the floor if that is more."""
     if expected.numel() == 0:
         return 0.0
-    scale = max(float(expected.abs().max()), floor)
+    scale = max(float(expected.abs().max()), floor) or 1.0
     return float((found - expected).abs().max()) / scale
 
 
@@ -37,7 +37,7 @@ def close(
     """Require equal shapes, finite values, and a small relative error.
 
     Args:
-        found: What the rule or extension computed; cast to the dtype of ``expected``.
+        found: What was computed; the two are compared in the wider of their dtypes.
         expected: What the oracle says.
         what: Name of the quantity, for the message.
         tolerance: Relative error that is allowed.
@@ -50,7 +50,8 @@ def close(
         found.shape == expected.shape,
         f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}.",
     )
-    found, expected = found.detach().to(expected.dtype), expected.detach()
+    dtype = torch.promote_types(found.dtype, expected.dtype)
+    found, expected = found.detach().to(dtype), expected.detach().to(dtype)
     require(bool(torch.isfinite(found).all()), f"{what}: not all values are finite.")
     error = relative_error(found, expected, floor)
     require(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from backpack_core.errors import UsageError
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase
-from backpack_core.testing.ledger import LEDGER, Group
-from backpack_core.testing.runner import perform, promised_names, unexpected_pass
+from backpack_core.testing.checks import Check
+from backpack_core.testing.runner import checks_of, outcome, unexpected_pass
 
 Test = Callable[..., Any]
 
@@ -21,42 +22,40 @@ class BoundCheck:
 
     Attributes:
         case: The case.
-        name: The check.
-        group: The decorated test and the case, as the ledger of the run knows them.
+        check: The check.
         called: Whether the test called it.
     """
 
     case: Case
-    name: str
-    group: Group
-    called: bool = field(default=False, init=False)
+    check: Check
+    called: bool = False
 
     def __call__(self) -> None:
         """Run the check.
 
         Raises:
-            AssertionError: The rule or extension is at fault, or a declared failure passed.
+            Exception: The fault of the rule or extension.
+            AssertionError: A declared failure passed.
         """
         import pytest
 
         self.called = True
-        reason = self.case.expected_failures.get(self.name)
+        error = outcome(self.case, self.check)
+        reason = self.case.expected_failures.get(self.check.name)
         if reason is None:
-            perform(self.case, self.name)
-            return
-        try:
-            perform(self.case, self.name)
-        except Exception:
+            if error is not None:
+                raise error
+        elif error is None:
+            raise AssertionError(unexpected_pass(self.check.name, reason))
+        else:
             pytest.xfail(reason)
-        raise AssertionError(unexpected_pass(self.name, reason))
 
 
 def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]:
     """Give a test one pytest case for every check of every layer.
 
-    The test has the one argument ``check`` and calls it. The checks of a case are those that this
-    version of the kit promises for its kind of rule; a run in which one of them does not happen
-    fails.
+    The test has the one argument ``check`` and calls it; one that does not fails. The checks of a
+    case are all that mean something for its kind of rule.
 
     Args:
         cases: The layers, each in one configuration.
@@ -83,21 +82,29 @@ def _parametrize(cases: Sequence[Case], kind: type[Case]) -> Callable[[Test], Te
     _check_cases(cases, kind)
 
     def decorate(test: Test) -> Test:
-        name = f"{test.__module__}::{test.__qualname__}"
         if "check" not in inspect.signature(test).parameters:
-            raise UsageError(f"{name} needs an argument named 'check', and has to call it.")
-        parameters = []
-        for case, label in zip(cases, _labels(cases), strict=True):
-            names = promised_names(case)
-            group = LEDGER.promise(name, label, names)
-            parameters += [
-                pytest.param(BoundCheck(case, check, group), id=f"{label}-{check}")
-                for check in names
-            ]
-        decorated: Test = pytest.mark.parametrize("check", parameters)(test)
+            raise UsageError(f"{test.__qualname__} needs an argument named 'check', to call it.")
+        parameters = [
+            pytest.param(BoundCheck(case, check), id=f"{label}-{check.name}")
+            for case, label in zip(cases, _labels(cases), strict=True)
+            for check in checks_of(case)
+        ]
+        decorated: Test = pytest.mark.parametrize("check", parameters)(_that_calls(test))
         return decorated
 
     return decorate
+
+
+def _that_calls(test: Test) -> Test:
+    """The test, which fails where it passes without its check."""
+
+    @functools.wraps(test)
+    def called(*args: Any, check: BoundCheck, **kwargs: Any) -> None:
+        test(*args, check=check, **kwargs)
+        if not check.called:
+            raise AssertionError(f"{test.__qualname__} never called its check: write check().")
+
+    return called
 
 
 def _check_cases(cases: Sequence[Case], kind: type[Case]) -> None:

@@ -6,8 +6,10 @@ The oracle has a graph of its own, made by the same layer without hooks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +26,11 @@ from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, s
 from backpack_core.testing.compare import require
 
 COLUMNS = 2
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_SHARED: list[Any] = []
 
 
 @dataclass(eq=False)
@@ -144,7 +151,20 @@ def _works_in_place(module: Module) -> bool:
     return any(getattr(part, "inplace", False) for part in module.modules())
 
 
-@lru_cache(maxsize=8)
+def shared(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep the last executions: several checks of a case look at one, and none changes it."""
+    kept = lru_cache(maxsize=8)(function)
+    _SHARED.append(kept)
+    return kept  # type: ignore[return-value] # the arguments are those of the function
+
+
+def forget_executions() -> None:
+    """Let go of all that is kept, and of the calls that it holds."""
+    for kept in _SHARED:
+        kept.cache_clear()
+
+
+@shared
 def shared_execution(case: RuleCase) -> Execution:
-    """An execution that several checks of a case look at, and none changes."""
+    """The execution of a case on its own inputs."""
     return execute(case)

@@ -13,20 +13,19 @@ from torch.nn import Module
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, seeded
+from backpack_core.testing.checks import of_extension
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import draw
 from backpack_core.testing.extensions_run import (
     Problem,
-    compare_quantity,
+    compare_stored,
     forget,
     forward_loss,
     installed_extensions,
     no_calls_left,
     values_of,
 )
-from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Mix, Readout, Shrink, SoftmaxLoss, Squash
 from backpack_core.testing.quantities import Quantity, quantity_of
 from backpack_core.testing.reference import Reference
@@ -127,31 +126,23 @@ def _compare_values(
 ) -> None:
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
     reference = reference.trained(name for name in reference.parameters if name in trained)
-    require(set(values) == trained, f"Values on {sorted(values)}, trained are {sorted(trained)}.")
-    quantity = _quantity(case)
-    for name, value in values.items():
-        what = f"{case.label()} of {name!r}"
-        if quantity is None:
-            finite = all(bool(torch.isfinite(t).all()) for t in iter_tensors(value))
-            require(finite, f"{what}: not all values are finite.")
-        else:
-            allowed = tolerance or case.tolerances.float64
-            compare_quantity(quantity, value, reference, name, what, allowed)
+    allowed = tolerance or case.tolerances.float64
+    compare_stored(case.label(), values, _quantity(case), reference, allowed)
 
 
-@implements
+@of_extension()
 def value_mean(case: ExtensionCase) -> None:
     """A mean loss."""
     _compare(case, _problem(case))
 
 
-@implements
+@of_extension()
 def value_sum(case: ExtensionCase) -> None:
     """A sum."""
     _compare(case, _problem(case, reduction="sum"))
 
 
-@implements
+@of_extension()
 def value_batch_of_one(case: ExtensionCase) -> None:
     """A single sample."""
     _compare(case, _problem(case, samples=1))
@@ -167,7 +158,7 @@ class _Scaled(Module):
         return value
 
 
-@implements
+@of_extension()
 def value_loss_scaled(case: ExtensionCase) -> None:
     """``0.25 * loss``: everything scales as the loss does."""
     given = _problem(case)
@@ -176,19 +167,19 @@ def value_loss_scaled(case: ExtensionCase) -> None:
     _compare(case, given, reference=reference, scale=0.25)
 
 
-@implements
+@of_extension()
 def value_residual(case: ExtensionCase) -> None:
     """A functional sum between modules; an extension of chains may refuse."""
     _value_or_refusal(case, _problem(case, residual=True), "structure")
 
 
-@implements
+@of_extension()
 def value_shared_positions(case: ExtensionCase) -> None:
     """An input ``[N, S, F]``."""
     _compare(case, _problem(case, shape=(2, FEATURES)))
 
 
-@implements
+@of_extension()
 def value_overwritten(case: ExtensionCase) -> None:
     """Two passes through one graph."""
     given, extension = _problem(case), case.extension_factory()
@@ -201,7 +192,7 @@ def value_overwritten(case: ExtensionCase) -> None:
     _compare_values(case, net, stored, given.reference)
 
 
-@implements
+@of_extension()
 def value_frozen(case: ExtensionCase) -> None:
     """The first layer is frozen."""
 
@@ -211,7 +202,7 @@ def value_frozen(case: ExtensionCase) -> None:
     _compare(case, _problem(case), prepare=freeze)
 
 
-@implements
+@of_extension()
 def value_called_twice(case: ExtensionCase) -> None:
     """A module that is called on its own output: the net is not linear in its parameters."""
     _value_or_refusal(case, _problem(case, twice=True), "structure", "second derivative")
@@ -227,13 +218,13 @@ def _value_or_refusal(case: ExtensionCase, given: Problem, *may: str) -> None:
             raise
 
 
-@implements
+@of_extension()
 def value_float32(case: ExtensionCase) -> None:
     """Single precision, against the reference in double precision."""
     _compare(case, _problem(case), dtype=torch.float32, tolerance=case.tolerances.float32)
 
 
-@implements
+@of_extension("subsampling")
 def value_subsampling(case: ExtensionCase) -> None:
     """Samples 2 and 0, in this order."""
     given = _problem(case)
@@ -242,7 +233,7 @@ def value_subsampling(case: ExtensionCase) -> None:
     _compare(case, given, extension, given.reference.restricted((2, 0)))
 
 
-@implements
+@of_extension()
 def beside_others(case: ExtensionCase) -> None:
     """All installed extensions in one pass."""
     given, extension = _problem(case), case.extension_factory()
@@ -260,14 +251,14 @@ def _runs(given: Problem, extension: Extension) -> bool:
     return True
 
 
-@implements
+@of_extension("savefield")
 def savefield(case: ExtensionCase) -> None:
     """Under another name."""
     extension = case.extension_factory(savefield="another_name")
     _compare(case, _problem(case), extension)
 
 
-@implements
+@of_extension()
 def leaves_gradient_alone(case: ExtensionCase) -> None:
     """``.grad`` with and without."""
     given = _problem(case)
@@ -280,7 +271,7 @@ def leaves_gradient_alone(case: ExtensionCase) -> None:
         close(with_it.grad, without.grad, f".grad of {name!r}", case.tolerances.float64)
 
 
-@implements
+@of_extension()
 def pickle_extension(case: ExtensionCase) -> None:
     """The copy is an extension of the same kind that gives the same value."""
     extension = case.extension_factory()
@@ -290,7 +281,7 @@ def pickle_extension(case: ExtensionCase) -> None:
     _compare(case, _problem(case), restored)
 
 
-@implements
+@of_extension()
 def extension_no_live_calls(case: ExtensionCase) -> None:
     """After a backward pass, by reference count alone."""
     given: Problem = _problem(case)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -187,30 +187,46 @@ class Problem:
         reference = reference or self.reference
         reference = reference.trained(filter(trained, reference.parameters))
         for extension in extensions:
-            stored = values[extension.savefield]
-            _same_parameters(extension, set(stored), set(reference.parameters))
             quantity = quantity_of(extension.savefield)
-            for name, value in stored.items():
-                what = f"{type(extension).__name__} of {name!r}"
-                if quantity is None or quantity.needs not in needs or _is_costly(quantity, name):
-                    _finite(value, what)
-                else:
-                    floor = largest_expected(quantity, reference) if coarse else SMALLEST_SCALE
-                    compare_quantity(quantity, value, reference, name, what, tolerance, floor)
+            if quantity is not None and quantity.needs not in needs:
+                quantity = None
+            floor = largest_expected(quantity, reference) if coarse and quantity else SMALLEST_SCALE
+            stored, what = values[extension.savefield], type(extension).__name__
+            compare_stored(what, stored, quantity, reference, tolerance, floor, _is_costly)
 
 
-def compare_quantity(
-    quantity: Quantity,
-    value: Any,
-    reference: Reference,
-    name: str,
+def compare_stored(
     what: str,
+    stored: Mapping[str, Any],
+    quantity: Quantity | None,
+    reference: Reference,
     tolerance: float,
     floor: float = SMALLEST_SCALE,
+    skip: Callable[[Quantity, str], bool] = lambda quantity, name: False,
 ) -> None:
-    """One value against its oracle."""
-    found = quantity.observe(value, reference, name)
-    close(found, reference.expected(quantity, name), what, tolerance, floor)
+    """What one extension stored: a value for each parameter of the reference, and the right one.
+
+    Args:
+        what: Name of the extension, for messages.
+        stored: Its values, by parameter.
+        quantity: What they should be; without it, and where ``skip`` says so, they must be finite.
+        reference: The oracle.
+        tolerance: Relative error that is allowed.
+        floor: Errors are relative to no less than this.
+        skip: Whether a parameter is left out.
+    """
+    found, expected = set(stored), set(reference.parameters)
+    require(not expected - found, f"{what} stored nothing on {sorted(expected - found)}.")
+    require(not found - expected, f"{what} stored a value on frozen {sorted(found - expected)}.")
+    for name, value in stored.items():
+        label = f"{what} of {name!r}"
+        if quantity is None or skip(quantity, name):
+            for tensor in iter_tensors(value):
+                finite = bool(torch.isfinite(tensor).all())
+                require(finite, f"{label}: not all values are finite.")
+        else:
+            observed = quantity.observe(value, reference, name)
+            close(observed, reference.expected(quantity, name), label, tolerance, floor)
 
 
 def largest_expected(quantity: Quantity, reference: Reference) -> float:
@@ -247,17 +263,6 @@ def forget(net: Module) -> None:
 def _is_costly(quantity: Quantity, name: str) -> bool:
     """Dense Hessians of the readout say nothing about the layer."""
     return quantity.needs == "second derivative" and name.startswith("readout")
-
-
-def _finite(value: Any, what: str) -> None:
-    for tensor in iter_tensors(value):
-        require(bool(torch.isfinite(tensor).all()), f"{what}: not all values are finite.")
-
-
-def _same_parameters(extension: Extension, found: set[str], expected: set[str]) -> None:
-    name = type(extension).__name__
-    require(not expected - found, f"{name} stored nothing on {sorted(expected - found)}.")
-    require(not found - expected, f"{name} stored a value on frozen {sorted(found - expected)}.")
 
 
 @contextmanager

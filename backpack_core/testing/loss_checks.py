@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
+from backpack_core.testing.checks import of_loss
 from backpack_core.testing.compare import close, require
-from backpack_core.testing.execution import COLUMNS, draw, execute, recorded
+from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Shrink
 from backpack_core.testing.reference import Reference
 
@@ -59,11 +60,10 @@ class LossRun:
         """Of each sample's loss. Shape ``[N, D, D]``."""
         return torch.stack([self.full_hessian[n, :, n] for n in range(len(self.leaf))])
 
-    def times(self, factor: float) -> LossRun:
-        """The same with a factor behind the loss."""
+    def arriving(self, factor: float) -> View:
+        """The view with a factor behind the loss."""
         with torch.no_grad():
-            view = View(self.view.call, grad_output=torch.full_like(self.value, factor))
-        return replace(self, view=view)
+            return View(self.view.call, grad_output=torch.full_like(self.value, factor))
 
     def columns(self) -> Tensor:
         """Random columns at the prediction."""
@@ -91,14 +91,15 @@ def run_loss(
     assert isinstance(run.rule, LossRule)
     leaf = run.leaves[0]
     assert leaf is not None
-    found = LossRun(run.rule, run.view, leaf, run.output).times(1.0)
+    found = LossRun(run.rule, run.view, leaf, run.output)
+    found.view = found.arriving(1.0)
     run.rule.check(found.view)
     return found
 
 
-@lru_cache(maxsize=8)
+@shared
 def shared_run(case: LossCase, reduction: str) -> LossRun:
-    """A run that several checks look at, and none changes."""
+    """The run of a case on its own inputs."""
     return run_loss(case, reduction)
 
 
@@ -108,21 +109,63 @@ def _outer(root: Tensor) -> Tensor:
     return torch.einsum("vni,vnj->nij", flat, flat)
 
 
-def _root(case: LossCase, run: LossRun) -> Tensor | None:
+def _root(run: LossRun, view: View) -> Tensor | None:
     """The exact root, or ``None`` where the Hessian has none and the rule says so."""
     try:
         with torch.no_grad():
-            return run.rule.sqrt_hessian(run.view)
+            return run.rule.sqrt_hessian(view)
     except UnsupportedError:
         if run.rule.hessian_is_psd:
             raise
         return None
 
 
+def _agrees(
+    case: LossCase,
+    run: LossRun,
+    what: str,
+    view: View | None = None,
+    chosen: Sequence[int] | None = None,
+    factor: float = 1.0,
+    tolerance: float | None = None,
+) -> None:
+    """Root, product and sum of a view against the oracle.
+
+    Args:
+        case: The case.
+        run: The run that the oracle knows.
+        what: In which situation, for messages.
+        view: What the rule sees; default: that of the run.
+        chosen: Which samples the view has.
+        factor: By how much its Hessian is larger than the run's.
+        tolerance: Error that is allowed.
+    """
+    view, tolerance = view or run.view, tolerance or case.tolerances.float64
+    samples = list(range(len(run.leaf)) if chosen is None else chosen)
+    expected, mat = factor * run.hessian[samples], run.columns()
+    dtype = view.input.dtype
+    with torch.no_grad():
+        found = {
+            "hessian_mat_prod": run.rule.hessian_mat_prod(view, mat[:, samples].to(dtype)),
+            "sum_hessian": run.rule.sum_hessian(view),
+        }
+        root = _root(run, view)
+        if root is not None:
+            found["S Sᵀ of sqrt_hessian"] = _outer(root)
+    of = {
+        "hessian_mat_prod": factor * run.product(mat)[:, samples],
+        "sum_hessian": expected.sum(0),
+        "S Sᵀ of sqrt_hessian": expected,
+    }
+    for name, value in found.items():
+        require(value.dtype == dtype, f"{name}, {what}: {value.dtype}, expected {dtype}.")
+        close(value, of[name], f"{name}, {what}", tolerance)
+
+
 def sqrt_hessian(case: LossCase, reduction: str) -> None:
     """Outer products of the root."""
     run = shared_run(case, reduction)
-    root = _root(case, run)
+    root = _root(run, run.view)
     if root is not None:
         close(_outer(root), run.hessian, "S Sᵀ", case.tolerances.float64)
 
@@ -172,19 +215,13 @@ def sum_hessian(case: LossCase, reduction: str) -> None:
 def arriving_gradient(case: LossCase, reduction: str) -> None:
     """Half the loss has half the Hessian; minus the loss has no root."""
     run = run_loss(case, reduction)
-    mat, tolerance = run.columns(), case.tolerances.float64
-    half, minus = run.times(0.5), run.times(-1.0)
+    _agrees(case, run, "half the loss", run.arriving(0.5), factor=0.5)
+    minus, mat = run.arriving(-1.0), run.columns()
     with torch.no_grad():
-        root = _root(case, half)
-        if root is not None:
-            close(_outer(root), run.hessian / 2, "S Sᵀ of half the loss", tolerance)
-        found = run.rule.hessian_mat_prod(half.view, mat)
-        close(found, run.product(mat) / 2, "hessian_mat_prod of half the loss", tolerance)
-        summed = run.rule.sum_hessian(half.view)
-        close(summed, run.hessian.sum(0) / 2, "sum_hessian of half the loss", tolerance)
-        found = run.rule.hessian_mat_prod(minus.view, mat)
-        close(found, -run.product(mat), "hessian_mat_prod of minus the loss", tolerance)
-    _refuses(lambda: run.rule.sqrt_hessian(minus.view), "sqrt_hessian of minus the loss")
+        found = run.rule.hessian_mat_prod(minus, mat)
+    what = "hessian_mat_prod of minus the loss"
+    close(found, -run.product(mat), what, case.tolerances.float64)
+    _refuses(lambda: run.rule.sqrt_hessian(minus), "sqrt_hessian of minus the loss")
 
 
 def _refuses(function: object, what: str) -> None:
@@ -250,10 +287,10 @@ for _reduction in ("mean", "sum"):
         arriving_gradient,
         started_extensions,
     ):
-        implements(partial(_check, reduction=_reduction), f"{_check.__name__}_{_reduction}")
+        of_loss(name=f"{_check.__name__}_{_reduction}")(partial(_check, reduction=_reduction))
 
 
-@implements
+@of_loss()
 def hessian_is_psd(case: LossCase) -> None:
     """Where it is declared, no eigenvalue is negative."""
     run = shared_run(case, "sum")
@@ -265,7 +302,7 @@ def hessian_is_psd(case: LossCase) -> None:
     )
 
 
-@implements
+@of_loss()
 def samples_are_separate(case: LossCase) -> None:
     """No blocks between samples."""
     run = shared_run(case, "mean")
@@ -274,67 +311,38 @@ def samples_are_separate(case: LossCase) -> None:
     require(not bool(blocks.any()), "Predictions of different samples share a loss term.")
 
 
-@implements
+@of_loss()
 def loss_batch_of_one(case: LossCase) -> None:
     """One sample, mean."""
-    run = run_loss(case, "mean", samples=1)
-    root, mat = _root(case, run), run.columns()
-    if root is not None:
-        close(_outer(root), run.hessian, "S Sᵀ of one sample", case.tolerances.float64)
-    found = run.rule.hessian_mat_prod(run.view, mat).detach()
-    close(found, run.product(mat), "hessian_mat_prod of one sample", case.tolerances.float64)
+    _agrees(case, run_loss(case, "mean", samples=1), "one sample")
 
 
-@implements
+@of_loss()
 def loss_subsampled_call(case: LossCase) -> None:
     """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
     run, chosen = shared_run(case, "mean"), [2, 0]
-    view, mat = run.view.subsample(chosen), run.columns()
-    tolerance = case.tolerances.float64
-    with torch.no_grad():
-        found = run.rule.hessian_mat_prod(view, mat[:, chosen])
-        close(found, run.product(mat)[:, chosen], f"hessian_mat_prod of {chosen}", tolerance)
-        if _root(case, run) is not None:
-            outer = _outer(run.rule.sqrt_hessian(view))
-            close(outer, run.hessian[chosen], f"S Sᵀ of samples {chosen}", tolerance)
-        summed = run.rule.sum_hessian(view)
-        close(summed, run.hessian[chosen].sum(0), f"sum_hessian of {chosen}", tolerance)
+    _agrees(case, run, f"samples {chosen}", run.view.subsample(chosen), chosen)
 
 
-@implements
+@of_loss()
 def loss_non_contiguous_input(case: LossCase) -> None:
     """A prediction that is every other entry of a larger tensor."""
-    run = run_loss(case, "mean", strided=True)
-    mat = run.columns()
-    with torch.no_grad():
-        found = run.rule.hessian_mat_prod(run.view, mat)
-        close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float64)
-        root = _root(case, run)
-    if root is not None:
-        close(_outer(root), run.hessian, "S Sᵀ", case.tolerances.float64)
+    _agrees(case, run_loss(case, "mean", strided=True), "strided")
 
 
-@implements
+@of_loss()
 def loss_float32(case: LossCase) -> None:
     """Against the Hessian in double precision."""
-    run, layer = shared_run(case, "mean"), case.as_rule_case("mean")
+    layer = case.as_rule_case("mean")
     given = layer.arguments(dtype=torch.float32)
     module = extend(layer.module(torch.float32))
     args, kwargs = map_tensors((given.args, dict(given.kwargs)), Tensor.detach)
     value = module(args[0].requires_grad_().clone(), *args[1:], **kwargs)
-    single = recorded(value, torch.ones_like(value))
-    mat = run.columns()
-    with torch.no_grad():
-        found = run.rule.hessian_mat_prod(single, mat.float())
-        require(found.dtype == torch.float32, f"hessian_mat_prod returned {found.dtype}.")
-        close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float32)
-        if _root(case, run) is not None:
-            root = run.rule.sqrt_hessian(single)
-            require(root.dtype == torch.float32, f"sqrt_hessian returned {root.dtype}.")
-            close(_outer(root.double()), run.hessian, "S Sᵀ", case.tolerances.float32)
+    single, allowed = recorded(value, torch.ones_like(value)), case.tolerances.float32
+    _agrees(case, shared_run(case, "mean"), "single precision", single, tolerance=allowed)
 
 
-@implements
+@of_loss()
 def loss_leaves_arguments_alone(case: LossCase) -> None:
     """Prediction, target and columns come out as they went in."""
     run = run_loss(case, "mean")
@@ -342,7 +350,7 @@ def loss_leaves_arguments_alone(case: LossCase) -> None:
     held = [mat, *run.view.stored.inputs]
     before = [tensor.detach().clone() for tensor in held]
     with torch.no_grad():
-        _root(case, run)
+        _root(run, run.view)
         run.rule.hessian_mat_prod(run.view, mat)
         run.rule.sum_hessian(run.view)
     for tensor, copied in zip(held, before, strict=True):

@@ -19,6 +19,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
+from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import require
 from backpack_core.testing.execution import shared_execution
 from backpack_core.testing.extensions_run import (
@@ -31,7 +32,6 @@ from backpack_core.testing.extensions_run import (
     no_calls_left,
     values_of,
 )
-from backpack_core.testing.implementations import implements
 from backpack_core.testing.network import Mix, Readout, SmallNet, SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
 from backpack_core.testing.reference import Reference
@@ -151,25 +151,25 @@ def _compare(case: RuleCase, reduction: str = "mean", samples: int = SAMPLES) ->
     _exact(case, given, values, extensions)
 
 
-@implements
+@of_rule("separate")
 def extensions_mean(case: RuleCase) -> None:
     """A mean loss."""
     _compare(case)
 
 
-@implements
+@of_rule("separate")
 def extensions_sum(case: RuleCase) -> None:
     """A sum."""
     _compare(case, "sum")
 
 
-@implements
+@of_rule("separate")
 def batch_of_one(case: RuleCase) -> None:
     """A single sample."""
     _compare(case, samples=1)
 
 
-@implements
+@of_rule("separate")
 def subsampling(case: RuleCase) -> None:
     """Samples 2 and 0, in this order."""
     given, chosen = problem(case), (2, 0)
@@ -192,13 +192,13 @@ def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
     _exact(case, given, values, extensions, trained=lambda name: not frozen(name))
 
 
-@implements
+@of_rule("separate")
 def frozen_layer(case: RuleCase) -> None:
     """The layer's parameters are frozen."""
     _compare_frozen(case, lambda name: name.startswith("layer."))
 
 
-@implements
+@of_rule("separate")
 def frozen_surroundings(case: RuleCase) -> None:
     """What is before the layer is frozen, so that its input requires no gradient."""
     _compare_frozen(case, lambda name: name.startswith("mixes."))
@@ -232,26 +232,26 @@ def _with_needs(extensions: Sequence[Extension], needs: Sequence[str]) -> list[E
     return [extension for extension, found in known if found and found.needs in needs]
 
 
-@implements
+@of_rule("separate")
 def float32(case: RuleCase) -> None:
     """Single precision, against the reference in double precision."""
     needs = (*COARSE, *(TWICE if case.twice_differentiable else ()))
     _compare_precision(case, torch.float32, case.tolerances.float32, needs, autocast=False)
 
 
-@implements
+@of_rule("separate")
 def bfloat16(case: RuleCase) -> None:
     """Half precision, against the reference in double precision."""
     _compare_coarsely(case, torch.bfloat16)
 
 
-@implements
+@of_rule("separate")
 def autocast(case: RuleCase) -> None:
     """Parameters in single precision, operations in half."""
     _compare_coarsely(case, torch.float32, autocast=True)
 
 
-@implements
+@of_rule("separate")
 def retain_graph(case: RuleCase) -> None:
     """Two backward passes through one graph; the second overwrites, and agrees."""
     given, extensions = problem(case), representatives(usable(case))
@@ -266,7 +266,7 @@ def retain_graph(case: RuleCase) -> None:
         _exact(case, given, values_of(net, extensions), extensions)
 
 
-@implements
+@of_rule("separate")
 def called_twice(case: RuleCase) -> None:
     """The layer, and the layers around it, are called on two inputs; outputs are added."""
     given = problem(case, twice=True)
@@ -288,7 +288,7 @@ def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None
     _exact(case, given, values_of(net, extensions), extensions)
 
 
-@implements
+@of_rule("separate")
 def deepcopy(case: RuleCase) -> None:
     """By ``copy.deepcopy``."""
     _compare_copy(case, copy.deepcopy)
@@ -299,10 +299,10 @@ def _pickled(module: Module) -> Module:
     return restored
 
 
-implements(lambda case: _compare_copy(case, _pickled), "pickle")
+of_rule("separate", name="pickle")(lambda case: _compare_copy(case, _pickled))
 
 
-@implements
+@of_rule("separate")
 def no_live_calls(case: RuleCase) -> None:
     """Forward only; and forward with backward, and all extensions."""
     given, extensions = problem(case), representatives(usable(case))
@@ -316,7 +316,7 @@ def no_live_calls(case: RuleCase) -> None:
         del net, values
 
 
-@implements
+@of_rule("mixing")
 def mixing_is_refused(case: RuleCase) -> None:
     """Every extension raises and says that samples mix, but those that read the loss as a whole."""
     given = problem(case)

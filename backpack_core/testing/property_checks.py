@@ -12,9 +12,9 @@ from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
+from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
-from backpack_core.testing.implementations import implements
 
 
 def _first(run: Execution) -> Tensor:
@@ -33,7 +33,7 @@ def _weights(run: Execution) -> Tensor:
     return draw(tuple(run.output.shape), 7)
 
 
-@implements
+@of_rule("once")
 def not_twice_differentiable(case: RuleCase) -> None:
     """The oracle for second derivatives raises, as the case declares."""
     run = shared_execution(case)
@@ -47,7 +47,7 @@ def not_twice_differentiable(case: RuleCase) -> None:
     require(False, "twice_differentiable=False is declared, but torch can: remove it.")
 
 
-@implements
+@of_rule("overwritten")
 def overwritten_input(case: RuleCase) -> None:
     """The stored input is no longer what the layer received."""
     run = shared_execution(case)
@@ -59,7 +59,7 @@ def overwritten_input(case: RuleCase) -> None:
     require(False, "overwrites_input is declared, but the rule does not raise on it.")
 
 
-@implements
+@of_rule("separate", "kept", "elementwise")
 def derivative(case: RuleCase) -> None:
     """Against the diagonal of the Jacobian."""
     run = shared_execution(case)
@@ -76,7 +76,7 @@ def derivative(case: RuleCase) -> None:
     )
 
 
-@implements
+@of_rule("separate", "kept", "twice", "elementwise", "second derivative")
 def second_derivative(case: RuleCase) -> None:
     """Against the second derivative of the sum of all outputs."""
     run = shared_execution(case)
@@ -90,7 +90,7 @@ def second_derivative(case: RuleCase) -> None:
     close(found.expand_as(expected), expected, "second_derivative", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "twice", "second derivative")
 def second_derivative_mat_prod(case: RuleCase) -> None:
     """Against ``Σ_o g_o ∂²f_o/∂x² mat``."""
     run = shared_execution(case)
@@ -102,7 +102,7 @@ def second_derivative_mat_prod(case: RuleCase) -> None:
     close(found, expected.reshape(mat.shape), what, case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "twice", "zero hessian")
 def hessian_is_zero(case: RuleCase) -> None:
     """No second derivative at a random point."""
     run = shared_execution(case)
@@ -110,7 +110,7 @@ def hessian_is_zero(case: RuleCase) -> None:
     require(not bool(found.any()), "hessian_is_zero is declared, but ∂²f/∂x² does not vanish.")
 
 
-@implements
+@of_rule("separate", "kept", "twice", "diagonal hessian")
 def hessian_is_diagonal(case: RuleCase) -> None:
     """Diagonal, and each entry due to the output of the same index."""
     run = shared_execution(case)
@@ -125,7 +125,7 @@ def hessian_is_diagonal(case: RuleCase) -> None:
     close(found, expected, "hessian_is_diagonal is declared: ∂²f/∂x²", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "batch first", "constant jacobian")
 def jacobian_is_constant(case: RuleCase) -> None:
     """``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
     run = shared_execution(case)
@@ -162,7 +162,7 @@ def _elsewhere(case: RuleCase) -> Arguments:
     return Arguments(args, kwargs)
 
 
-@implements
+@of_rule("separate", "kept", "twice", "linear parameters")
 def linear_in_params(case: RuleCase) -> None:
     """No second derivative in the declared parameters."""
     run = shared_execution(case)
@@ -179,7 +179,7 @@ def linear_in_params(case: RuleCase) -> None:
         )
 
 
-@implements
+@of_rule()
 def mixes_samples(case: RuleCase) -> None:
     """Against the blocks of the Jacobians between different samples."""
     run = shared_execution(case)
@@ -200,7 +200,7 @@ def mixes_samples(case: RuleCase) -> None:
     )
 
 
-@implements
+@of_rule("separate", "kept", "affine")
 def affine_form(case: RuleCase) -> None:
     """``W x + b`` in weight-sharing form is the output, rearranged."""
     run = shared_execution(case)
@@ -235,7 +235,7 @@ def _affine_product(run: Execution, name: str) -> AffineProduct:
     return given
 
 
-@implements
+@of_rule("separate", "kept", "affine")
 def affine_weight(case: RuleCase) -> None:
     """The arrangement of a parameter uses every entry once, whatever axes stand in front."""
     run = shared_execution(case)

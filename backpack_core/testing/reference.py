@@ -42,9 +42,7 @@ class Reference:
     arguments: Arguments
     loss: Module
     indices: tuple[int, ...] | None = None
-    _hessians: dict[str, Tensor] = field(default_factory=dict)
     _known: dict[Any, Any] = field(default_factory=dict)
-    _averages: dict[int, Tensor | None] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -114,7 +112,9 @@ class Reference:
 
     def restricted(self, indices: tuple[int, ...]) -> Reference:
         """The same for some samples."""
-        return Reference(self.net, self.arguments, self.loss, indices)
+        other = copy.copy(self)
+        other.indices = indices
+        return other
 
     def trained(self, names: Iterable[str]) -> Reference:
         """The same where only some parameters are trained."""
@@ -128,9 +128,12 @@ class Reference:
 
     def once(self, function: Callable[[Reference, str], T], name: str) -> T:
         """A function of this reference and one parameter, computed once."""
-        key = (function, name, tuple(self.parameters))
+        key = (function, name, tuple(self.parameters), self.indices)
+        return self._kept(key, lambda: function(self, name))
+
+    def _kept(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._known:
-            self._known[key] = function(self, name)
+            self._known[key] = make()
         found: T = self._known[key]
         return found
 
@@ -150,12 +153,12 @@ class Reference:
             name: The parameter.
             sampled: Number of the kit's reproducible Monte-Carlo samples; ``None`` for exact.
         """
-        key = (name, sampled)
-        if key not in self._known:
+
+        def made() -> Tensor:
             columns = self._columns(sampled)
-            self._known[key] = torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
-        found: Tensor = self._known[key]
-        return found
+            return torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
+
+        return self._kept(("roots", name, sampled, self.indices), made)
 
     def _columns(self, sampled: int | None) -> Tensor:
         """The same at the output of the net. Shape ``[V, N, C]``."""
@@ -217,19 +220,20 @@ class Reference:
 
     def hessian(self, name: str) -> Tensor:
         """Hessian block of each sample's loss. Shape ``[N, θ, θ]`` (flat)."""
-        if name not in self._hessians:
-            output, _ = self._graph
-            theta = self.parameters[name]
-            blocks = []
-            for n in range(len(output)):
-                # The loss of one sample: the other outputs held fixed.
-                kept = torch.zeros_like(output)
-                kept[n] = 1.0
-                with disable():
-                    value = self.loss(kept * output + (1 - kept) * output.detach())
-                blocks.append(oracle.hessian(value, theta).reshape(theta.numel(), -1))
-            self._hessians[name] = torch.stack(blocks).detach()
-        return self._chosen(self._hessians[name])
+        theta, (output, _) = self.parameters[name], self._graph
+
+        def of_sample(n: int) -> Tensor:
+            # The other outputs are held fixed.
+            kept = torch.zeros_like(output)
+            kept[n] = 1.0
+            with disable():
+                value = self.loss(kept * output + (1 - kept) * output.detach())
+            return oracle.hessian(value, theta).reshape(theta.numel(), -1).detach()
+
+        found = self._kept(
+            ("Hessian", name), lambda: torch.stack([of_sample(n) for n in range(len(output))])
+        )
+        return self._chosen(found)
 
     def _averaged_hessian(self, index: int) -> Tensor | None:
         """``Ḡ`` at the output of a unit, by ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` from the next one.
@@ -242,9 +246,7 @@ class Reference:
         Returns:
             Shape ``[D_out, D_out]``, or ``None`` where a unit has several outputs.
         """
-        if index not in self._averages:
-            self._averages[index] = self._recursion(index)
-        return self._averages[index]
+        return self._kept(("average", index, self.indices), lambda: self._recursion(index))
 
     def _recursion(self, index: int) -> Tensor | None:
         last, _, units = self._traced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -14,74 +14,97 @@ from backpack_core.contract import operations as ops
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
 from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
+from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
-from backpack_core.testing.implementations import implements
 from backpack_core.tuning import memory_budget, set_memory_budget
 
 
-def _transposed(run: Execution, mat: Tensor) -> dict[int, Tensor | None]:
-    """``jac_t_mat_prod`` for every input that is differentiated."""
+def _transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[int, Tensor | None]:
+    """``jac_t_mat_prod`` for every input that is differentiated; none if the rule passes on."""
+    slots = [slot for slot, leaf in enumerate(run.leaves) if leaf is not None]
+    if run.rule.transparent:
+        return {}
     with torch.no_grad():
-        products = run.rule.jac_t_mat_prod(run.view, mat)
-    found = dict(enumerate(products))
-    return {slot: found.get(slot) for slot, leaf in enumerate(run.leaves) if leaf is not None}
+        found = dict(enumerate(run.rule.jac_t_mat_prod(view or run.view, mat)))
+    return {slot: found.get(slot) for slot in slots}
 
 
-def _check_input_products(run: Execution, mat: Tensor) -> None:
-    for slot, found in _transposed(run, mat).items():
-        expected = oracle.transposed_product(run.jacobians[slot], mat)
-        what = f"jac_t_mat_prod, input {slot}"
+def _check_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
+    """Transposed Jacobians, input and parameters, for all samples or some."""
+    _check_input_products(run, mat, chosen)
+    _check_parameter_products(run, mat, chosen)
+
+
+def _check_input_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
+    for slot, found in _transposed(run, _some(mat, chosen), _view(run, chosen)).items():
+        expected = _some(oracle.transposed_product(run.jacobians[slot], mat), chosen)
+        what = f"jac_t_mat_prod, input {slot}{_of(chosen)}"
         if found is None:
             require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
         else:
             close(found, expected, what, run.case.tolerances.float64)
 
 
-def _check_parameter_products(run: Execution, mat: Tensor) -> None:
+def _check_parameter_products(
+    run: Execution, mat: Tensor, chosen: Sequence[int] | None = None
+) -> None:
     for name in run.parameters:
+        expected = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         close(
-            _parameter_product(run, name, mat),
-            oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis),
-            f"param_jac_t_mat_prod of {name!r}",
+            _parameter_product(run, name, _some(mat, chosen), _view(run, chosen)),
+            _some(expected, chosen),
+            f"param_jac_t_mat_prod of {name!r}{_of(chosen)}",
             run.case.tolerances.float64,
         )
 
 
-def _parameter_product(run: Execution, name: str, mat: Tensor) -> Tensor:
+def _some(mat: Tensor, chosen: Sequence[int] | None) -> Tensor:
+    return mat if chosen is None else mat[:, list(chosen)]
+
+
+def _view(run: Execution, chosen: Sequence[int] | None) -> View:
+    return run.view if chosen is None else run.view.subsample(chosen)
+
+
+def _of(chosen: Sequence[int] | None) -> str:
+    return "" if chosen is None else f" of samples {list(chosen)}"
+
+
+def _parameter_product(run: Execution, name: str, mat: Tensor, view: View | None = None) -> Tensor:
     assert isinstance(run.rule, ParametricRule)
     with torch.no_grad():
-        return run.rule.param_jac_t_mat_prod(run.view, name, mat)
+        return run.rule.param_jac_t_mat_prod(view or run.view, name, mat)
 
 
-@implements
+@of_rule("separate", "kept")
 def accepts(case: RuleCase) -> None:
     """``check()`` passes, and the rule is stateless."""
     run = shared_execution(case)
     before = dict(vars(run.rule))
     run.rule.check(run.view)
-    _use(run)
+    _use(run, run.columns())
     require(dict(vars(run.rule)) == before, "The rule changed its own attributes: keep no state.")
 
 
-def _use(run: Execution) -> None:
+def _use(run: Execution, mat: Tensor) -> None:
     """Call every product once."""
-    if not run.rule.transparent:
-        _transposed(run, run.columns())
+    _transposed(run, mat)
     for name in run.parameters:
-        _parameter_product(run, name, run.columns())
+        _parameter_product(run, name, mat)
 
 
-@implements
+@of_rule("separate", "kept", "input")
 def jac_t_mat_prod(case: RuleCase) -> None:
     """For every input, against ``Jᵀ mat``."""
     run = shared_execution(case)
     _check_input_products(run, run.columns())
 
 
-@implements
+@of_rule("separate", "kept", "input")
 def jac_mat_prod(case: RuleCase) -> None:
     """Against ``J mat`` for the first input."""
     run = shared_execution(case)
@@ -92,7 +115,7 @@ def jac_mat_prod(case: RuleCase) -> None:
     close(found, expected, "jac_mat_prod", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "input")
 def jac_adjoint(case: RuleCase) -> None:
     """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` for the rule's own products."""
     run = shared_execution(case)
@@ -104,14 +127,14 @@ def jac_adjoint(case: RuleCase) -> None:
     close(left, right, "⟨J u, w⟩ against ⟨u, Jᵀ w⟩", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_t_mat_prod(case: RuleCase) -> None:
     """For every covered parameter, sample by sample."""
     run = shared_execution(case)
     _check_parameter_products(run, run.columns())
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_mat_prod(case: RuleCase) -> None:
     """For every covered parameter."""
     run = shared_execution(case)
@@ -124,7 +147,7 @@ def param_jac_mat_prod(case: RuleCase) -> None:
         close(found, expected, f"param_jac_mat_prod of {name!r}", case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_adjoint(case: RuleCase) -> None:
     """``⟨J_θ u, w⟩ = Σ_n ⟨u, J_θ[n]ᵀ w[n]⟩`` for the rule's own products."""
     run = shared_execution(case)
@@ -139,7 +162,7 @@ def param_jac_adjoint(case: RuleCase) -> None:
         close(left, right, what, case.tolerances.float64)
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def param_jac_batch_sum(case: RuleCase) -> None:
     """Summed over samples, by hand and by ``batch_sum``: the gradient of the batch."""
     run = shared_execution(case)
@@ -177,7 +200,7 @@ _PLANS: tuple[frozenset[Any], ...] = (
 )
 
 
-@implements
+@of_rule("separate", "kept", "parameters")
 def operations(case: RuleCase) -> None:
     """Each operation against its definition through ``M``, alone and together, in short memory."""
     run = shared_execution(case)
@@ -204,29 +227,15 @@ def _budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
-@implements
+@of_rule("separate", "kept", "batch first")
 def subsampled_call(case: RuleCase) -> None:
     """Products of ``view.subsample([2, 0])``."""
-    run = shared_execution(case)
-    mat, chosen = run.columns(), [2, 0]
-    view = run.view.subsample(chosen)
-    run.rule.check(view)
-    with torch.no_grad():
-        if not run.rule.transparent and any(leaf is not None for leaf in run.leaves):
-            for slot, product in enumerate(run.rule.jac_t_mat_prod(view, mat[:, chosen])):
-                if product is not None and run.leaves[slot] is not None:
-                    expected = oracle.transposed_product(run.jacobians[slot], mat)[:, chosen]
-                    what = f"jac_t_mat_prod of samples {chosen}, input {slot}"
-                    close(product, expected, what, case.tolerances.float64)
-        for name in run.parameters:
-            assert isinstance(run.rule, ParametricRule)
-            found = run.rule.param_jac_t_mat_prod(view, name, mat[:, chosen])
-            expected = oracle.per_sample_product(run.jacobians[name], mat)[:, chosen]
-            what = f"param_jac_t_mat_prod of samples {chosen}, {name!r}"
-            close(found, expected, what, case.tolerances.float64)
+    run, chosen = shared_execution(case), (2, 0)
+    run.rule.check(run.view.subsample(chosen))
+    _check_products(run, run.columns(), chosen)
 
 
-@implements
+@of_rule("separate", "kept")
 def leaves_arguments_alone(case: RuleCase) -> None:
     """Everything that goes in comes out as it was."""
     run = execute(case)
@@ -234,28 +243,23 @@ def leaves_arguments_alone(case: RuleCase) -> None:
     stored = run.view.stored
     held = [mat, *stored.inputs, *stored.outputs, *run.module.parameters()]
     before = [tensor.detach().clone() for tensor in held]
-    if not run.rule.transparent:
-        _transposed(run, mat)
-    for name in run.parameters:
-        _parameter_product(run, name, mat)
+    _use(run, mat)
     for tensor, copy in zip(held, before, strict=True):
         same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))
         require(same, "A method wrote to a tensor that it was given.")
 
 
-@implements
+@of_rule("separate", "kept")
 def non_contiguous_columns(case: RuleCase) -> None:
     """Columns with strides in another order, and columns that share memory."""
     run = shared_execution(case)
     mat = run.columns()
     turned = mat.movedim(0, -1).contiguous().movedim(-1, 0)
     for strided in (turned, mat[:1].expand(3, *mat.shape[1:])):
-        if not run.rule.transparent:
-            _check_input_products(run, strided)
-        _check_parameter_products(run, strided)
+        _check_products(run, strided)
 
 
-@implements
+@of_rule("separate", "kept")
 def non_contiguous_input(case: RuleCase) -> None:
     """Inputs that are every other entry of a larger tensor."""
     given = case.arguments()
@@ -265,9 +269,7 @@ def non_contiguous_input(case: RuleCase) -> None:
         not any(t.numel() > 1 and t.is_contiguous() for t in iter_tensors((args, kwargs))),
         "The kit could not make the inputs non-contiguous.",
     )
-    if not run.rule.transparent:
-        _check_input_products(run, run.columns())
-    _check_parameter_products(run, run.columns())
+    _check_products(run, run.columns())
 
 
 def _strided(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs the checks of a case, and makes sure that none is missing. Imports the implementations."""
+"""Runs the checks of a case, and puts outcomes against what it expects. Imports all checks."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from typing import Literal
 
 from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvatureWarning
 from backpack_core.testing import (
-    extension_checks,  # noqa: F401 - these enter the implementations
+    extension_checks,  # noqa: F401 - these enter the checks
     loss_checks,  # noqa: F401
     network_checks,  # noqa: F401
     property_checks,  # noqa: F401
     rule_checks,  # noqa: F401
 )
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
-from backpack_core.testing.implementations import IMPLEMENTED
+from backpack_core.testing.checks import CHECKS, Check
 from backpack_core.testing.network import install_own_rules
-from backpack_core.testing.promise import PROMISED
-from backpack_core.testing.traits import promised
+from backpack_core.testing.traits import traits
 
 Status = Literal["passed", "failed", "expected failure", "unexpected pass"]
-
-
-class VanishedCheckError(AssertionError):
-    """Fewer checks ran than the kit promises."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,10 @@ def check_rule(case: RuleCase, checks: Iterable[str] | None = None) -> list[Chec
 
     Args:
         case: The layer.
-        checks: Names of the checks to run; default: all that are promised for it.
+        checks: Names of the checks to run; default: all that mean something for it.
 
     Returns:
         One result for each check. Nothing is raised for a fault in the rule.
-
-    Raises:
-        VanishedCheckError: A promised check did not run.
     """
     return _check(case, checks)
 
@@ -77,72 +69,49 @@ def check_extension(case: ExtensionCase, checks: Iterable[str] | None = None) ->
     return _check(case, checks)
 
 
-def _check(case: Case, checks: Iterable[str] | None) -> list[CheckResult]:
-    names = promised_names(case)
-    wanted = names if checks is None else list(checks)
-    unknown = set(wanted) - set(names)
+def _check(case: Case, names: Iterable[str] | None) -> list[CheckResult]:
+    own = {check.name: check for check in checks_of(case)}
+    wanted = list(own) if names is None else list(names)
+    unknown = set(wanted) - set(own)
     if unknown:
         raise UsageError(f"No such checks for {case.label()}: {sorted(unknown)}.")
-    results = [run_check(case, name) for name in wanted]
-    require_complete(case.label(), (result.check for result in results), wanted)
-    return results
+    return [_result(case, own[name]) for name in wanted]
 
 
-def promised_names(case: Case) -> list[str]:
-    """Names of the checks that must run for a case, in order.
+def checks_of(case: Case) -> list[Check]:
+    """The checks that mean something for a case, in order.
 
     Raises:
         UsageError: The case cannot be run, or expects a failure of a check that it does not have.
-        VanishedCheckError: A promised check has no implementation.
     """
     try:
-        names = [row.name for row in promised(case)]
+        found = traits(case)
     except Exception as error:
         raise UsageError(
             f"{case.label()} cannot be run, so there is nothing to check: "
             f"{type(error).__name__}: {error}"
         ) from error
+    own = [check for check in CHECKS[case.kind] if check.needs <= found]
+    names = [check.name for check in own]
     unknown = set(case.expected_failures) - set(names)
     if unknown:
         raise UsageError(
             f"{case.label()} expects {sorted(unknown)} to fail, but has no such check. "
             f"It has: {', '.join(names)}."
         )
-    require_complete(
-        "the kit",
-        IMPLEMENTED,
-        [row.name for row in PROMISED[case.kind]],
-    )
-    return names
+    return own
 
 
-def require_complete(what: str, ran: Iterable[str], promised_: Iterable[str]) -> None:
-    """Raise unless every promised check is among those that ran.
-
-    Raises:
-        VanishedCheckError: With the names of the missing ones.
-    """
-    missing = sorted(set(promised_) - set(ran))
-    if missing:
-        raise VanishedCheckError(
-            f"{what}: {len(missing)} promised checks did not run: {', '.join(missing)}."
-        )
-
-
-def run_check(case: Case, name: str) -> CheckResult:
-    """Run one check, and put its outcome against what the case expects."""
-    message = ""
-    try:
-        perform(case, name)
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-    reason = case.expected_failures.get(name)
-    label = case.label()
+def _result(case: Case, check: Check) -> CheckResult:
+    error = outcome(case, check)
+    message = "" if error is None else f"{type(error).__name__}: {error}"
+    reason = case.expected_failures.get(check.name)
     if reason is None:
-        return CheckResult(label, name, "failed" if message else "passed", message)
-    if message:
-        return CheckResult(label, name, "expected failure", reason)
-    return CheckResult(label, name, "unexpected pass", unexpected_pass(name, reason))
+        return CheckResult(case.label(), check.name, "failed" if error else "passed", message)
+    if error:
+        return CheckResult(case.label(), check.name, "expected failure", reason)
+    passed = unexpected_pass(check.name, reason)
+    return CheckResult(case.label(), check.name, "unexpected pass", passed)
 
 
 def unexpected_pass(name: str, reason: str) -> str:
@@ -150,14 +119,18 @@ def unexpected_pass(name: str, reason: str) -> str:
     return f"{name!r} passes, but is declared to fail ({reason!r}): remove the declaration."
 
 
-def perform(case: Case, name: str) -> None:
-    """Run one check; it raises where it finds a fault."""
-    with environment(case):
-        IMPLEMENTED[name](case)
+def outcome(case: Case, check: Check) -> Exception | None:
+    """Run one check; the fault that it found."""
+    try:
+        with _environment(case):
+            check.run(case)
+    except Exception as error:
+        return error
+    return None
 
 
 @contextmanager
-def environment(case: Case) -> Iterator[None]:
+def _environment(case: Case) -> Iterator[None]:
     """The rule under test is installed within the block; the kit's own rules are from now on."""
     install_own_rules()
     with installed(getattr(case, "rule", None)), warnings.catch_warnings():

@@ -9,13 +9,6 @@ from backpack_core.contract.parametric import AffineRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.execution import Execution, shared_execution
-from backpack_core.testing.promise import PROMISED, Promise
-
-
-def promised(case: Case) -> tuple[Promise, ...]:
-    """The checks that must run for a case."""
-    own = traits(case)
-    return tuple(row for row in PROMISED[case.kind] if row.needs <= own)
 
 
 @cache

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 from backpack_core import backpack, disable, extend, is_extended, unextend
 from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError, UsageError
-from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.call import live_calls
 from backpack_core.record.owner import OWNER_ATTRIBUTE, owner_of
 from tests import oracle
@@ -287,83 +285,3 @@ def test_module_changed_between_forward_and_backward() -> None:
     with backpack(DiagGGNExact()):
         loss.backward()
     problem.compare("diag_ggn_exact", expected)
-
-
-# Parametrized weights.
-
-
-class Shift(nn.Module):
-    """A module without a rule, with a table that it sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(2, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Add the sum."""
-        return x + self.shift.sum(0)
-
-
-@pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.orthogonal])
-def test_parametrized_weight(parametrize: Any) -> None:
-    classification(nn.Sequential(nn.Linear(3, 3), parametrize(nn.Linear(3, 3))), (3,)).check()
-
-
-def test_parametrized_weight_of_another_kind_of_quantity() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
-    message = r"'weight' of Linear '1' is computed from others.*Remove the parametrization"
-    with pytest.raises(UnsupportedError, match=message):
-        classification(model, (3,)).run(DiagHessian())
-
-
-def test_parametrized_module_without_a_rule() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(Shift(), "shift"))
-    with pytest.warns(AutodiffFallbackWarning, match="Shift '1'"):
-        classification(model, (3,)).check()
-
-
-def test_weight_norm_by_hooks_of_a_module_without_a_rule() -> None:
-    with pytest.warns(FutureWarning):
-        model = nn.Sequential(nn.Linear(3, 3), nn.utils.weight_norm(Shift(), "shift"))
-    with (
-        pytest.warns(AutodiffFallbackWarning),
-        pytest.raises(UnsupportedError, match="a forward pre-hook computes something from it"),
-    ):
-        classification(model, (3,)).run(BatchGrad())
-
-
-def test_parametrized_weight_that_is_frozen() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), parametrizations.weight_norm(nn.Linear(4, 3)))
-    for name, p in model[1].named_parameters():
-        p.requires_grad_(name == "bias")
-    classification(model, (3,)).check()
-
-
-def test_weight_norm_by_hooks() -> None:
-    """The weight is a function of two parameters, computed in a pre-hook."""
-    with pytest.warns(FutureWarning):
-        layer = nn.utils.weight_norm(nn.Linear(4, 3))
-    problem = classification(
-        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), layer, nn.Linear(3, 3)), (3,)
-    )
-
-    # torch cannot copy such a module, so the oracle works on the original.
-    def forward(x: Tensor) -> Tensor:
-        with disable():
-            output: Tensor = problem.model(x)
-        return output
-
-    def loss(out: Tensor) -> Tensor:
-        return F.cross_entropy(out, problem.target)
-
-    arguments = [(forward, loss, problem.inputs, p) for p in problem.parameters]
-    gradients = [oracle.individual_gradients(*a) for a in arguments]
-    diagonals = [oracle.ggn_diagonals(*a).sum(0) for a in arguments]
-    problem.run(BatchGrad(), DiagGGNExact())
-    problem.compare("grad_batch", gradients)
-    problem.compare("diag_ggn_exact", diagonals)
-    assert [n for n, p in layer.named_parameters() if hasattr(p, "grad_batch")] == [
-        "bias",
-        "weight_g",
-        "weight_v",
-    ]

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from backpack_core.errors import AutodiffFallbackWarning, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC, SumGradSquared
 from tests import oracle
-from tests.cases import LOSSES, LossCase, Net, classification
-from tests.core.test_bridge import OPERATIONS, heads
+from tests.cases import Net, classification
+from tests.core.functional import OPERATIONS, heads
+from tests.loss_cases import LOSSES, LossCase
 
 INDICES = [[0], [3, 1], [2, 0, 1, 3], [-1, 0]]
 

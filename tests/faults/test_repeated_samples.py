@@ -32,9 +32,10 @@ from backpack_core.extensions import (
     Variance,
 )
 from tests import oracle
-from tests.cases import LOSSES, LossCase, Net, Problem, classification
-from tests.core.test_bridge import heads
+from tests.cases import Net, Problem, classification
+from tests.core.functional import heads
 from tests.faults.refusal import right_or_refused
+from tests.loss_cases import LOSSES, LossCase
 from tests.secondorder.problems import hessians
 
 INDICES = [[0, 0], [3, 1, 3], [2, -2, 2, 0], [-1, 3, 1]]

@@ -8,7 +8,7 @@ from torch import nn
 
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from tests.cases import LAYERS, LayerCase
+from tests.layer_cases import LAYERS, LayerCase
 from tests.layers.execution import record
 from tests.oracle import assert_close
 

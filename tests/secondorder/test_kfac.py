@@ -1,8 +1,8 @@
-"""Kronecker-factored curvature: KFAC, KFLR, KFRA and EKFAC."""
+"""Kronecker-factored curvature: KFAC and KFLR."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,50 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import View
-from backpack_core.errors import BridgeError, UnsupportedError, UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA
 from backpack_core.plugins import temporary_plugin
 from backpack_layers.linear import LinearRule
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.propagators import LossSqrt
 from tests import oracle
-from tests.cases import Net, Problem, classification
+from tests.cases import Net, classification
+from tests.secondorder.factors import SAMPLED_RTOL, SAMPLES, covariance, inputs_of, layers
 from tests.secondorder.problems import CHAINS, SETTINGS, make
-
-SAMPLES, SAMPLED_RTOL = 40_000, 0.03
-
-
-def inputs_of(problem: Problem) -> dict[nn.Module, Tensor]:
-    """What each module receives, by a plain forward pass."""
-    found: dict[nn.Module, Tensor] = {}
-    handles = [
-        m.register_forward_pre_hook(lambda m, args: found.update({m: args[0].detach().clone()}))
-        for m in problem.model.modules()
-    ]
-    problem.model(*problem.inputs)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def covariance(module: nn.Module, x: Tensor) -> Tensor:
-    """``1/N Σ_n Σ_s x xᵀ`` of what the weight multiplies, from torch's own unfold."""
-    if isinstance(module, nn.Conv2d):
-        rows = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
-    elif isinstance(module, nn.ConvTranspose1d):
-        # Column (c, k) of the map from weights to outputs, with the weight as a unit vector.
-        size = module.in_channels * module.kernel_size[0]
-        units = torch.eye(size).reshape(size, module.in_channels, 1, -1)
-        outs = [F.conv_transpose1d(x, unit, stride=module.stride) for unit in units]
-        rows = torch.stack([out.flatten(1) for out in outs], 1)
-    else:
-        rows = x.reshape(len(x), -1, x.shape[-1]).mT
-    return torch.einsum("nis,njs->ij", rows, rows) / len(x)
-
-
-def layers(problem: Problem) -> list[Any]:
-    kinds = (nn.Linear, nn.Conv2d, nn.ConvTranspose1d)
-    return [m for m in problem.model.modules() if isinstance(m, kinds)]
 
 
 @pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS[1:])
@@ -286,12 +252,6 @@ def test_weight_of_two_layers_in_a_row(size: int | None) -> None:
     oracle.assert_close(weight.expanded[1], both / 2)
 
 
-def test_averages_of_several_uses_have_no_sum() -> None:
-    net = Net(lambda net, x: net.a(net.t(net.a(x))), a=nn.Linear(3, 3), t=nn.Tanh())
-    with pytest.raises(UnsupportedError, match=r"used 2 times, and AverageReading has no meaning"):
-        classification(net, (3,)).run(KFRA())
-
-
 def test_subsampling() -> None:
     """The chosen samples alone, but for the scale of the mean."""
     problem = make("convolutions", 4)
@@ -306,101 +266,6 @@ def test_subsampling() -> None:
             oracle.assert_close(factors[0], first / 2)
             for factor, other in zip(factors[1:], others, strict=True):
                 oracle.assert_close(factor, other)
-
-
-def recursion(modules: Sequence[nn.Module], problem: Problem) -> dict[nn.Module, Tensor]:
-    """``Ḡ`` at the output of every module, by explicit Jacobians of every sample."""
-    tensors = [problem.inputs[0]]
-    for module in modules:
-        tensors.append(module(tensors[-1]).detach())
-    blocks = oracle.loss_hessians(lambda out: problem.lossfunc(out, problem.target), tensors[-1])
-    average = blocks.sum(0)
-    found = {}
-    for module, x in zip(reversed(modules), reversed(tensors[:-1]), strict=True):
-        found[module] = average
-        jacobians = [
-            torch.autograd.functional.jacobian(
-                lambda v, m=module, s=sample.shape: m(v.reshape(1, *s)).flatten(), sample.flatten()
-            )
-            for sample in x
-        ]
-        average = sum(j.T @ average @ j for j in jacobians) / len(x)  # type: ignore[assignment]
-    return found
-
-
-@pytest.mark.parametrize(("batch", "reduction", "loss"), SETTINGS[1:])
-@pytest.mark.parametrize("net", CHAINS)
-def test_kfra(net: str, batch: int, reduction: str, loss: str) -> None:
-    problem = make(net, batch, reduction, loss)
-    modules = [m if not getattr(m, "inplace", False) else nn.ReLU() for m in problem.model]  # type: ignore[attr-defined]
-    averages = recursion(modules, problem)
-    received = inputs_of(problem)
-    problem.run(KFRA(), KFRA("expand", savefield="expanded"))
-    for layer in layers(problem):
-        features = len(layer.bias)
-        average = averages[layer]
-        if isinstance(layer, nn.Linear):
-            positions = len(average) // features
-            split = average.reshape(positions, features, positions, features).permute(1, 3, 0, 2)
-        else:
-            pixels = len(average) // features
-            split = average.reshape(features, pixels, features, pixels).transpose(1, 2)
-        outer, inner = layer.weight.kfra
-        oracle.assert_close(outer, split.sum((2, 3)))
-        oracle.assert_close(inner, covariance(layer, received[layer]))
-        oracle.assert_close(layer.bias.kfra[0], outer)
-        expanded = split.diagonal(dim1=2, dim2=3).sum(-1)
-        oracle.assert_close(layer.weight.expanded[0], expanded)
-
-
-def test_kfra_goes_through_functional_operations() -> None:
-    parts = {"conv": nn.Conv2d(1, 2, 2), "last": nn.Linear(8, 3)}
-    net = Net(lambda net, x: net.last(F.silu(net.conv(x)).flatten(1)), **parts)
-    problem = classification(net, (1, 3, 3))
-    problem.run(KFRA(), KFRA(subsampling=[0, 1], savefield="some"))
-    ours = [list(p.kfra) + list(p.some) for p in problem.parameters]
-    problem.model = nn.Sequential(parts["conv"], nn.SiLU(), nn.Flatten(), parts["last"])
-    problem.run(KFRA(), KFRA(subsampling=[0, 1], savefield="some"))
-    for p, factors in zip(problem.parameters, ours, strict=True):
-        for factor, other in zip(factors, list(p.kfra) + list(p.some), strict=True):
-            oracle.assert_close(factor, other)
-
-
-def test_kfra_refuses_branches() -> None:
-    with pytest.raises(UnsupportedError, match="the net must be a chain"):
-        make("residual").run(KFRA())
-    merged = Net(
-        lambda net, x: net.a(x).flatten(0, 1).unflatten(0, (3, 2)).flatten(1), a=nn.Linear(2, 2)
-    )
-    problem = classification(merged, (2, 2), classes=4)
-    with pytest.raises(BridgeError, match="samples on axis 0"):
-        problem.run(KFRA())
-
-
-@pytest.mark.parametrize("net", ["mlp", "convolutions", "transposed", "grouped", "tokens"])
-def test_ekfac_has_the_diagonal_in_its_basis(net: str) -> None:
-    problem = make(net, 4)
-    blocks = problem.expected(oracle.ggn)
-    problem.run(EKFAC(None), KFLR())
-    for p, block in zip(problem.parameters, blocks, strict=True):
-        basis = p.ekfac
-        size = p.numel()
-        rotation = basis.with_values(torch.ones_like(basis.values)).rotate(
-            torch.eye(size).reshape(size, *p.shape)
-        )  # rows of Q
-        expected = (rotation.T @ block.sum(0) @ rotation).diagonal()
-        oracle.assert_close(basis.values.flatten(), expected)
-        scale = block.sum(0).norm()
-        assert (basis.dense() - block.sum(0)).norm() <= (
-            p.kflr.dense() - block.sum(0)
-        ).norm() + 1e-10 * scale
-
-
-def test_ekfac_is_unbiased() -> None:
-    problem = make("mlp", 2)
-    problem.run(EKFAC(SAMPLES), EKFAC(None, savefield="exact"))
-    for p in problem.parameters:
-        oracle.assert_close(p.ekfac.dense(), p.exact.dense(), SAMPLED_RTOL)
 
 
 def test_propagators_are_shared() -> None:

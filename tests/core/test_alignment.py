@@ -1,4 +1,4 @@
-"""``debug=True`` sends columns of some samples through the net, which must stay with them."""
+"""Which sample a number belongs to is measured by a dye: what mixes samples is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backpack_core import backpack
 from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests.cases import Net, classification
-from tests.core.test_bridge import OPERATIONS
+from tests.core.functional import OPERATIONS
 
 BATCH = 6
 
@@ -67,7 +67,7 @@ def test_mixing_before_the_loss_and_inside_a_module() -> None:
 
 
 def test_time_first_with_as_many_steps_as_samples() -> None:
-    """[N, T] and [T, N] look alike where N == T: only the probe can tell."""
+    """[N, T] and [T, N] look alike where N == T: only the dye can tell."""
     model = Net(
         lambda net, x: net.b(net.a(x).transpose(0, 1)).transpose(0, 1).mean(1),
         a=nn.Linear(3, 4),
@@ -135,16 +135,14 @@ def test_transformer(batch: int) -> None:
     problem = classification(model, (5,), batch)
     problem.inputs = (torch.randint(0, 7, (batch, 5)),)
     problem.target = torch.randint(0, 3, (batch, 5))
-    problem.check(debug=True)
+    problem.check(check="always")
 
 
-def test_the_probe_leaves_no_trace() -> None:
+def test_the_dye_leaves_no_trace() -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,))
     loss = problem.loss()
     state = torch.random.get_rng_state()
-    with backpack(debug=True):
+    with backpack(check="always"):
         loss.backward()
     assert not any(hasattr(p, "grad_batch") for p in problem.parameters)
-    assert torch.equal(torch.random.get_rng_state(), state), (
-        "Monte Carlo would differ in debug mode"
-    )
+    assert torch.equal(torch.random.get_rng_state(), state), "Monte Carlo would differ"

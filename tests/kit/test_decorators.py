@@ -1,0 +1,79 @@
+"""Checks as pytest tests, in runs of their own."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+CASES = """
+import torch
+from torch import nn
+from backpack_core.testing import RuleCase, parametrize_rule_checks
+
+GOOD = RuleCase(lambda: nn.Linear(2, 1), lambda n: torch.randn(n, 2), name="linear")
+"""
+GOOD = """
+@parametrize_rule_checks([GOOD])
+def test_linear(check):
+    check()
+"""
+RUN = ("-p", "no:cacheprovider", "-p", "no:randomly", "-q")
+
+
+def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    return pytester.runpytest_subprocess(*RUN, *arguments, timeout=300)
+
+
+def test_each_check_is_a_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CASES + GOOD)
+    result = run(pytester)
+    assert result.ret == 0
+    assert result.parseoutcomes()["passed"] > 25
+
+
+def test_a_test_that_does_not_call_its_check_fails(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        CASES
+        + """
+@parametrize_rule_checks([GOOD])
+def test_forgets_to_call(check):
+    pass
+
+class TestOfAClass:
+    @parametrize_rule_checks([GOOD])
+    def test_calls(self, check, tmp_path):
+        check()
+"""
+    )
+    result = run(pytester, "-k", "accepts")
+    result.assert_outcomes(failed=1, passed=1, deselected=result.parseoutcomes()["deselected"])
+    assert "test_forgets_to_call never called its check" in result.stdout.str()
+
+
+def test_expected_failures_are_reported_and_strict(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        CASES
+        + """
+from backpack_core import AffineRule
+from backpack_layers.linear import LinearRule
+
+class Other(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+class OtherRule(LinearRule):
+    module_types = (Other,)
+
+@parametrize_rule_checks([RuleCase(
+    lambda: Other(2, 1), lambda n: torch.randn(n, 2), rule=OtherRule, name="other",
+    expected_failures={"jac_t_mat_prod": "a factor of two", "accepts": "never"},
+)])
+def test_other(check):
+    check()
+"""
+    )
+    result = run(pytester, "-rx", "-k", "other-jac_t_mat_prod or other-accepts")
+    result.assert_outcomes(xfailed=1, failed=1)
+    result.stdout.fnmatch_lines(["*a factor of two*"])
+    result.stdout.fnmatch_lines(["*declared to fail*"])
