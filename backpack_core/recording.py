@@ -157,7 +157,10 @@ def _running(module: Module) -> Execution | None:
     if known is None:
         return None
     thread = threading.get_ident()
-    return next((execution for execution in reversed(known) if execution.thread == thread), None)
+    for execution in reversed(known):
+        if execution.thread == thread:
+            return execution
+    return None
 
 
 def _forget_interrupted(module: Module, known: list[Execution]) -> None:
@@ -192,22 +195,23 @@ def _record(
     if is_disabled() or not torch.is_grad_enabled():
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
-    if not any(o.grad_fn is not None and o.layout is torch.strided for o in outputs):
+    live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
+    if not live:
         return None
-    own = aliases(outputs, execution)
+    own = aliases(live, execution)
     resolved = registry.resolve(module)
-    if any(t.is_complex() for t in (*outputs, *execution.tensors)):
+    if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
     if kwargs:
         kwargs = _ordered(module, kwargs)
     received = Received(execution, outputs, own.values())
-    inputs = tuple(map(received.store, tensors_in(args, kwargs)))
+    inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
     if received.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
-    detached = tuple(o.detach() for o in outputs)
+    detached = tuple([o.detach() for o in outputs])
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
-    versions = (*received.versions, *(version_of(o) for o in detached))
+    versions = (*received.versions, *map(version_of, detached))
     stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed)
     call = Call(
         module,
@@ -223,14 +227,14 @@ def _record(
         inside,
     )
     for index, output in enumerate(outputs):
-        _attach(call, index, own.get(id(output), output), execution)
+        if output.grad_fn is not None and output.layout is torch.strided:
+            _attach(call, index, own.get(id(output), output), execution)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
 def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> None:
     node = output.grad_fn
-    if node is None or output.layout is not torch.strided:
-        return
+    assert node is not None
     attach(call, index, node, output.output_nr)
     hook = OutputHook(call, index, output.output_nr)
     hook.hooks = weakref.ref(_torch.hook_first(output, node, hook))
@@ -258,8 +262,8 @@ def _tensors(
         inside = [n for n, _ in module.named_parameters()] if computing else []
         more = tuple(n for n in inside if n.startswith("parametrizations."))
         return *tensors_of(module, more), {}
-    owned, parameters = tensors_of(module, tuple(n for n in resolved.params if "." in n))
-    found = dict(computed_in_hooks(module, resolved.params))
+    owned, parameters = tensors_of(module, _nested(resolved.params))
+    found = computed_in_hooks(module, resolved.params)
     for name in computing:
         tensor = execution.computed.get(name, cached_tensor(module, name))
         if tensor is not None:
@@ -271,6 +275,12 @@ def _tensors(
     owned.update((name, (tensor, version_of(tensor))) for name, tensor in found.items())
     remaining = tuple(n for n in parameters if id(owned[n][0]) not in behind)
     return owned, (*remaining, *computed), computed
+
+
+@cache
+def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Which parameters belong to modules inside."""
+    return tuple(name for name in names if "." in name)
 
 
 def _runs_again(module: Module, resolved: Resolved) -> bool:

@@ -1,8 +1,8 @@
 """Two checkouts side by side: ``python -m benchmarks.versions OTHER [--problem ...]``.
 
-A process of each runs the same cells in turn, with the Python of its own ``.venv``, so that both see
-the same machine. Printed is the time of this checkout over that of the other, cell by cell, and the
-geometric mean.
+A process of each runs the same cells in turn, with the Python of its own ``.venv``, so that both
+see the same machine. Printed is the time of this checkout over that of the other, cell by cell, and
+the geometric mean.
 """
 
 from __future__ import annotations

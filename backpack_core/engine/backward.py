@@ -32,7 +32,7 @@ from backpack_core.engine.trust import Measurement, measurement
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
 from backpack_core.record.call import Call, Edge, Kept, Site
-from backpack_core.record.owner import owner_of
+from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
 from backpack_core.values import without_autocast
 
@@ -125,8 +125,7 @@ class BackwardPass:
     def _clear_fields(self) -> None:
         """Remove the fields of earlier passes from the models that take part in this one."""
         fields = [extension.savefield for extension in self.context.extensions]
-        models = {id(m): m for m in (owner_of(call.module) for call in self.survey.trained)}
-        for model in models.values():
+        for model in owners_of(call.module for call in self.survey.trained):
             for parameter in model.parameters():
                 for field in fields:
                     parameter.__dict__.pop(field, None)
@@ -155,8 +154,9 @@ class BackwardPass:
             changed_by: Hooks of the user's on the tensor, if it was changed by one or another.
         """
         node, output_nr, _ = site.edge
-        if not self.survey.is_moved(site.call, site.index):
-            if (node, output_nr) in self.survey.viewed:
+        viewed = self.survey.viewed
+        if not (viewed and self.survey.is_moved(site.call, site.index)):
+            if (node, output_nr) in viewed:
                 self._visit_views(node, {output_nr: grads[output_nr]})
             self._visit(site, grads[output_nr], changed_by)
         self._schedule.cross(node, grads)  # its hooks are running already

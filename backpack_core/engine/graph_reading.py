@@ -12,8 +12,8 @@ from backpack_core.contract.graph_extension import GraphExtension, LossGraph
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import UsageError
 from backpack_core.graph.survey import Survey
-from backpack_core.graph.trained import refuse_complex
-from backpack_core.record.owner import owner_of
+from backpack_core.graph.trained import complex_parameter
+from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
 
 
@@ -71,10 +71,11 @@ class GraphPass:
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:
     """What calls use, and what plain functions use of the models that were extended."""
     found = {key: use.parameter for key, use in survey.uses.items()}
-    models = {id(m): m for m in (owner_of(call.module) for call, _ in survey.sites)}
-    own = {id(p) for model in models.values() for p in model.parameters()}
+    models = owners_of(call.module for call in survey.trained)
+    own = {id(p) for model in models for p in model.parameters()}
     for key, (parameter, _) in survey.bare.items():
         if key in own:
-            refuse_complex(parameter, f"of shape {list(parameter.shape)}")
+            if parameter.is_complex():
+                raise complex_parameter(f"of shape {list(parameter.shape)}")
             found[key] = parameter
     return tuple(found.values())

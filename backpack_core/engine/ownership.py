@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from backpack_core._torch import memory_of
+from backpack_core._torch import memories_of, memory_of
 from backpack_core.record.view import View
 
 _TAKEN = "memory of results"
@@ -32,14 +32,16 @@ def owned(value: Any, view: View) -> Any:
 def _owned(tensor: Tensor, view: View) -> Tensor:
     taken: set[int] | None = view.kept.get(_TAKEN)
     if taken is None:
-        taken = view.kept[_TAKEN] = set(map(memory_of, _shown(view.full)))
-    if memory_of(tensor) in taken:
+        taken = view.kept[_TAKEN] = memories_of(_shown(view.full))
+    memory = memory_of(tensor)
+    if memory in taken:
         tensor = tensor.clone()
-    taken.add(memory_of(tensor))
+        memory = memory_of(tensor)
+    taken.add(memory)
     return tensor
 
 
 def _shown(view: View) -> list[Tensor]:
     stored = view.stored
-    shown = [*stored.inputs, *stored.outputs, *(tensor for tensor, _ in stored.owned.values())]
+    shown = [*stored.inputs, *stored.outputs, *[tensor for tensor, _ in stored.owned.values()]]
     return shown if view.grad_output is None else [*shown, view.grad_output]

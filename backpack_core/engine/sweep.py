@@ -64,13 +64,16 @@ class Chunks:
         self._kept = kept
         self._partial = partial
         self._ranks: dict[Node, int] = {}
+        self._sizes: dict[tuple[int, str, int], int | None] = {}
 
     def size(self, slot: int, view: View) -> int | None:
         """How many columns may go on from a call at once; ``None`` for all."""
-        group = self._groups[slot]
-        if group.has_overrides:
-            return None
-        return chunk_size(group.extensions, self._survey, view.device)
+        device, group = view.device, self._groups[slot]
+        key = (slot, device.type, self._survey.widest)
+        if key not in self._sizes:
+            shared = () if group.has_overrides else group.extensions
+            self._sizes[key] = chunk_size(shared, self._survey, device)
+        return self._sizes[key]
 
     def carry(self, slot: int, site: Site, begin: Callable[[Traversal], None]) -> None:
         """Visit everything that a chunk of columns reaches, and add what extensions read off.

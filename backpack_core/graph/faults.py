@@ -55,9 +55,7 @@ def changed_output(call: Call) -> BackpackError:
 
 
 def uncovered(call: Call) -> BackpackError | None:
-    """Refuse a call whose parts have parameters that nobody would look at."""
-    if call.rule.transparent or not call.module._modules:
-        return None
+    """The parts of a call have parameters that nobody would look at; ``None`` if they do not."""
     behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
     for name, parameter in call.module.named_parameters():
         is_known = name in call.stored.parameters or id(parameter) in behind

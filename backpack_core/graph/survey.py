@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
-from backpack_core.graph.trained import Trained, refuse_complex, trained_in
+from backpack_core.graph.trained import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
 
@@ -109,10 +109,11 @@ class Survey:
     def _note_views(self, edge: Edge, region: Region | None) -> None:
         """See whether an output is reached past the views of it that modules returned."""
         place = (edge.node, edge.output_nr)
-        if edge.level or place in self.viewed:
+        views = () if edge.level or place in self.viewed else viewed_at(*place)
+        if not views:
             return
         level, entered = 0, list(_calls(region))
-        for position, (call, _, layout) in enumerate(viewed_at(*place), start=1):
+        for position, (call, _, layout) in enumerate(views, start=1):
             if call not in entered and not call.is_released and layout.is_whole:
                 level = position
         if level:
@@ -127,27 +128,25 @@ class Survey:
                 if (site.call, site.index) in self.sites:
                     self.sites[site.call, site.index] = site
 
-    def _enter(self, site: Site, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
-        """Enter a call; yield where to go on."""
+    def _enter(self, site: Site, region: Region | None) -> list[tuple[Edge, Region | None]]:
+        """Enter a call; returns where to go on."""
         call, index = site.call, site.index
         if (call, index) in self.sites or call.is_released:
-            return
+            return []
         self.sites[call, index] = site
         if call not in self.trained:
-            self.trained[call] = tuple(trained_in(call))
+            self.trained[call] = trained_in(call)
         for name, parameter, *_ in self.trained[call]:
-            refuse_complex(parameter, f"{name!r} of {call.path}")
+            if parameter.is_complex():
+                raise complex_parameter(f"{name!r} of {call.path}")
             use = self.uses.setdefault(id(parameter), Use(parameter))
             self.weights += 0 if use.count else parameter.nbytes
             use.count += 1
             self.is_shared |= use.count > 1
         self._check(call, index)
         if call.goes_inside:
-            yield site.below, Region(call, region)
-        else:
-            for edge in call.edges:
-                if edge is not None:
-                    yield edge, region
+            return [(site.below, Region(call, region))]
+        return [(edge, region) for edge in call.edges if edge is not None]
 
     def _pass(self, node: Node, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
         """Go through a node between calls."""
@@ -184,11 +183,13 @@ class Survey:
             self.bare[id(parameter)] = (parameter, node)
 
     def _check(self, call: Call, index: int) -> None:
-        view, stored, rule = View(call, index), call.stored, call.rule
-        axis = self.axes[call, index] = rule.batch_axis(view, index)
+        view, rule = View(call, index), call.rule
+        stored, axis = view.stored, rule.batch_axis(view, index)
+        self.axes[call, index] = axis
         output, inputs = stored.outputs[index], stored.inputs
         self.widest = max(self.widest, output.nbytes, *(t.nbytes for t in inputs))
-        self._fault(faults.uncovered(call))
+        if call.module._modules and not rule.transparent:
+            self._fault(faults.uncovered(call))
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         if not inputs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,25 +26,21 @@ class Trained(NamedTuple):
     is_covered: bool
 
 
-def trained_in(call: Call) -> Iterator[Trained]:
+def trained_in(call: Call) -> tuple[Trained, ...]:
     """The parameters that a call reads off."""
-    stored = call.stored
+    stored, found = call.stored, []
     for name in stored.parameters:
         tensor, _ = stored.owned[name]
         if tensor.requires_grad:
             is_covered = call.rule.covers(call.module, name)
             for parameter in stored.computed.get(name, (tensor,)):
-                yield Trained(name, parameter, tensor, is_covered)
+                found.append(Trained(name, parameter, tensor, is_covered))
+    return tuple(found)
 
 
-def refuse_complex(parameter: Tensor, name: str) -> None:
-    """Raise for a trained parameter of complex numbers.
-
-    Raises:
-        UnsupportedError: It is one.
-    """
-    if parameter.is_complex():
-        raise UnsupportedError(
-            f"The parameter {name} is complex, and quantities are defined for real parameters "
-            "only: train its real and its imaginary part as two parameters, or freeze it."
-        )
+def complex_parameter(name: str) -> UnsupportedError:
+    """The error for a trained parameter of complex numbers."""
+    return UnsupportedError(
+        f"The parameter {name} is complex, and quantities are defined for real parameters "
+        "only: train its real and its imaginary part as two parameters, or freeze it."
+    )

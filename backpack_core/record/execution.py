@@ -69,7 +69,7 @@ class Received:
             own: What takes the place of some of them.
         """
         self._execution = execution
-        self._nodes = [o.grad_fn for o in outputs if o.grad_fn is not None]
+        self._nodes = [node for o in outputs if (node := o.grad_fn) is not None]
         self._bases = [base for o in (*outputs, *own) if (base := base_of(o)) is not None]
         self.edges: list[Edge | None] = []
         self.versions: list[int] = []
@@ -78,33 +78,31 @@ class Received:
 
     def store(self, tensor: Tensor) -> Tensor:
         """The tensor, or what takes its place."""
-        execution, node = self._execution, tensor.grad_fn
-        slot = next((i for i, t in enumerate(execution.tensors) if t is tensor), None)
-        # A pre-hook of the user's that ran after ours may have replaced an argument.
-        edge = edge_of(tensor) if slot is None else execution.edges[slot]
-        version = version_of(tensor) if slot is None else execution.versions[slot]
-        if node is not None:
-            if self._is_own(node) and edge_of(tensor) != edge:
-                # The module rewrote its input. Where it came from before, a pre-hook saw.
-                self.is_rewired |= base_of(tensor) is not None and version_of(tensor) != version
-                tensor = self._replace(tensor, tensor.detach())
-            elif slot is None and self._is_own(node):
-                # It was replaced and rewritten: what it was before, nobody saw.
-                version, self.is_rewired, edge = -1, True, None
-                tensor = self._replace(tensor, tensor.detach())
-            elif self._bases and self._is_seen(tensor):
-                # Whoever changes the output in place rewrites the input, too, into its own future.
-                tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
-        self.edges.append(edge)
-        self.versions.append(version)
+        node, version = tensor.grad_fn, version_of(tensor)
+        edge = None if node is None else Edge(node, tensor.output_nr)
+        is_own = node in self._nodes
+        was, known = (edge, version), self._execution
+        for slot, other in enumerate(known.tensors):
+            if other is tensor:
+                was = known.edges[slot], known.versions[slot]
+                break
+        else:  # a pre-hook of the user's that ran after ours replaced an argument
+            if is_own:  # and it was rewritten: what it was before, nobody saw
+                was, self.is_rewired = (None, -1), True
+        if is_own and edge != was[0]:
+            # The module rewrote its input. Where it came from before, a pre-hook saw.
+            self.is_rewired |= base_of(tensor) is not None and version != was[1]
+            tensor = self._replace(tensor, tensor.detach())
+        elif node is not None and self._bases and self._is_seen(tensor):
+            # Whoever changes the output in place rewrites the input, too, into its own future.
+            tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
+        self.edges.append(was[0])
+        self.versions.append(was[1])
         return tensor
 
     def _replace(self, tensor: Tensor, by: Tensor) -> Tensor:
         self.replaced[id(tensor)] = by
         return by
-
-    def _is_own(self, node: Any) -> bool:
-        return any(node is own for own in self._nodes)
 
     def _is_seen(self, tensor: Tensor) -> bool:
         """Whether an output is a view of an input, or of what that is a view of."""
@@ -126,17 +124,20 @@ class _Twin(torch.autograd.Function):
         return grad
 
 
-def aliases(outputs: tuple[Tensor, ...], execution: Execution) -> dict[int, Tensor]:
+def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
     """Outputs with a node of their own, for those that share one with something else.
 
     A module may return its input, or what a module inside returned; and of several outputs one may
     depend on another. Each output is looked at by itself, with a gradient of its own.
+
+    Args:
+        live: The outputs that lie in the graph.
+        execution: What was known before the forward.
     """
-    live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
-    received = [(e.node, e.output_nr) for e in execution.edges if e is not None]
     found: dict[int, Tensor] = {}
     for output in live:
-        place: Any = (output.grad_fn, output.output_nr)
-        if len(live) > 1 or place in received or has_site(*place):
+        edge = edge_of(output)
+        assert edge is not None
+        if len(live) > 1 or edge in execution.edges or has_site(edge.node, edge.output_nr):
             found[id(output)] = output.view_as(output)
     return found

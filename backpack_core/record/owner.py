@@ -36,7 +36,7 @@ class Owner:
 
 def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
     """Where a parameter sits in the extended models that some modules are part of."""
-    for model in {id(m): m for m in map(owner_of, modules)}.values():
+    for model in owners_of(modules):
         for name, own in model.named_parameters():
             if own is parameter:
                 return name
@@ -48,3 +48,9 @@ def owner_of(module: Module) -> Module:
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
     found = None if owner is None else owner.module
     return module if found is None else found
+
+
+def owners_of(modules: Iterable[Module]) -> list[Module]:
+    """The extended models that some modules are part of, each once."""
+    by_owner = {m.__dict__.get(OWNER_ATTRIBUTE) or id(m): m for m in modules}
+    return list({id(model): model for model in map(owner_of, by_owner.values())}.values())

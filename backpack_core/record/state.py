@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -67,12 +66,11 @@ def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
     return tuple(states)
 
 
-def computed_in_hooks(module: Module, names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+def computed_in_hooks(module: Module, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Parameters that a forward pre-hook computed from others and left as plain attributes."""
-    for name in names:
-        value = module.__dict__.get(name)
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            yield name, value
+    attributes = module.__dict__
+    found = {name: attributes[name] for name in names if name in attributes}
+    return {n: t for n, t in found.items() if isinstance(t, Tensor) and t.grad_fn is not None}
 
 
 def _nested(module: Module, name: str) -> Tensor | None:
@@ -89,12 +87,9 @@ _OF_ALL = frozenset(vars(Module()))
 
 def settings_of(module: Module) -> Settings:
     """Names and values of a module's plain attributes."""
-    found = [
-        (name, value)
-        for name, value in module.__dict__.items()
-        if name not in _OF_ALL and isinstance(value, _PLAIN)
-    ]
-    return tuple([name for name, _ in found]), tuple([value for _, value in found])
+    attributes = module.__dict__
+    names = [n for n in attributes.keys() - _OF_ALL if isinstance(attributes[n], _PLAIN)]
+    return tuple(names), tuple([attributes[name] for name in names])
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:

@@ -37,19 +37,23 @@ class View:
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
         is_reached: Whether any gradient arrived; autograd leaves some undefined that are zero.
+        grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
+            pass.
+        dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them.
     """
 
     __slots__ = (
         "_columns",
-        "_grad",
         "_module",
         "_pick",
         "_tensors",
         "_whole",
         "axis",
         "call",
+        "dtype",
+        "grad_output",
         "index",
         "indices",
         "is_differentiable",
@@ -79,9 +83,10 @@ class View:
         self._whole: View | None = None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
-        self._grad = (
-            grad_output.movedim(axis, 0) if axis and grad_output is not None else grad_output
-        )
+        if axis and grad_output is not None:
+            grad_output = grad_output.movedim(axis, 0)
+        self.grad_output = grad_output
+        self.dtype = (self.stored.outputs[index] if grad_output is None else grad_output).dtype
         self._module: Module | None = None
         self._tensors: dict[int, Tensor] = {}
         self._columns: list[tuple[Any, Tensor, Any]] = []
@@ -143,7 +148,8 @@ class View:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor among the arguments, as it is: for shapes and flags, not for values."""
-        return tuple(map(self._shown, self.stored.inputs))
+        inputs = self.stored.inputs
+        return inputs if self._pick is None else tuple(map(self._shown, inputs))
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -168,9 +174,10 @@ class View:
         """
         found = self._tensors.get(index)
         if found is None:
-            tensor = self._read(self.stored.inputs[index], index, "input")
-            tensor = tensor if self.is_differentiable else tensor.detach()
-            found = self._tensors[index] = self._cast(self._shown(tensor))
+            found = self._read(self.stored.inputs[index], index, "input")
+            found = found if self.is_differentiable else found.detach()
+            found = found if self._pick is None else self._shown(found)
+            found = self._tensors[index] = self._cast(found)
         return found
 
     @property
@@ -202,29 +209,16 @@ class View:
     @property
     def output_shape(self) -> torch.Size:
         """Shape of the output; known even where its values were overwritten."""
-        shape = self.stored.outputs[self.index].movedim(self.axis, 0).shape
-        return (
-            shape
-            if self.indices is None or not shape
-            else torch.Size((len(self.indices), *shape[1:]))
-        )
+        output = self.stored.outputs[self.index]
+        shape = output.movedim(self.axis, 0).shape if self.axis else output.shape
+        if self.indices is None or not shape:
+            return shape
+        return torch.Size((len(self.indices), *shape[1:]))
 
     @property
     def batch_size(self) -> int:
         """Number of samples ``N`` that are shown."""
         return int(self.input_shape[0])
-
-    @property
-    def grad_output(self) -> Tensor | None:
-        """Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward pass."""
-        return self._grad
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which derivatives are computed: that of the gradient."""
-        if self._grad is not None:
-            return self._grad.dtype
-        return self.stored.outputs[self.index].dtype
 
     @property
     def device(self) -> torch.device:
@@ -282,8 +276,8 @@ class View:
         view.kept, view._tensors, view._columns, view._whole = {}, {}, [], self.full
         view.indices = tuple(known[i] for i in indices)
         view._pick = _as_index(view.indices, self.stored.outputs[self.index].device)
-        whole = self.full._grad
-        view._grad = None if whole is None else view._cut(whole)
+        whole = self.full.grad_output
+        view.grad_output = None if whole is None else view._cut(whole)
         return view
 
     # What is computed once -----------------------------------------------------------------------
@@ -356,10 +350,9 @@ class View:
         return tensor
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        dtype = self.dtype
-        if tensor.dtype == dtype or not tensor.is_floating_point():
+        if tensor.dtype == self.dtype or not tensor.is_floating_point():
             return tensor
-        return tensor.to(dtype)
+        return tensor.to(self.dtype)
 
     def __repr__(self) -> str:
         """The call, and the samples."""
