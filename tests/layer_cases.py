@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import Module
 
-from backpack_core.modules import Slicing
+from backpack_layers.modules import Slicing
 from tests.cases import Problem, classification
 
 
