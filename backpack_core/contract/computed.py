@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core.contract.product import Reading, SampleProduct
+from backpack_core.contract.product import DenseProduct, Reading, SampleProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.computed import pull_back
 
@@ -26,6 +26,11 @@ class ComputedProduct(SampleProduct):
         pulled = pull_back(mat.flatten(0, 1), self._source, self._leaf)
         product: Tensor = pulled.unflatten(0, mat.shape[:2])
         return product
+
+    def lasting(self) -> SampleProduct:
+        """Formed: what computes it goes with the graph."""
+        values = self.part(slice(0, self.columns), slice(0, self.samples))
+        return DenseProduct(values).placed_as(self)
 
 
 def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:

@@ -75,6 +75,10 @@ class Reading:
         self.module, self.path, self.name = module, path, name
         self.rule, self.is_linear = rule, is_linear
 
+    def lasting(self) -> Any:
+        """The same for later, when the graph of the pass is gone; default: it needs none."""
+        return self
+
     def join(self, others: Sequence[Any]) -> Any:
         """The same for a parameter that is used several times, from this and later readings.
 
@@ -139,6 +143,13 @@ class SampleProduct(Reading, ABC):
     def has_roots(self, roots: Mapping[Root, int]) -> bool:
         """Whether these are its roots, in this order."""
         return list(self.roots.items()) == list(roots.items())
+
+    def placed_as(self, other: SampleProduct) -> SampleProduct:
+        """This one, where another stood."""
+        self.place(other.module, other.path, other.name, other.rule, other.is_linear)
+        self.roots, self.needs = other.roots, other.needs
+        self.kept, self.beside = other.kept, other.beside
+        return self
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Zeros of the product's dtype."""
@@ -212,6 +223,11 @@ class SumProduct(SampleProduct):
     def part(self, columns: slice, samples: slice) -> Tensor:
         """Formed one by one."""
         return reduce(torch.add, (part.part(columns, samples) for part in self.parts))
+
+    def lasting(self) -> SampleProduct:
+        """Part by part."""
+        parts = [part.lasting() for part in self.parts]
+        return self if parts == [*self.parts] else SumProduct(parts).placed_as(self)
 
 
 class PlacedProduct(SampleProduct):

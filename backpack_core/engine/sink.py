@@ -64,7 +64,8 @@ class Sink(ABC):
         if self.is_last(new.parameter, len(new.readings), uses):
             self._complete(group, new)
         else:
-            self._pending[slot, number] = group, new
+            lasting = [reading.lasting() for reading in new.readings]
+            self._pending[slot, number] = group, new._replace(readings=lasting)
 
     def flush(self) -> None:
         """Read what is still waiting: no other use is coming."""
@@ -82,7 +83,8 @@ class Sink(ABC):
                     continue
                 try:
                     whole = join(readings) if whole is None else whole
-                    value = extension.read(whole)
+                    shown = whole.lasting() if extension.is_deferred else whole
+                    value = extension.read(shown)
                 except UnsupportedError as error:
                     if not tolerates(extension, view, name, error):
                         raise

@@ -12,7 +12,14 @@ from torch.nn.utils import parametrizations
 
 from backpack_core import disable
 from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError
-from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import (
+    BatchGrad,
+    ClippedSumGrad,
+    DiagGGNExact,
+    DiagHessian,
+    GGNGram,
+    SqrtGGNExact,
+)
 from tests import oracle
 from tests.cases import classification
 
@@ -32,6 +39,27 @@ class Shift(nn.Module):
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrized_weight(parametrize: Any) -> None:
     classification(nn.Sequential(nn.Linear(3, 3), parametrize(nn.Linear(3, 3))), (3,)).check()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parametrized_weight_and_what_is_computed_after_the_pass(tied: bool) -> None:
+    """The graph of the parametrization is gone by then."""
+    layer = parametrizations.weight_norm(nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(3, 3), layer, nn.Tanh(), layer if tied else nn.Linear(3, 3))
+    problem = classification(model, (3,))
+    problem.run(BatchGrad(), ClippedSumGrad(0.1), GGNGram(), SqrtGGNExact())
+    gradients = problem.fields("grad_batch")
+    norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+    weights = (0.1 / norms).clamp(max=1)
+    assert (weights < 1).any()
+    problem.compare("grad_clipped", [torch.einsum("n,n...->...", weights, g) for g in gradients])
+    roots = [root.flatten(2) for root in problem.fields("sqrt_ggn_exact")]
+    gram = sum(torch.einsum("vnp,wmp->vnwm", root, root) for root in roots)
+    found = problem.parameters[0].ggn_gram.spectrum  # type: ignore[attr-defined]
+    values = found.eigenvalues.sort().values
+    flat = torch.as_tensor(gram).flatten(2).flatten(0, 1)
+    expected = torch.linalg.eigvalsh(flat.reshape(len(flat), -1))
+    oracle.assert_close(values, expected[-len(values) :], 1e-8)
 
 
 def test_parametrized_weight_of_another_kind_of_quantity() -> None:
