@@ -19,7 +19,7 @@ def _linear(**sizes: tuple[int, int]) -> dict[str, Any]:
 # A bias before a batch normalisation has no effect.
 
 
-def _normalised() -> nn.Sequential:
+def normalised() -> nn.Sequential:
     first = nn.Linear(3, 4, bias=False)
     return nn.Sequential(first, nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
 
@@ -139,7 +139,7 @@ def _plain() -> nn.Sequential:
 
 
 def _frozen() -> nn.Sequential:
-    net = _normalised()
+    net = normalised()
     net[1].weight.requires_grad_(False)
     return net
 
@@ -147,7 +147,7 @@ def _frozen() -> nn.Sequential:
 NETS: dict[str, Callable[[], nn.Module]] = {
     function.__name__.strip("_"): function
     for function in (
-        _normalised,
+        normalised,
         _normalised_last,
         _normalised_residual,
         _frozen,

@@ -17,7 +17,7 @@ from backpack_core.errors import ShapeError
 from backpack_core.extensions import GGNMP, HMP, PCHMP
 from tests import oracle
 from tests.cases import Problem, classification, mlp
-from tests.faults.block_nets import NETS, _normalised, normalised_images
+from tests.faults.block_nets import NETS, normalised, normalised_images
 from tests.secondorder.problems import hessians
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -192,7 +192,7 @@ def test_some_samples(net: str) -> None:
 
 
 def test_both_at_once() -> None:
-    problem = classification(_normalised(), (3,), 4)
+    problem = classification(normalised(), (3,), 4)
     expected = {field: blocks(problem, field) for field in BLOCKS}
     problem.run(GGNMP(), HMP())
     for field in BLOCKS:
