@@ -8,7 +8,7 @@ holds the mask, is.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.nn import (
 )
 from torch.nn.modules.dropout import _DropoutNd
 
-from backpack_core.contract.rules import ElementwiseRule
+from backpack_core.contract.rules import ElementwiseRule, ModuleType
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_core.values import any_of
@@ -34,7 +34,7 @@ SATURATION = 1.6732632423543772 * 1.0507009873554805
 class DropoutRule(ElementwiseRule):
     """Entries (``Dropout``) or whole channels set to zero, and the others scaled by ``1/(1-p)``."""
 
-    module_types = (Dropout, Dropout1d, Dropout2d, Dropout3d)
+    module_types: ClassVar[tuple[ModuleType, ...]] = (Dropout, Dropout1d, Dropout2d, Dropout3d)
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
