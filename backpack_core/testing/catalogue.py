@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
 
 Made = tuple[type[nn.Module], tuple[Any, ...], tuple[int, ...]]  # type, arguments, shape of input
@@ -119,6 +120,11 @@ def _case(kind: type[nn.Module], arguments: tuple[Any, ...], shape: tuple[int, .
     )
 
 
+def _known(name: str) -> Any:
+    """A module class of an installed plugin, which has a rule for it."""
+    return next(k for k in registry.rules if isinstance(k, type) and k.__name__ == name)
+
+
 def _named(name: str, factory: Callable[[], nn.Module], inputs: Callable[[int], Any]) -> RuleCase:
     return RuleCase(factory, inputs, name=name)
 
@@ -187,6 +193,18 @@ _OTHERS: dict[str, list[RuleCase]] = {
             "TransformerEncoderLayer",
             lambda: nn.TransformerEncoderLayer(2, 1, 2, dropout=0.0, batch_first=True),
             _sequence,
+        ),
+    ],
+    "Helper modules": [
+        _named("ScaleModule", lambda: _known("ScaleModule")(0.7, optimize=True), _sequence),
+        _named("SumModule", lambda: _known("SumModule")(), lambda n: (_sequence(n), _sequence(n))),
+        _named("Permute", lambda: _known("Permute")(0, 2, 1), _sequence),
+        _named("Pad", lambda: _known("Pad")((1, 1)), _sequence),
+        _named("Slicing", lambda: _known("Slicing")((slice(None), 0)), _sequence),
+        _named(
+            "ReduceTuple",
+            lambda: _known("ReduceTuple")(),
+            lambda n: ((_sequence(n), torch.rand(n, 2)),),
         ),
     ],
 }

@@ -8,7 +8,7 @@ holds the mask, is.
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.nn import (
 )
 from torch.nn.modules.dropout import _DropoutNd
 
-from backpack_core.contract.rules import ElementwiseRule
+from backpack_core.contract.rules import ElementwiseRule, ModuleType
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_core.values import any_of
@@ -34,48 +34,41 @@ SATURATION = 1.6732632423543772 * 1.0507009873554805
 class DropoutRule(ElementwiseRule):
     """Entries (``Dropout``) or whole channels set to zero, and the others scaled by ``1/(1-p)``."""
 
-    module_types = (Dropout, Dropout1d, Dropout2d, Dropout3d)
+    module_types: ClassVar[tuple[ModuleType, ...]] = (Dropout, Dropout1d, Dropout2d, Dropout3d)
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """``1/(1-p)`` where an entry was kept."""
+        """The scale where an entry was kept."""
         p = _probability(view)
         if p == 0.0:
             return torch.ones_like(view.output)
         if p == 1.0:
             return torch.zeros_like(view.output)
-        return view.once("mask", lambda: self._mask(view)) / (1 - p)
+        return view.once("mask", lambda: self._mask(view, p)) * self._scale(p)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat if _probability(view) == 0.0 else super()._jac_t_mat_prod(view, mat)
 
-    def _mask(self, view: View) -> Tensor:
+    def _scale(self, p: float) -> float:
+        return 1 / (1 - p)
+
+    def _mask(self, view: View, p: float) -> Tensor:
         x, axes = view.input, _unit_axes(view)
         _require(view, _any(x != 0, axes))
         return _any(view.output != 0, axes).to(x.dtype).expand_as(x)
 
 
-class AlphaDropoutRule(ElementwiseRule):
+class AlphaDropoutRule(DropoutRule):
     """Entries or channels set to the saturation of ``SELU``; an affine map restores two moments."""
 
     module_types = (AlphaDropout, FeatureAlphaDropout)
-    hessian_is_zero = True
 
-    def derivative(self, view: View) -> Tensor:
-        """The scale of the affine map where an entry was kept."""
-        p = _probability(view)
-        if p == 0.0:
-            return torch.ones_like(view.output)
-        if p == 1.0:
-            return torch.zeros_like(view.output)
-        scale = 1 / math.sqrt((SATURATION**2 * p + 1) * (1 - p))
-        return view.once("mask", lambda: self._mask(view, p, scale)) * scale
+    def _scale(self, p: float) -> float:
+        return 1 / math.sqrt((SATURATION**2 * p + 1) * (1 - p))
 
-    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat if _probability(view) == 0.0 else super()._jac_t_mat_prod(view, mat)
-
-    def _mask(self, view: View, p: float, scale: float) -> Tensor:
+    def _mask(self, view: View, p: float) -> Tensor:
         x, y, axes = view.input, view.output, _unit_axes(view)
+        scale = self._scale(p)
         shift = scale * SATURATION * p
         if_kept, if_dropped = scale * x + shift, shift - scale * SATURATION
         # Rounding is far below the difference that is asked for here.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import singledispatch
 
 import torch
@@ -12,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
-from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.contractions import Rows
 from backpack_core.contract.product import SampleProduct
 from backpack_core.tuning import CACHE
@@ -41,26 +42,16 @@ def signed_square_sum(product: SampleProduct, signs: Tensor, per_sample: bool = 
     return result
 
 
-@signed_square_sum.register
+@for_weights(signed_square_sum)
 def signed_square_sum_affine(
-    product: AffineProduct, signs: Tensor, per_sample: bool = False
+    product: AffineProduct, inp: Rows, signs: Tensor, per_sample: bool = False
 ) -> Tensor:
-    """Without ``M`` where no positions are shared, else in pieces that fit into the cache."""
-    out, inp = product.out, product.inp
-    if inp is None:
-        squares = weighted_squares(out.sum(2), signs)
-        return product.to_parameter(squares if per_sample else squares.sum(0))
-    if out.shape[2] == 1:
-        return product.to_parameter(by_position(weighted_squares(out, signs), inp, per_sample))
-    lead = out.shape[1:2] if per_sample else ()
-    result = out.new_zeros(*lead, *out.shape[3:], inp.shape[3])
-    for columns, samples, piece in contractions.pieces(out, inp):  # [n, G, v, O, I]
-        weighted = piece.square() * signs[columns, samples].T[:, None, :, None, None]
-        if per_sample:
-            result[samples] += weighted.sum(2)
-        else:
-            result = result + weighted.sum((0, 2))
-    return product.to_parameter(result)
+    """Without ``M`` where no positions are shared."""
+    if product.positions > 1:
+        definition: Callable[..., Tensor] = signed_square_sum.dispatch(SampleProduct)
+        return definition(product, signs, per_sample)
+    squares = weighted_squares(product.out, signs)
+    return product.to_parameter(by_position(squares, inp, per_sample))
 
 
 def diagonal_square_sum(product: AffineProduct, per_sample: bool = False) -> Tensor:
