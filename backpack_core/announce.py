@@ -21,7 +21,7 @@ _ENTRIES: dict[Any, tuple[str, str]] = {
     torch.autograd.backward: ("tensors", "grad_tensors"),
     torch.autograd.grad: ("outputs", "grad_outputs"),
 }
-_SIGNATURES = {function: inspect.signature(function) for function in _ENTRIES}
+_NAMES = {function: tuple(inspect.signature(function).parameters) for function in _ENTRIES}
 
 
 class Announcer(TorchFunctionMode):
@@ -39,9 +39,9 @@ class Announcer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _ENTRIES or current(threading.get_ident()) is not self._context:
             return func(*args, **kwargs)
-        bound = _SIGNATURES[func].bind(*args, **kwargs)
-        roots, gradients = (_tuple(bound.arguments.get(name)) for name in _ENTRIES[func])
-        if bound.arguments.get("is_grads_batched"):
+        given = {**dict(zip(_NAMES[func], args, strict=False)), **kwargs}
+        roots, gradients = [_tuple(given.get(name)) for name in _ENTRIES[func]]
+        if given.get("is_grads_batched"):
             raise UsageError(
                 "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "
                 "which extensions do not take: call it once for each, or outside of the block."
@@ -50,10 +50,10 @@ class Announcer(TorchFunctionMode):
         if announced is None:
             return func(*args, **kwargs)
         if any(extension.keeps_graph for extension in self._context.extensions):
-            bound.arguments["retain_graph"] = True
+            args, kwargs = (), {**given, "retain_graph": True}
         self._context.announced.append(announced)
         try:
-            result = func(*bound.args, **bound.kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._context.announced.remove(announced)
             announced.leave()

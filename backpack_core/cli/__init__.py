@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one on a busy machine
-
 _NEEDED = {"typer", "click", "rich"}
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from backpack_core.cli import LIMIT
+from backpack_core.cli.reports import LIMIT
 from backpack_core.errors import BackpackError, PluginError, UsageError
 
 app = typer.Typer(

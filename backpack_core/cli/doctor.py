@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from backpack_core import plugins
-from backpack_core.cli import LIMIT
 from backpack_core.cli.isolation import load_isolated
-from backpack_core.cli.reports import Provided, Report
+from backpack_core.cli.reports import LIMIT, Provided, Report
+from backpack_core.plugins import loading as plugins
 from backpack_core.plugins.discovery import Plugin, canonical, without_plugins
 from backpack_core.plugins.registry import registry
 

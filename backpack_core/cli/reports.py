@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one on a busy machine
+
 
 @dataclass(frozen=True)
 class Provided:

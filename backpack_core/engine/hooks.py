@@ -43,7 +43,9 @@ class OutputHook:
         hooks = self.hooks()
         # What the user's hooks make of the gradient is what autograd goes on with. They are on the
         # tensor, and then on its node: a hook that is put there now runs last.
-        others = [] if hooks is None else [hook for key, hook in hooks.items() if key != _torch.KEY]
+        others = []
+        if hooks is not None and len(hooks) > 1:
+            others = [hook for key, hook in hooks.items() if key != _torch.KEY]
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()

@@ -19,8 +19,9 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call
+from backpack_core.record.replay import output_again
 from backpack_core.record.state import as_it_was
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.structure import map_tensors
 
 T = TypeVar("T")
 
@@ -196,7 +197,7 @@ class View:
         if slot not in self._tensors:
             tensor = self._read(stored.outputs[self.index], slot, "output")
             if self.is_differentiable:
-                tensor = self._attached(tensor)
+                tensor = output_again(self.full, tensor)
             self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
         return self._tensors[slot]
 
@@ -318,27 +319,6 @@ class View:
 
     def _cut(self, tensor: Tensor) -> Tensor:
         return tensor if self._pick is None or not tensor.dim() else tensor[self._pick]
-
-    def _attached(self, stored: Tensor) -> Tensor:
-        """The output as a function of inputs and parameters, by running the forward once more.
-
-        Storing the output with its graph instead would be a cycle.
-        """
-        io = self.stored
-
-        def run() -> Tensor:
-            for slot, tensor in enumerate(io.inputs):
-                self._read(tensor, slot, "input")
-            result = self.module.forward(*io.args, **io.kwargs)
-            return list(iter_tensors(result))[self.index]
-
-        again = self.full.once(f"attached {self.index}", run)
-        if again.shape != stored.shape or not torch.allclose(again, stored):
-            raise OverwrittenInputError(
-                f"{self.path}: create_graph=True needs its output as a function of its input, but "
-                "its forward pass gives another output when it runs again."
-            )
-        return again
 
     def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
         if version_of(tensor) != self.stored.versions[slot]:

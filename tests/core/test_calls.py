@@ -15,6 +15,7 @@ from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageEr
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, edge_of, live_calls
+from backpack_core.record.state import settings_of
 from tests.cases import Net, classification
 
 
@@ -53,6 +54,16 @@ def _tuples() -> nn.Module:
     )
 
 
+def _overwritten(*parts: nn.Module) -> nn.Module:
+    """The last of some modules returns a view of its input, and that is changed in place."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        result: Tensor = net.b(net.part(net.a(x)).relu_())
+        return result
+
+    return Net(forward, a=nn.Linear(4, 4), part=nn.Sequential(*parts), b=nn.Linear(4, 4))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)),
     "in_place": lambda: nn.Sequential(
@@ -61,6 +72,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "identity": lambda: nn.Sequential(
         nn.Identity(), nn.Linear(4, 4), nn.Identity(), nn.Flatten(), nn.Dropout(0.0), nn.Identity()
     ),
+    "overwritten_identity": lambda: _overwritten(nn.Identity()),
+    "overwritten_dropout": lambda: _overwritten(nn.Dropout().eval()),
+    "overwritten_flatten": lambda: _overwritten(nn.Unflatten(1, (2, 2)), nn.Flatten()),
+    "overwritten_views": lambda: _overwritten(nn.SiLU(), nn.Dropout(0.0), nn.Identity()),
     "twice": _twice,
     "tied": _tied,
     "splits": _splits,
@@ -260,3 +275,30 @@ def test_overwritten_input_and_output() -> None:
     with pytest.raises(OverwrittenInputError, match="its output was changed in place"):
         _ = view.output
     assert view.output_shape == (4, 2)
+
+
+def test_no_call_outlives_a_refused_pass(count: Callable[[], int]) -> None:
+    """Autograd refuses it: the sigmoid needs its output, which was overwritten."""
+    problem = classification(_overwritten(nn.Sigmoid(), nn.Identity(), nn.Flatten()), (4,))
+    loss = problem.loss()
+    try:
+        with backpack(BatchGrad()):
+            loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017 - holds frames
+    else:
+        raise AssertionError("no exception")
+    del loss
+    assert count() == 0
+
+
+def test_settings_are_those_of_the_instance() -> None:
+    """Two modules of one class with as many plain attributes of other names."""
+
+    class Scaled(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            setattr(self, name, 2.0)
+
+    assert settings_of(Scaled("first")) == (("first",), (2.0,))
+    assert settings_of(Scaled("second")) == (("second",), (2.0,))

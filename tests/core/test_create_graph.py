@@ -15,6 +15,31 @@ from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
 
+
+class Scaled(nn.Module):
+    """Returns its input as well as what it computes from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.sin(x * self.weight)
+
+
+class Both(nn.Module):
+    """The product of the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.pair(x)
+        result: Tensor = first * second
+        return result
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "tanh": mlp,
     "sigmoid": lambda: nn.Sequential(nn.Linear(3, 4), nn.Sigmoid(), nn.Linear(4, 3)),
@@ -27,6 +52,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)
     ),
+    "view_of_the_input": lambda: nn.Sequential(nn.Linear(3, 4), Both(), nn.Linear(4, 3)),
     "last": lambda: nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()),
 }
 
@@ -65,6 +91,7 @@ def quantities(model: nn.Module, values: tuple[Tensor, ...], problem: Problem) -
     }
 
 
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("field", FIELDS)
 def test_quantities_can_be_differentiated(name: str, field: str) -> None:

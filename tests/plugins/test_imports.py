@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,14 +21,28 @@ PACKAGES = {
 }
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Everything named by an import statement anywhere in a file, also inside functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imported(path: Path, runs: bool = False) -> Iterator[str]:
+    """Everything named by an import statement anywhere in a file, also inside functions.
+
+    Args:
+        path: The file.
+        runs: Leave out what stands under ``if TYPE_CHECKING``.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in below(tree, "TYPE_CHECKING" if runs else ""):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path} has a relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def below(node: ast.AST, condition: str) -> Iterator[ast.AST]:
+    """Everything below a node, but for what stands under an ``if`` with some condition."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == condition):
+            yield child
+            yield from below(child, condition)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -61,6 +76,70 @@ def test_a_room_imports_those_below_it(room: str) -> None:
             home = rest.partition(".")[0]
             allowed = top != "backpack_core" or home in BELOW[room] | {room}
             assert allowed, f"{path.relative_to(ROOT)} imports {name}"
+
+
+def modules_of_the_core() -> dict[str, Path]:
+    core = PACKAGES["backpack_core"]
+    return {
+        ".".join(path.relative_to(core.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in core.rglob("*.py")
+    }
+
+
+def graph_of_the_core() -> dict[str, set[str]]:
+    """Which modules of the core each of them imports."""
+    paths = modules_of_the_core()
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = set(imported(path, runs=True))
+        homes = {name if name in paths else name.rpartition(".")[0] for name in names}
+        graph[module] = homes & paths.keys()
+    return graph
+
+
+def circle_in(graph: dict[str, set[str]]) -> list[str]:
+    """Some circle, its first module named again at the end; empty if there is none."""
+    done: set[str] = set()
+
+    def search(module: str, way: list[str]) -> list[str]:
+        if module in way:
+            return [*way[way.index(module) :], module]
+        found: list[str] = []
+        if module not in done:
+            behind = (search(other, [*way, module]) for other in sorted(graph[module]))
+            found = next(filter(None, behind), [])
+        done.add(module)
+        return found
+
+    return next(filter(None, (search(module, []) for module in sorted(graph))), [])
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
+    assert circle_in(graph) == ["b", "d", "b"]
+    assert not circle_in({**graph, "d": {"c"}})
+
+
+def test_imports_of_the_core_have_no_circle() -> None:
+    graph = graph_of_the_core()
+    assert len(graph) > 80
+    assert sum(map(len, graph.values())) > 300
+    circle = circle_in(graph)
+    assert not circle, " -> ".join(circle)
+
+
+def test_rooms_import_nothing_private_of_each_other() -> None:
+    """A name that begins with an underscore is for its own file; ``_torch`` is for all."""
+    found = []
+    for module, path in modules_of_the_core().items():
+        for name in imported(path):
+            top, *rest = name.split(".")
+            private = [p for p in rest if re.match("_(?!_)", p) and p != "_torch"]
+            if top == "backpack_core" and private:
+                found.append(f"{module} imports {name}")
+    assert not found, found
 
 
 @pytest.mark.parametrize("package", FAMILIES)

@@ -1,0 +1,42 @@
+"""The output of a call as a function of its inputs and parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.record.structure import iter_tensors
+
+if TYPE_CHECKING:
+    from backpack_core.record.view import View
+
+
+def output_again(view: View, stored: Tensor) -> Tensor:
+    """Run the forward once more: to store the output with its graph would be a cycle.
+
+    Args:
+        view: The call, with all samples.
+        stored: The output, detached.
+
+    Raises:
+        OverwrittenInputError: An input was changed in place, or the forward pass gives another
+            output.
+    """
+    io = view.stored
+
+    def run() -> Tensor:
+        for slot in range(len(io.inputs)):
+            view.tensor_input(slot)  # which looks whether it was changed
+        result = view.module.forward(*io.args, **io.kwargs)
+        return list(iter_tensors(result))[view.index]
+
+    again = view.once(f"attached {view.index}", run)
+    if again.shape != stored.shape or not torch.allclose(again, stored):
+        raise OverwrittenInputError(
+            f"{view.path}: create_graph=True needs its output as a function of its input, but "
+            "its forward pass gives another output when it runs again."
+        )
+    return again
