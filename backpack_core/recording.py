@@ -43,6 +43,7 @@ from backpack_core.record.state import (
 )
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_disabled, is_recording
+from backpack_core.remember import remembered
 
 
 class _Hook:
@@ -178,7 +179,7 @@ def _ordered(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
 
 
-@cache
+@remembered
 def _parameter_names(kind: type[Module]) -> dict[str, int]:
     names = inspect.signature(kind.forward).parameters
     return {name: position for position, name in enumerate(names)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -29,13 +28,11 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
     return not any(name in vars(cls) for cls in own for name in names)
 
 
-@cache
 def methods_behind(parent: type) -> frozenset[str]:
     """The methods that make up the map of a module class, ``forward`` among them."""
     return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})
 
 
-@cache
 def _looked_up(parent: type) -> frozenset[str]:
     """Every name that occurs in the code of ``forward`` and of the methods that it calls."""
     found: set[str] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
+from backpack_core.remember import remembered
 
 
 def arguments(view: View) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def arguments(view: View) -> dict[str, Any]:
     return dict(list(bound.arguments.items())[1:])  # without self
 
 
-@cache
+@remembered
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(forward)
 
