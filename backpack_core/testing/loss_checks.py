@@ -21,7 +21,7 @@ from backpack_core.testing.checks import of_loss
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.network import Shrink
+from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.reference import Reference
 
 # Positions of the target and whatever else a loss may take.
@@ -242,21 +242,6 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     given.compare(values, found, case.tolerances.float64, needs=needs)
 
 
-class _Bound(Module):
-    """A loss as a function of the flat prediction alone."""
-
-    def __init__(self, loss: Module, arguments: Arguments) -> None:
-        super().__init__()
-        self.loss, self.arguments = loss, arguments
-        self.reduction = loss.reduction
-
-    def forward(self, prediction: Tensor) -> Tensor:
-        """The loss of ``[N, *]`` or ``[N, D]``."""
-        first, *rest = self.arguments.args
-        value: Tensor = self.loss(prediction.reshape(first.shape), *rest, **self.arguments.kwargs)
-        return value
-
-
 def _problem(case: LossCase, reduction: str) -> Problem:
     layer = case.as_rule_case(reduction)
 
@@ -264,7 +249,7 @@ def _problem(case: LossCase, reduction: str) -> Problem:
         given = layer.arguments(dtype=dtype)
         first = given.args[0]
         net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), _Bound(layer.module(dtype), given)
+        return net, Arguments((first,)), BoundLoss(layer.module(dtype), given)
 
     net, arguments, loss = build(torch.float64)
     reference = Reference(torch.nn.Sequential(net, torch.nn.Flatten()), arguments, loss)

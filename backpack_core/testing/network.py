@@ -22,6 +22,7 @@ from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.plugins.registry import CORE, Contributions, registry
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.view import View
+from backpack_core.testing.cases import Arguments
 
 CLASSES = 2
 
@@ -85,6 +86,28 @@ class SoftmaxLoss(Module):
         target = torch.linspace(0.2, 0.8, x.shape[1], dtype=x.dtype)
         terms = x.logsumexp(1) - x @ target
         return terms.mean() if self.reduction == "mean" else terms.sum()
+
+
+class BoundLoss(Module):
+    """A loss as a function of the prediction alone, flat or not.
+
+    Attributes:
+        loss: The loss.
+        arguments: All that it takes; the first stands for the prediction.
+    """
+
+    def __init__(self, loss: Module, arguments: Arguments) -> None:
+        super().__init__()
+        self.loss, self.arguments = loss, arguments
+        self.reduction = loss.reduction
+
+    def forward(self, prediction: Tensor) -> Tensor:
+        """The loss of ``[N, *]`` or ``[N, D]``."""
+        first, *rest = self.arguments.args
+        if prediction.shape != first.shape:
+            prediction = prediction.reshape(first.shape)
+        value: Tensor = self.loss(prediction, *rest, **self.arguments.kwargs)
+        return value
 
 
 class LastAxisRule(AffineRule):

@@ -27,7 +27,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.testing import catalogue
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.network import Shrink, SoftmaxLoss, install_own_rules
+from backpack_core.testing.network import BoundLoss, Shrink, SoftmaxLoss, install_own_rules
 from backpack_core.testing.network_checks import build_net
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.watch import Kind, Watch
@@ -136,22 +136,10 @@ def loss_row(case: LossCase) -> Row:
     """One loss behind a single layer."""
     given = case.as_rule_case("mean").arguments()
     loss = seeded(lambda: case.loss_factory(reduction="mean"), 0).double()
-    first, *rest = given.args
+    first = given.args[0]
     net = seeded(lambda: Shrink(first.shape[1:]), 8).double()
-    bound = _Targeted(loss, rest)
+    bound = BoundLoss(loss, given.to(torch.float64))
     return _row(case.label(), _problem(net, Arguments((first,)), bound), loss)
-
-
-class _Targeted(Module):
-    """A loss with its target: an operation of its own module."""
-
-    def __init__(self, loss: Module, rest: Sequence[Any]) -> None:
-        super().__init__()
-        self.loss, self.rest = loss, rest
-
-    def forward(self, prediction: torch.Tensor) -> torch.Tensor:
-        value: torch.Tensor = self.loss(prediction, *self.rest)
-        return value
 
 
 def _problem(net: Module, arguments: Arguments, loss: Module) -> Problem:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -52,13 +52,16 @@ def _as_a_reader_runs_it() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
-def test_block_runs(block: Block, tmp_path: Path) -> None:
+def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script; a block with tests is run as a file of tests."""
     is_test = "def test_" in block.code
     path = tmp_path / ("test_page.py" if is_test else "page.py")
     path.write_text(block.code, encoding="utf-8")
     if not is_test:
-        runpy.run_path(str(path), run_name="__main__")
+        script = ModuleType("__main__")
+        monkeypatch.setitem(sys.modules, "__main__", script)
+        exec(compile(block.code, str(path), "exec"), vars(script))
+        vars(script).clear()  # classes are remembered, and would keep all that their script had
         return
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
