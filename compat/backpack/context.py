@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core import unextend
 from backpack_core.contract.extension import Extension
 from backpack_core.engine import active as core
+from backpack_core.engine.groups import group
 
 
 def no_op(*args: Any, **kwargs: Any) -> None:
@@ -45,7 +46,7 @@ class CTX:
     def set_active_exts(active_exts: Iterable[Extension]) -> None:
         """Set the active extensions."""
         extensions = tuple(active_exts)
-        groups, graph_extensions = core.group(extensions)
+        groups, graph_extensions = group(extensions)
         _set(extensions=extensions, groups=groups, graph_extensions=graph_extensions)
 
     @staticmethod
