@@ -107,7 +107,6 @@ class Call:
         settings: Names and values of the module's plain attributes (``eps``, ``p``, ``stride``).
         is_rewired: The module changed a *view* in place, so that autograd rewrote the graph behind
             its input: the edges lead nowhere, and only the output's own node knows the way.
-        goes_inside: What arrives at an output goes on through the node that made it.
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
@@ -117,7 +116,6 @@ class Call:
         "__weakref__",
         "_stored",
         "edges",
-        "goes_inside",
         "inside",
         "is_readable",
         "is_rewired",
@@ -151,7 +149,6 @@ class Call:
         self.training: Final = training
         self.settings: Final = settings
         self.is_rewired: Final = is_rewired
-        self.goes_inside: Final = bool(rule.transparent) or is_rewired
         self.is_readable: Final = is_readable
         self.inside: Final = inside
         self._stored: Stored | None = stored
@@ -184,6 +181,11 @@ class Call:
     def release(self) -> None:
         """Free the tensors; any later use raises :class:`ReleasedIOError`."""
         self._stored = None
+
+    @property
+    def goes_inside(self) -> bool:
+        """Whether what arrives at an output goes on through the node that made it."""
+        return self.is_rewired or bool(self.rule.transparent)
 
     @property
     def path(self) -> str:
