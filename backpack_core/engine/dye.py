@@ -285,7 +285,7 @@ def _unit(columns: Columns) -> float:
 def _largest(tensor: Tensor) -> float:
     if not tensor.numel():
         return 0.0
-    return float(tensor.abs().nan_to_num(0, 0, 0).max())
+    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max())
 
 
 def _stretch(view: View, arrived: Dye) -> str:

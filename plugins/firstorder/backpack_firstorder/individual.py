@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.operations import dense, gram, squared_norm
-from backpack_firstorder.norms import in_single, norm, safe_squared_norm
+from backpack_firstorder.norms import in_single, is_doubtful, norm, safe_squared_norm
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
 
 
@@ -49,13 +49,17 @@ class BatchL2Grad(SquaresExtension):
     def read(self, product: SampleProduct) -> Tensor:
         """A contraction per sample."""
         squares = safe_squared_norm(product)
+        if is_doubtful(product):
+            self._warn(product, squares)
+        return squares.squeeze(0)
+
+    def _warn(self, product: SampleProduct, squares: Tensor) -> None:
         message = (
             f"{self.savefield} of {product.name!r} of {product.path} leaves the range of "
             f"{squares.dtype}: norms of individual gradients are so large, or so small, that their "
             "squares are infinite, or zero. Scale the loss, or use double precision."
         )
         warn_of_range(norm(product), squares, (type(self), self.savefield), message)
-        return squares.squeeze(0)
 
 
 class BatchDotGrad(SquaresExtension):

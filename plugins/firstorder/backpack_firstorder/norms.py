@@ -30,35 +30,36 @@ _MARGIN = 1e7
 def norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖``, in single precision at least. Shape ``[V, N]``."""
     wide = in_single(product)
-    if _may_look(wide):
-        squares = squared_norm(wide)
-        if not _is_doubtful(squares, wide):
-            return squares.sqrt()
-    return careful_norm(wide)
+    return careful_norm(wide) if is_doubtful(product) else squared_norm(wide).sqrt()
 
 
 @Operation
 def safe_squared_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖²``, in single precision at least: from the norm where that is more exact."""
-    wide = in_single(product)
-    if _may_look(wide):
-        squares = squared_norm(wide)
-        if not _is_doubtful(squares, wide):
-            return squares
-    return norm(product).square()
+    return norm(product).square() if is_doubtful(product) else squared_norm(in_single(product))
 
 
-def _may_look(product: SampleProduct) -> bool:
-    return product.like.device.type == "cpu" or is_symbolic(product.like)
+def is_doubtful(product: SampleProduct) -> bool:
+    """Whether squares by the usual contraction may not do, or may not be looked at."""
+    known: bool | None = product.results.get("doubtful")
+    if known is None:
+        known = product.results["doubtful"] = _is_doubtful(in_single(product))
+    return known
 
 
-def _is_doubtful(squares: Tensor, product: SampleProduct) -> bool:
+def _is_doubtful(product: SampleProduct) -> bool:
     """Whether a square is not finite, or tiny where the product need not be zero."""
-    small = squares < torch.finfo(squares.dtype).tiny * _MARGIN
-    infinite = ~squares.isfinite()
-    if not any_of(small | infinite):
+    if is_symbolic(product.like) or not product.columns * product.samples:
         return False
-    return any_of(infinite | (small & _may_differ_from_zero(product)))
+    if product.like.device.type != "cpu":
+        return True
+    squares = squared_norm(product).detach()
+    numbers = torch.finfo(squares.dtype)
+    low, high = squares.aminmax()
+    if low >= numbers.tiny * _MARGIN and high <= numbers.max:
+        return False
+    small = squares < numbers.tiny * _MARGIN
+    return any_of(~squares.isfinite() | (small & _may_differ_from_zero(product)))
 
 
 def _may_differ_from_zero(product: SampleProduct) -> Tensor:
