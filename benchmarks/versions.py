@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.cells import LARGEST
+from benchmarks.limit import largest, limit
 from benchmarks.problems import PROBLEMS
 from benchmarks.quantities import QUANTITIES
 
@@ -98,6 +100,12 @@ def compare(ours: Checkout, other: Checkout, cell: dict[str, str], seconds: floa
     return statistics.median(ratios)
 
 
+def needed(problem: str, quantity: str) -> int:
+    """Bytes of the largest tensor of a cell."""
+    kind, what = PROBLEMS[problem], QUANTITIES[quantity]
+    return largest(kind, what, limit(kind, what, kind.exact_batch if what.exact else kind.batch))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__)
@@ -113,7 +121,8 @@ def main() -> None:
     for problem in options.problem:
         for quantity in options.quantity:
             cell = {"problem": problem, "quantity": quantity}
-            result = compare(ours, other, cell, options.seconds)
+            is_large = 2 * needed(problem, quantity) > LARGEST  # there are two processes
+            result = "too large" if is_large else compare(ours, other, cell, options.seconds)
             text = result if isinstance(result, str) else f"{result:6.3f}"
             print(f"{problem:12} {quantity:24} {text}", flush=True)
             if isinstance(result, float):
