@@ -33,6 +33,9 @@ def _owned(tensor: Tensor, view: View) -> Tensor:
     taken: set[int] | None = view.kept.get(_TAKEN)
     if taken is None:
         taken = view.kept[_TAKEN] = memories_of(_shown(view.full))
+    gradient = view.full.grad_output
+    if gradient is not None:  # earlier columns of the same call came without it
+        taken.add(memory_of(gradient))
     memory = memory_of(tensor)
     if memory in taken:
         tensor = tensor.clone()
@@ -43,5 +46,4 @@ def _owned(tensor: Tensor, view: View) -> Tensor:
 
 def _shown(view: View) -> list[Tensor]:
     stored = view.stored
-    shown = [*stored.inputs, *stored.outputs, *[tensor for tensor, _ in stored.owned.values()]]
-    return shown if view.grad_output is None else [*shown, view.grad_output]
+    return [*stored.inputs, *stored.outputs, *[tensor for tensor, _ in stored.owned.values()]]

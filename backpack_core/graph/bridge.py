@@ -88,7 +88,9 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
     """
     wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
     edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
-    for argument, position in zip(wanted, edges, strict=True):
+    if len(edges) not in (0, len(wanted)):  # a view that was made without gradients leads nowhere
+        raise nodes.refuse(node, "some of its arguments have no place in the graph")
+    for argument, position in zip(wanted, edges, strict=False):
         if argument < len(results) and results[argument] is not None:
             yield position, results[argument]
 

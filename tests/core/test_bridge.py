@@ -49,6 +49,25 @@ def test_formula_that_vmap_gets_wrong(columns: int) -> None:
     assert torch.equal(push(node, {0: mats})[0], torch.stack([node(m.clone())[0] for m in mats]))
 
 
+def test_function_of_a_view_that_was_made_without_gradients() -> None:
+    """It says that it needs a gradient, and leads nowhere."""
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x**3
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    x = torch.randn(2, 1, requires_grad=True)
+    with torch.no_grad():
+        view = x.reshape(-1)
+    node: Any = Cube.apply(view).grad_fn  # type: ignore[no-untyped-call]
+    assert push(node, {0: torch.randn(3, 2)}) == {}
+
+
 def test_transposed_square_map_between_convolutions() -> None:
     model = Net(
         lambda net, x: net.last(net.second(net.first(x).transpose(2, 3)).flatten(1)),

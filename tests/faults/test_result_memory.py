@@ -174,3 +174,19 @@ def test_all_kinds_of_factors(batch: int) -> None:
 def test_some_samples_and_all() -> None:
     extensions = [BatchGrad(), BatchGrad([0, 1, 2], "three"), BatchGrad([1], "one")]
     check_memory(classification(mlp(), (3,)), *extensions)
+
+
+def test_gradients_beside_columns_in_chunks() -> None:
+    """A chunk visits the call before its gradient is known, which a result may be a view of."""
+
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.token.expand(len(x), 1, 2), x], 1)
+
+    data = torch.randn(1, 1, 2), torch.randn(1, 2, 2)
+    problem = Problem(nn.Sequential(Token()), data[:1], nn.MSELoss(reduction="sum"), data[1])
+    check_memory(problem, BatchGrad(), DiagGGNExact(chunk_size=2))
