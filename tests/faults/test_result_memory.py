@@ -182,10 +182,10 @@ def test_gradients_beside_columns_in_chunks() -> None:
     class Token(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.token = nn.Parameter(torch.randn(2))
+            self.token = nn.Parameter(torch.randn(1, 1, 2))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.token.expand(len(x), 1, 2), x], 1)
+            return torch.cat([self.token.expand(len(x), -1, -1), x], 1)
 
     data = torch.randn(1, 1, 2), torch.randn(1, 2, 2)
     problem = Problem(nn.Sequential(Token()), data[:1], nn.MSELoss(reduction="sum"), data[1])
