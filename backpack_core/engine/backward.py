@@ -134,7 +134,8 @@ class BackwardPass:
         """Have the dye travel, too, if this structure is not known to be right."""
         if not self._is_outermost or not any(g.propagator.per_sample for g in self._groups):
             return
-        self._measurement = measurement(self.survey, self.context.check, self._is_curvature)
+        check = self.context.check
+        self._measurement = measurement(self.survey, roots, check, self._is_curvature)
         if self._measurement is None:
             return
         dye, slot = self._measurement.dye, len(self._groups)

@@ -75,18 +75,20 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(self, batch_size: int, seed: int, is_curvature: bool, is_readable: bool) -> None:
+    def __init__(
+        self, batch_size: int, seed: int, guesses: int, is_curvature: bool, is_readable: bool
+    ) -> None:
         """Draw the weights.
 
         Args:
             batch_size: Number of samples.
             seed: Of the weights, which touch no generator of the user's.
+            guesses: How many layouts to try where nobody says where samples are.
             is_curvature: Whether what is not known of makes a difference.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
         """
-        # For curvature, a term that is a guess is one too many.
-        self._weights = Weights(batch_size, seed, guesses=1 if is_curvature else 2)
-        self._right = {0} if is_curvature else {0, 1}
+        self._weights = Weights(batch_size, seed, guesses)
+        self._right = {*range(guesses)}
         self._is_curvature = is_curvature
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -9,7 +10,9 @@ from torch.nn import Module
 
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
+from backpack_core.graph.above import begins_at_losses
 from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
 _TRUST: Final = "_backpack_trust"
@@ -42,8 +45,14 @@ class Measurement:
         dye: What travels besides what was asked for.
     """
 
-    def __init__(self, survey: Survey, trust: Trust, is_curvature: bool) -> None:
-        self.dye = DyePropagator(survey.batch_size, trust.passes, is_curvature, survey.is_readable)
+    def __init__(
+        self, survey: Survey, roots: Sequence[Edge], trust: Trust, is_curvature: bool
+    ) -> None:
+        # Extended losses say where samples are; for curvature, any other term is one too many.
+        guesses = 1 if is_curvature or begins_at_losses(survey, roots) else 2
+        self.dye = DyePropagator(
+            survey.batch_size, trust.passes, guesses, is_curvature, survey.is_readable
+        )
         self._survey = survey
         self._trust = trust
 
@@ -58,11 +67,14 @@ class Measurement:
         self._trust.open_sites = still if before is None else still & before
 
 
-def measurement(survey: Survey, check: str, is_curvature: bool) -> Measurement | None:
+def measurement(
+    survey: Survey, roots: Sequence[Edge], check: str, is_curvature: bool
+) -> Measurement | None:
     """What measures a pass; ``None`` if its structure is known to be right, or has no numbers.
 
     Args:
         survey: The graph.
+        roots: What ``backward()`` is called on.
         check: What the user asked for: ``"first"``, ``"always"`` or ``"never"``.
         is_curvature: Whether anything besides gradients was asked for.
     """
@@ -72,7 +84,9 @@ def measurement(survey: Survey, check: str, is_curvature: bool) -> Measurement |
         return None
     trust = _trust_in(survey, is_curvature)
     is_due = trust.is_due()
-    return Measurement(survey, trust, is_curvature) if is_due or check == "always" else None
+    if not is_due and check != "always":
+        return None
+    return Measurement(survey, roots, trust, is_curvature)
 
 
 def _trust_in(survey: Survey, is_curvature: bool) -> Trust:

@@ -45,3 +45,20 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
             if survey.site_at(edge) is None and not nodes.is_linear(edge.node):
                 return edge.node
     return None
+
+
+def begins_at_losses(survey: Survey, roots: Iterable[Edge]) -> bool:
+    """Whether every way from the roots to a module leads through an extended loss."""
+    todo = list(roots)
+    seen = set(todo)
+    while todo:
+        edge = todo.pop()
+        site = survey.site_at(edge)
+        if site is not None and site.call.rule.is_loss:
+            continue
+        if site is not None and not site.call.goes_inside:
+            return False
+        behind = [site.below] if site else [e for _, e in edges_behind(edge.node)]
+        todo += [e for e in behind if e not in seen]
+        seen.update(behind)
+    return True
