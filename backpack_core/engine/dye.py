@@ -304,7 +304,7 @@ def _mixed(view: View, arrived: Dye) -> SampleMixingError:
         f"{_stretch(view, arrived)}, samples of the batch influence each other: a gradient of one "
         "sample reaches another one, or axis 0 holds something else there that is as long as the "
         "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
-        "every module has to receive its samples there. (Measured, with check='first'.)"
+        "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
     )
 
 

@@ -161,11 +161,11 @@ def _skip(name: str, extension: Any) -> None:
     kind = type(extension)
     curved = (DiagHessian, BatchDiagHessian, HMP, PCHMP)
     if isinstance(extension, curved) and name in (*NO_HESSIAN, "transposed"):
-        pytest.skip("not known for this net")
+        pytest.skip("an operation between the modules has a second derivative, or none is known")
     if kind is KFRA and name in (*NO_HESSIAN, "bridged", "transposed"):
-        pytest.skip("a chain of layers with structure")
+        pytest.skip("KFRA takes chains of layers that have Kronecker factors")
     if kind in (KFAC, KFLR, EKFAC) and name in ("no_rule", "tied"):
-        pytest.skip("no structure")
+        pytest.skip("the parameters of this net have no Kronecker factors")
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
