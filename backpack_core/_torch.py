@@ -36,6 +36,8 @@ COPY_SLICES = "torch::autograd::CopySlices"
 KEY = -1
 # The same among hooks of all modules, which share a table of options with those of one.
 GLOBAL_KEY = -2
+# Among those of a module that was extended as a whole.
+MODEL_KEY = -3
 
 
 # The backward pass that autograd is running on this thread; -1 outside of one.
@@ -196,16 +198,16 @@ class ModuleHooks:
     """
 
     @staticmethod
-    def install(module: Module, before: Any, after: Any) -> None:
+    def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
         """Put them in."""
-        module._forward_pre_hooks[KEY] = before
-        module._forward_pre_hooks_with_kwargs[KEY] = True
-        module._forward_hooks[KEY] = after
-        module._forward_hooks_with_kwargs[KEY] = True
-        module._forward_hooks_always_called[KEY] = True
+        module._forward_pre_hooks[key] = before
+        module._forward_pre_hooks_with_kwargs[key] = True
+        module._forward_hooks[key] = after
+        module._forward_hooks_with_kwargs[key] = True
+        module._forward_hooks_always_called[key] = True
 
     @staticmethod
-    def remove(module: Module) -> None:
+    def remove(module: Module, key: Any = KEY) -> None:
         """Take them out."""
         for table in (
             module._forward_pre_hooks,
@@ -214,12 +216,17 @@ class ModuleHooks:
             module._forward_hooks_with_kwargs,
             module._forward_hooks_always_called,
         ):
-            table.pop(KEY, None)
+            table.pop(key, None)
 
     @staticmethod
     def are_installed(module: Module) -> bool:
         """Whether they are there."""
         return KEY in module._forward_hooks
+
+    @staticmethod
+    def have_company(module: Module) -> bool:
+        """Whether there are forward pre-hooks of others."""
+        return bool(module._forward_pre_hooks.keys() - {KEY, MODEL_KEY})
 
     @staticmethod
     def come_first(module: Module) -> bool:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch.nn import Module
 
-from backpack_core._torch import ModuleHooks, parametrizations_of
+from backpack_core._torch import MODEL_KEY, ModuleHooks, parametrizations_of
 from backpack_core.engine.active import logger
 from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError
@@ -16,8 +16,10 @@ from backpack_core.record.call import PATH_ATTRIBUTE
 from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
 from backpack_core.recording import (
     after_forward,
+    after_model,
     after_parametrization,
     before_forward,
+    before_model,
     before_parametrization,
 )
 
@@ -45,7 +47,10 @@ def extend(module: M, debug: bool = False) -> M:
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
         raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
     ensure_loaded()
-    _extend(module, "", Owner(module), debug)
+    owner = Owner(module)
+    module.__dict__[OWNER_ATTRIBUTE] = owner
+    ModuleHooks.install(module, before_model, after_model, MODEL_KEY)
+    _extend(module, "", owner, debug)
     return module
 
 
@@ -60,6 +65,7 @@ def unextend(module: M) -> M:
     """
     for part in module.modules():
         ModuleHooks.remove(part)
+        ModuleHooks.remove(part, MODEL_KEY)
         part.__dict__.pop(PATH_ATTRIBUTE, None)
         part.__dict__.pop(OWNER_ATTRIBUTE, None)
         forget(part)

@@ -34,6 +34,7 @@ from backpack_core.record.call import (
     attach_viewed,
 )
 from backpack_core.record.execution import Execution, Received, aliases
+from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.state import (
     Owned,
     computed_in_hooks,
@@ -117,6 +118,22 @@ def after_forward(
     for computing in parametrizations_of(module).values():
         computing.__dict__.pop(_COMPUTES, None)
     return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
+
+
+def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
+    owner = module.__dict__.get(OWNER_ATTRIBUTE)
+    if owner is not None and owner.module is module:
+        tensors = tensors_in(args, _ordered(module, kwargs) if kwargs else kwargs)
+        owner.begin(tensors)
+
+
+@_Hook
+def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
+    """The forward hook of what was extended as a whole."""
+    owner = module.__dict__.get(OWNER_ATTRIBUTE)
+    if owner is not None and owner.module is module:
+        owner.end()
 
 
 def before_parametrization(module: Module, args: Any, kwargs: Any) -> None:
@@ -213,6 +230,7 @@ def _record(
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
     versions = (*received.versions, *map(version_of, detached))
+    run = run_of_model(module)
     stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed)
     call = Call(
         module,
@@ -226,6 +244,8 @@ def _record(
         received.is_rewired,
         not _torch.has_saving_hooks(),
         inside,
+        run.sizes,
+        run.receives(inputs),
     )
     for index, output in enumerate(outputs):
         if output.grad_fn is not None and output.layout is torch.strided:

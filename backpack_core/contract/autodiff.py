@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from backpack_core._torch import is_symbolic, parametrized, quiet_vmap, version_of
+from backpack_core._torch import (
+    ModuleHooks,
+    is_symbolic,
+    parametrized,
+    quiet_vmap,
+    version_of,
+)
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.errors import BackpackError, OverwrittenInputError, UnsupportedError
 from backpack_core.graph.bridge import agree
@@ -199,7 +205,7 @@ def replaying(view: View) -> Iterator[None]:
 def _check_hooks(view: View, name: str) -> None:
     """Raise where a parameter has its effect in a hook before the forward only."""
     module = view.call.module
-    if len(module._forward_pre_hooks) <= 1:
+    if not ModuleHooks.have_company(module):
         return
     forward = _replay(view, name)
     inputs, axes = _batched_inputs(view)

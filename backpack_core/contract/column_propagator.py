@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.columns import Columns, Root
+from backpack_core.contract.apart import cross_apart, put_together, taken_apart
+from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
@@ -17,12 +18,15 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge
+from backpack_core.graph.alignment import Crossing
 from backpack_core.record.view import View
 from backpack_core.tuning import even_size
 
 
 class ColumnPropagator(Propagator):
     """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``."""
+
+    keeps_apart = True
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
@@ -36,6 +40,10 @@ class ColumnPropagator(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """One transposed Jacobian product for all columns."""
+        if isinstance(quantity, ApartColumns):
+            lead = quantity.mat.shape[:2]
+            found = enumerate(rule.jac_t_mat_prod(view, quantity.flat))
+            return {i: quantity.split(p.unflatten(0, lead)) for i, p in found if p is not None}
         products = rule.jac_t_mat_prod(view, quantity.mat)
         return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
 
@@ -43,7 +51,10 @@ class ColumnPropagator(Propagator):
         self, rule: ParametricRule, view: View, name: str, quantity: Columns
     ) -> SampleProduct:
         """The product of all columns, side by side."""
-        product = rule.param_product(view, name, quantity.mat)
+        if isinstance(quantity, ApartColumns):
+            product = rule.apart_product(view, name, quantity.mat)
+        else:
+            product = rule.param_product(view, name, quantity.mat)
         product.roots = quantity.sizes
         return product
 
@@ -60,10 +71,33 @@ class ColumnPropagator(Propagator):
         return quantity.chosen(self.subsampling, axis)
 
     def cross(
-        self, node: Node, quantities: dict[int, Columns], batch_size: int
+        self, node: Node, quantities: dict[int, Columns], there: Crossing
     ) -> list[tuple[int, Columns]]:
         """Call the node under vmap over the columns."""
+        if there.apart or any(isinstance(c, ApartColumns) for c in quantities.values()):
+            return cross_apart(node, quantities, there)
         return cross_columns(node, quantities)
+
+    def take_apart(self, quantity: Columns, positions: int) -> Columns:
+        """A column of the whole batch for every sample."""
+        every = slice(None)
+        return ApartColumns(
+            {r: taken_apart(mat, positions, every) for r, mat in quantity.blocks.items()}
+        )
+
+    def put_together(self, quantity: Columns, positions: int) -> Columns:
+        """The sum, where no sample reaches another one."""
+        return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
+
+    def split_positions(self, quantity: Columns, positions: int) -> Columns:
+        """Each position of a sample in turn, zeros at the others."""
+
+        def split(mat: Tensor) -> Tensor:  # [V, N · k, *] → [k · V, N · k, *]
+            turns = torch.eye(positions, dtype=mat.dtype, device=mat.device)
+            turns = turns.repeat(1, mat.shape[1] // positions)
+            return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in turns])
+
+        return Columns({Root(r.name): split(mat) for r, mat in quantity.blocks.items()})
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
         """Block by block."""
@@ -123,9 +157,28 @@ class OutputGradient(ColumnPropagator):
         raise UnsupportedError("The output gradient is autograd's own quantity.")
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
-        """What autograd brought."""
+        """What autograd brought; at a tensor without samples, what was kept apart."""
+        if waiting is not None:
+            return waiting
         assert view.grad_output is not None
         return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
+
+    def supply(
+        self, quantities: dict[int, Columns], grads: Sequence[Tensor | None]
+    ) -> dict[int, Columns]:
+        """At the last tensors that have samples, what autograd brought."""
+        brought = {
+            nr: Columns({self._ROOT: gradient.unsqueeze(0)})
+            for nr, gradient in enumerate(grads)
+            if gradient is not None
+        }
+        return {**brought, **quantities}
+
+    def cross(
+        self, node: Node, quantities: dict[int, Columns], there: Crossing
+    ) -> list[tuple[int, Columns]]:
+        """Only to tensors that have no samples: else autograd brings the gradient."""
+        return cross_apart(node, quantities, there, keeps_all=False)
 
 
 def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:

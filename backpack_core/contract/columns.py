@@ -64,6 +64,10 @@ class Columns:
             ]
         )
 
+    def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
+        """Columns of the same kind."""
+        return type(self)(blocks)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
         """Apply a function that is linear in, and keeps, axis 0."""
         return self.split(function(self.mat))
@@ -71,31 +75,31 @@ class Columns:
     def split(self, mat: Tensor) -> Columns:
         """Columns with the roots of these and the values of ``mat``, ``[V, N, *]``."""
         if len(self.blocks) == 1:
-            return Columns(dict.fromkeys(self.blocks, mat))
+            return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
-        return Columns(dict(zip(self.blocks, parts, strict=True)))
+        return self.like(dict(zip(self.blocks, parts, strict=True)))
 
     def to(self, dtype: torch.dtype) -> Columns:
         """The same columns in another precision."""
         if self.mat.dtype == dtype:
             return self
-        return Columns({root: block.to(dtype) for root, block in self.blocks.items()})
+        return self.like({root: block.to(dtype) for root, block in self.blocks.items()})
 
     def merge(self, other: Columns) -> Columns:
         """The sum of what arrived over two branches, root by root."""
         blocks = dict(self.blocks)
         for root, block in other.blocks.items():
             blocks[root] = blocks[root] + block if root in blocks else block
-        return Columns(blocks)
+        return self.like(blocks)
 
     def chunks(self, size: int) -> list[Columns]:
         """The same columns in sets of at most ``size``, each with roots of its own."""
-        result = []
+        result: list[Columns] = []
         for root, block in self.blocks.items():
             for start in range(0, len(block), size):
                 window = slice(start, start + size)
                 signs = None if root.signs is None else root.signs[window]
-                result.append(Columns({Root(root.name, signs): block[window]}))
+                result.append(self.like({Root(root.name, signs): block[window]}))
         return result
 
     def widened(self, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
@@ -113,7 +117,7 @@ class Columns:
             whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
             return whole.transpose(1, 2).flatten(0, 1)
 
-        return Columns({root: widen(mat) for root, mat in self.blocks.items()})
+        return self.like({root: widen(mat) for root, mat in self.blocks.items()})
 
     def chosen(self, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
         """The reverse of :meth:`widened`, where the samples lie on some axis of the tensor."""
@@ -127,7 +131,24 @@ class Columns:
             found: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
             return found.movedim(0, 1 + axis)
 
-        return Columns({root: pick(mat) for root, mat in self.blocks.items()})
+        return self.like({root: pick(mat) for root, mat in self.blocks.items()})
+
+
+class ApartColumns(Columns):
+    """Columns ``[V, N, *]`` at a tensor ``[*]`` that has no samples: those of every sample apart.
+
+    A table of positions, or a tied weight, gets a sum over samples. Its part of each of them is
+    what arrives when the columns of all others are zero.
+    """
+
+    @property
+    def flat(self) -> Tensor:
+        """All of them as columns of the tensor. Shape ``[V·N, *]``."""
+        return self.mat.flatten(0, 1)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
+        """Apply a function that is linear in, and keeps, axis 0 of ``[V·N, *]``."""
+        return self.split(function(self.flat).unflatten(0, self.mat.shape[:2]))
 
 
 def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:

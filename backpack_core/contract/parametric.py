@@ -13,6 +13,7 @@ from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct
+from backpack_core.contract.regrouping import regrouped
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError
@@ -59,6 +60,19 @@ class ParametricRule(LayerRule):
                 f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
             )
         return product
+
+    def apart_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """The same of a call that has no samples, for columns of every sample apart.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            ``M``, of shape ``[V, N, *θ]``.
+        """
+        return regrouped(self.param_product(view, name, mat.flatten(0, 1)), *mat.shape[:2])
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""

@@ -19,6 +19,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import refuse
 from backpack_core.graph.views import look_through
 from backpack_core.record.call import Layout
@@ -36,6 +37,8 @@ class Propagator(ABC):
         travels: Whether there is anything to send on; else every call is looked at by itself.
         per_sample: Whether quantities belong to single samples, so that a net in which samples
             influence each other has none.
+        keeps_apart: Whether quantities can be had of every sample apart, at tensors that have no
+            samples; where one cannot, a net with parameters there raises.
         starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
             gone through node by node.
 
@@ -46,6 +49,7 @@ class Propagator(ABC):
 
     travels: ClassVar[bool] = True
     per_sample: ClassVar[bool] = True
+    keeps_apart: ClassVar[bool] = False
     starts_everywhere: ClassVar[bool] = False
     subsampling: tuple[int, ...] | None = None
 
@@ -127,14 +131,14 @@ class Propagator(ABC):
         )
 
     def cross(
-        self, node: Node, quantities: dict[int, Any], batch_size: int
+        self, node: Node, quantities: dict[int, Any], there: Crossing
     ) -> list[tuple[int, Any]]:
         """Carry quantities through an autograd node that no module call covers.
 
         Args:
             node: The autograd node, not yet executed.
             quantities: What arrived, by output number of the node, for the whole batch.
-            batch_size: Number of samples of this backward pass.
+            there: Where samples lie.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).
@@ -153,6 +157,26 @@ class Propagator(ABC):
 
         Undone by :meth:`narrow`. Only for propagators with ``subsampling``.
         """
+        return quantity
+
+    def split_positions(self, quantity: Any, positions: int) -> Any:
+        """The quantity at a loss that has several entries of axis 0 for each sample.
+
+        Those of one sample are columns of their own. Only for propagators with ``keeps_apart``.
+        """
+        return quantity
+
+    def take_apart(self, quantity: Any, positions: int) -> Any:
+        """What is sent on of every sample apart, zeros for all others.
+
+        Args:
+            quantity: At the output of a call that has samples.
+            positions: How many entries of axis 0 each of them has.
+        """
+        return quantity
+
+    def put_together(self, quantity: Any, positions: int) -> Any:
+        """The reverse, at a tensor that has samples; zero positions where it has none."""
         return quantity
 
     def narrow(self, quantity: Any, axis: int = 0) -> Any:

@@ -18,10 +18,12 @@ from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, logger
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
+from backpack_core.engine.leaves import add_leaves
 from backpack_core.engine.location import place
 from backpack_core.engine.refusals import (
     changed_gradient,
     refuse_function_of_loss,
+    refuse_misaligned,
     report_bare,
 )
 from backpack_core.engine.schedule import HookSchedule, when_reached
@@ -29,6 +31,7 @@ from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
 from backpack_core.record.call import Call, Edge, Kept, Site
@@ -94,9 +97,12 @@ class BackwardPass:
         self._release_last: list[Call] = []
         self._groups = list(context.groups)
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
-        self._schedule = HookSchedule(self.survey, self._groups, context.passes)
-        chunks = Chunks(self.survey, self._groups, self._kept, self._sink.partial)
-        self._traversal = Traversal(self.survey, self._groups, self._schedule, self._sink, chunks)
+        self._roots: list[Edge] = []
+        self._alignment = Alignment()
+        graph_and_groups = self.survey, self._alignment, self._groups
+        self._schedule = HookSchedule(*graph_and_groups, context.passes)
+        chunks = Chunks(*graph_and_groups, self._kept, self._sink.partial)
+        self._traversal = Traversal(*graph_and_groups, self._schedule, self._sink, chunks)
         self._measurement: Measurement | None = None
         if context.groups or context.graph_extensions:
             self._look_around(roots)
@@ -113,14 +119,26 @@ class BackwardPass:
             fault = survey.fault()
             if fault is not None:
                 raise fault
+        self._align(edges)
+        if survey.sites and survey.bare:
+            report_bare(survey, bare, self.context.extensions)
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.context.passes)
-        if survey.sites and survey.bare:
-            report_bare(survey, bare, self.context.extensions)
         if is_first and self._is_outermost:
             self._clear_fields()
+
+    def _align(self, edges: list[Edge]) -> None:
+        """Find out where samples lie, and what has to be kept apart."""
+        alignment, known = self._alignment, {*self._alignment.starts}
+        self._roots += edges
+        groups = [g.propagator for g in self.context.groups]
+        alignment.update(self.survey, self._roots, all(p.keeps_apart for p in groups))
+        refuse_misaligned(self.survey, alignment, self.context.groups)
+        for node in alignment.starts.keys() - known:
+            when_reached(node, self._schedule, HookSchedule.reach, self.context.passes)
+        add_leaves(self.survey, alignment)
 
     def _clear_fields(self) -> None:
         """Remove the fields of earlier passes from the models that take part in this one."""
@@ -188,7 +206,8 @@ class BackwardPass:
         if is_asked:
             if changed_by is not None and (self._is_curvature or context.graph_extensions):
                 raise changed_gradient(view, changed_by)
-            if not call.rule.is_loss:  # a loss matters only where something starts
+            # A loss matters only where something starts.
+            if not call.rule.is_loss and call not in self.survey.opened:
                 try:
                     call.rule.check(view)
                 except Exception as error:
@@ -211,7 +230,8 @@ class BackwardPass:
         if grad is None:
             grad = torch.zeros_like(call.stored.outputs[index])
         axis = self.survey.axes.get((call, index), 0)
-        view = self.visiting = View(call, index, grad, node, axis, self._kept.setdefault(call, {}))
+        kept, positions = self._kept.setdefault(call, {}), self._alignment.positions_of(site)
+        view = self.visiting = View(call, index, grad, node, axis, kept, positions)
         view.is_reached = is_reached
         return view
 
@@ -229,6 +249,19 @@ class BackwardPass:
 
     # The end -------------------------------------------------------------------------------------
 
+    def _visit_leaves(self) -> None:
+        """Parameters that plain functions use: everything that was sent to them is there."""
+        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
+            for site in self.survey.leaves.values():
+                if not self._schedule.waits_at(site):
+                    continue  # backward(inputs=...) leaves it out
+                view = self._view(site, None)
+                for slot, group in enumerate(self._groups):
+                    if group.extensions and group.propagator.keeps_apart:
+                        self._traversal.visit(slot, site, view)
+                if self.context.extension_hook is not None:
+                    self.context.extension_hook(site.call.module)
+
     def leave(self) -> None:
         """The pass is over, however it ended."""
         for task in [t for t, p in self.context.passes.items() if p is self]:
@@ -239,6 +272,7 @@ class BackwardPass:
         self.leave()
         for call in self._release_last:
             call.release()
+        self._visit_leaves()
         # With backward(inputs=...), a parameter that is none of these may be reached in part: it
         # gets nothing then.
         assert self._schedule.is_empty(), "a quantity was left on its way"

@@ -18,8 +18,9 @@ from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.module_extension import Grads, ModuleExtension
 from backpack_core.contract.parametric import ParametricRule
-from backpack_core.contract.product import Reading
+from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.regrouping import regrouped
 from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackWarning,
@@ -79,8 +80,9 @@ class Carrier(ABC):
 class RuleCarrier(Carrier):
     """A layer rule, which any extension can read from."""
 
-    def __init__(self, propagator: Propagator) -> None:
+    def __init__(self, propagator: Propagator, batch_size: int) -> None:
         self._propagator = propagator
+        self._batch_size = batch_size
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -99,7 +101,12 @@ class RuleCarrier(Carrier):
             reading = used.get(name)
             if reading is None:
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                reading = used[name] = self._propagator.product(rule, view, name, quantity)
+                reading = self._propagator.product(rule, view, name, quantity)
+                if view.positions > 1 and isinstance(reading, SampleProduct):
+                    roots = reading.roots
+                    reading = regrouped(reading, reading.columns, self._batch_size)
+                    reading.roots = roots
+                used[name] = reading
                 is_linear = is_covered and name in rule.linear_in_params
                 reading.place(module, path, name, type(rule), is_linear)
             if parameter is not tensor:

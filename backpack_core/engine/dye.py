@@ -25,6 +25,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Crossing
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -117,7 +118,10 @@ class DyePropagator(Propagator):
         gradient = view.grad_output.detach()
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
-        if not self._weights.fit(gradient):
+        if not view.positions:  # what arrives is kept apart
+            self.settled.add((view.call, view.index))
+            return _LOST
+        if not self._weights.fit(gradient, view.positions):
             return self.begin(gradient) if waiting is None else waiting
         if waiting is not None:
             self._compare(view, waiting, gradient)
@@ -125,7 +129,7 @@ class DyePropagator(Propagator):
             return Dye(Columns({}), is_open=True, way=(view.path,))
         if view.axis and view.call.goes_inside:
             return _LOST
-        dyed = self._weights.dyed(gradient)
+        dyed = self._weights.dyed(gradient, view.positions)
         return Dye(Columns({_OF_LOSS: dyed}), size=_largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
@@ -134,7 +138,7 @@ class DyePropagator(Propagator):
         A rule keeps samples apart. So where only they matter, what it sends is not computed but
         taken from autograd, at the next operation that may mix them.
         """
-        if self._is_curvature or view.axis or view.call.goes_inside:
+        if self._is_curvature or view.axis or view.call.goes_inside or view.positions != 1:
             return False
         live = _live(view)
         return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
@@ -159,15 +163,37 @@ class DyePropagator(Propagator):
             is_other = _largest(plain - own) > max(16 * allowed, size * 1e-5)
             if is_other or _largest(besides) > allowed:
                 raise _something_besides(view, arrived)
-        weights = self._weights.along(plain)
+        if not self._is_apart(plain, guesses, view.positions, allowed):
+            raise _mixed(f"{view.path} and what uses its output", arrived)
+
+    def _is_apart(
+        self, plain: Tensor, guesses: Sequence[Tensor], positions: int, allowed: float
+    ) -> bool:
+        """Whether dyed columns are the plain one, weighted sample by sample."""
+        weights = self._weights.along(plain, positions=positions)
         # One guess has to be right everywhere.
         self._right &= {
             number
             for number, dyed in enumerate(guesses)
             if _largest((dyed - plain * weights) / weights) <= allowed
         }
-        if not self._right:
-            raise _mixed(view, arrived)
+        return bool(self._right)
+
+    def _compare_before(self, node: Node, quantities: dict[int, Dye], there: Crossing) -> None:
+        """Compare at the last tensors that have samples.
+
+        Raises:
+            SampleMixingError: Samples influence each other on the way.
+        """
+        for nr, arrived in quantities.items():
+            total, positions = arrived.total(), there.positions.get(nr, 0)
+            if not arrived.is_whole or total is None or not self._weights.fit(total[0], positions):
+                continue
+            plain, *guesses = total
+            unit = max(arrived.unit, torch.finfo(plain.dtype).eps)
+            allowed = max(_largest(plain) * unit**0.6, arrived.size * unit * 64)
+            if not self._is_apart(plain, guesses, positions, allowed):
+                raise _mixed(f"the operation {nodes.described(node)} and its result", arrived)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
@@ -227,9 +253,14 @@ class DyePropagator(Propagator):
         return dye._replace(columns=columns, is_open=False, size=size)
 
     def cross(
-        self, node: Node, quantities: dict[int, Dye], batch_size: int
+        self, node: Node, quantities: dict[int, Dye], there: Crossing
     ) -> list[tuple[int, Dye]]:
         """Call the node for all columns, if that has no effects; else it ends."""
+        if there.apart:
+            self._compare_before(node, quantities, there)
+        return [(i, dye) for i, dye in self._cross(node, quantities) if i not in there.apart]
+
+    def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
         arrived = list(quantities.values())
         is_free = self._is_readable and (not nodes.is_function(node) or nodes.is_hook(node))
         if is_free and all(dye.is_whole for dye in arrived):
@@ -290,27 +321,24 @@ def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().nan_to_num(0, 0, 0).max())
 
 
-def _stretch(view: View, arrived: Dye) -> str:
-    return f"Between {view.path} and what uses its output ({_listed(arrived.way)})"
-
-
 def _listed(way: Iterable[str], most: int = 8) -> str:
     steps = list(way)
     return ", ".join(steps if len(steps) <= most else [*steps[: most - 1], "..."])
 
 
-def _mixed(view: View, arrived: Dye) -> SampleMixingError:
+def _mixed(where: str, arrived: Dye) -> SampleMixingError:
     return SampleMixingError(
-        f"{_stretch(view, arrived)}, samples of the batch influence each other: a gradient of one "
-        "sample reaches another one, or axis 0 holds something else there that is as long as the "
-        "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
+        f"Between {where} ({_listed(arrived.way)}), samples of the batch influence each "
+        "other: a gradient of one sample reaches another one, or axis 0 holds something else there "
+        "that is as long as the batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
         "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
     )
 
 
 def _something_besides(view: View, arrived: Dye) -> UnsupportedError:
     return UnsupportedError(
-        f"{_stretch(view, arrived)}, autograd brings another gradient than that of the extended "
+        f"Between {view.path} and what uses its output ({_listed(arrived.way)}), autograd brings "
+        "another gradient than that of the extended "
         "losses: a term beside them depends on the output, or a hook changes gradients on the way. "
         "Curvature would be that of something else. Extend the loss as a whole, compute the "
         "other term's in a backward pass of its own, or remove the hook."

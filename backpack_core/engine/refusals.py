@@ -8,10 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
+from backpack_core.engine.groups import Group
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
 from backpack_core.graph import nodes
 from backpack_core.graph.above import nonlinear_above
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
@@ -30,10 +33,19 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
     Raises:
         UnsupportedError: An extension means nothing without one of them.
     """
-    for key in survey.bare.keys() - {*known} - survey.uses.keys():
+    at_leaves = {
+        id(site.call.stored.owned[name][0])
+        for site in survey.leaves.values()
+        for name in site.call.stored.owned
+    }
+    for key in survey.bare.keys() - {*known}:
         parameter, node = survey.bare[key]
+        is_known = key in at_leaves
+        missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
+        if not missed or (key in survey.uses and not is_known):
+            continue
         operation = nodes.name_of(node)
-        for extension in extensions:
+        for extension in missed:
             if extension.needs_every_parameter:
                 raise UnsupportedError(
                     f"A parameter of shape {list(parameter.shape)} is used by the operation "
@@ -54,6 +66,42 @@ def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> N
         "outside of any module that owns it: it gets no quantity. Make it a parameter of "
         "the module whose forward() uses it.",
         UncoveredParameterWarning,
+    )
+
+
+def refuse_misaligned(survey: Survey, alignment: Alignment, groups: Sequence[Group]) -> None:
+    """Raise where a quantity of single samples cannot be had, as some tensor has none of them.
+
+    Args:
+        survey: What is known about the graph.
+        alignment: Where samples lie in it.
+        groups: What was asked for.
+
+    Raises:
+        BackpackError: Somewhere it cannot.
+    """
+    for group in groups:
+        propagator = group.propagator
+        if not propagator.per_sample:
+            continue
+        for (call, index), fault in alignment.faults.items():
+            positions = alignment.positions_of(survey.sites[call, index])
+            is_known = positions if call.rule.is_loss else not survey.axes[call, index]
+            is_split = positions > 1 and propagator.subsampling is not None
+            if not propagator.keeps_apart or not is_known or is_split:
+                raise fault
+        if alignment.beside and propagator.keeps_apart:
+            raise _beside(survey, *alignment.beside[0])
+
+
+def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:
+    name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
+    return UnsupportedError(
+        f"The number that backward() is called on depends on the parameter {name} (of shape "
+        f"{list(parameter.shape)}) by the operation {nodes.described(node)!r}, and not by way of "
+        "any sample: a term beside the loss, as a penalty on weights is. Its gradient belongs to "
+        "no sample. Hand that term over, backpack(..., beside=[term]), and quantities are those "
+        "of the rest; or call backward() on it outside of the block."
     )
 
 

@@ -15,10 +15,17 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from backpack_core._torch import Node, current_node, graph_task_id, will_execute
+from backpack_core._torch import (
+    Node,
+    current_node,
+    graph_task_id,
+    will_execute,
+    will_get_gradient,
+)
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.values import without_autocast
@@ -45,11 +52,13 @@ NOTHING = Waiting()
 class Schedule(ABC):
     """What waits at calls and at nodes, for every group."""
 
-    def __init__(self, survey: Survey, groups: Sequence[Group]) -> None:
+    def __init__(self, survey: Survey, alignment: Alignment, groups: Sequence[Group]) -> None:
         self.survey = survey
+        self.alignment = alignment
         self.groups = groups
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
+        self._started: set[Node] = set()
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
@@ -58,6 +67,12 @@ class Schedule(ABC):
     def await_site(self, site: Site) -> None:
         """Something waits at a call for the first time: autograd calls back by itself."""
         return
+
+    def waits_at(self, site: Site) -> bool:
+        """Whether anything waits at an output of a call."""
+        return any(
+            (site.call, site.index, slot) in self._at_sites for slot in range(len(self.groups))
+        )
 
     def is_empty(self) -> bool:
         """Whether everything that was sent has arrived."""
@@ -111,42 +126,66 @@ class Schedule(ABC):
             node: The node.
             grads: The gradients at its outputs, where autograd has brought them.
         """
-        if node not in self._at_nodes:
+        waiting = self._at_nodes.pop(node, {})
+        if grads and node in self.alignment.starts and node not in self._started:
+            self._started.add(node)
+            waiting = {slot: waiting.get(slot, {}) for slot in range(len(self.groups))}
+            grads = nodes.filled(node, grads)
+        if not waiting:
             return
-        for slot, quantities in self._at_nodes.pop(node).items():
+        there = self.alignment.crossing(node)
+        for slot, quantities in waiting.items():
             group = self.groups[slot]
             try:
                 quantities = group.propagator.supply(quantities, grads)
-                crossed = group.propagator.cross(node, quantities, self.survey.batch_size)
+                crossed = group.propagator.cross(node, quantities, there) if quantities else []
             except Exception as error:
                 place_between(error, self.survey, group.first, node)
                 raise
             edges = dict(edges_behind(node)) if crossed else {}
             for position, quantity in crossed:
                 edge = edges.get(position)
-                if edge is not None and not nodes.is_leaf(edge.node):
-                    self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
+                if edge is not None:
+                    self._send(slot, edge, quantity)
+
+    def _send(self, slot: int, edge: Edge, quantity: Any) -> None:
+        """Leave what has crossed a node at an edge behind it."""
+        if not nodes.is_leaf(edge.node):
+            self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
+            return
+        leaf = self.alignment.leaves.get(edge.node)
+        # Of other parameters, calls are read off.
+        if (
+            leaf is not None
+            and self.groups[slot].propagator.keeps_apart
+            and will_get_gradient(leaf)
+        ):
+            self.leave(slot, edge, wide=quantity)
 
 
 class HookSchedule(Schedule):
     """In autograd's order, whose hooks tell when a node is reached."""
 
-    def __init__(self, survey: Survey, groups: Sequence[Group], passes: Passes) -> None:
+    def __init__(
+        self, survey: Survey, alignment: Alignment, groups: Sequence[Group], passes: Passes
+    ) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
+            alignment: Where samples lie in it.
             groups: What is sent.
             passes: Where the pass is known by its task, until it fails.
         """
-        super().__init__(survey, groups)
+        super().__init__(survey, alignment, groups)
         self._passes = passes
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""
-        when_reached(node, self, HookSchedule._reach, self._passes)
+        when_reached(node, self, HookSchedule.reach, self._passes)
 
-    def _reach(self, grads: Any) -> None:
+    def reach(self, grads: Any) -> None:
+        """Autograd is at a node."""
         self.cross(current_node(), grads)
 
 
@@ -180,15 +219,22 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
 class RankSchedule(Schedule):
     """In an order that was made beforehand."""
 
-    def __init__(self, survey: Survey, groups: Sequence[Group], ranks: dict[Node, int]) -> None:
+    def __init__(
+        self,
+        survey: Survey,
+        alignment: Alignment,
+        groups: Sequence[Group],
+        ranks: dict[Node, int],
+    ) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
+            alignment: Where samples lie in it.
             groups: What is sent.
             ranks: Every node's place in the order.
         """
-        super().__init__(survey, groups)
+        super().__init__(survey, alignment, groups)
         self._ranks = ranks
         self._queue: list[tuple[int, Node]] = []
         self._sites: dict[Node, list[Site]] = {}

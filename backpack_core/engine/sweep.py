@@ -18,6 +18,7 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.engine.sink import ChunkSink, Values
 from backpack_core.engine.traversal import Traversal
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
@@ -49,17 +50,24 @@ class Chunks:
     """Makes sweeps for one backward pass."""
 
     def __init__(
-        self, survey: Survey, groups: Sequence[Group], kept: Kept, partial: Values
+        self,
+        survey: Survey,
+        alignment: Alignment,
+        groups: Sequence[Group],
+        kept: Kept,
+        partial: Values,
     ) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
+            alignment: Where samples lie in it.
             groups: What is sent.
             kept: What calls have computed for all columns that pass through them.
             partial: Where values go, added up.
         """
         self._survey = survey
+        self._alignment = alignment
         self._groups = groups
         self._kept = kept
         self._partial = partial
@@ -86,8 +94,9 @@ class Chunks:
         if site.edge.node not in self._ranks:
             self._ranks = ranks(site.edge.node)
         survey, groups = self._survey, self._groups
-        schedule, sink = RankSchedule(survey, groups, self._ranks), ChunkSink(survey)
-        traversal = Traversal(survey, groups, schedule, sink)
+        alignment = self._alignment
+        schedule, sink = RankSchedule(survey, alignment, groups, self._ranks), ChunkSink(survey)
+        traversal = Traversal(survey, alignment, groups, schedule, sink)
         begin(traversal)
         schedule.run(lambda site: self._visit(traversal, slot, site))
         sink.add_to(self._partial)
@@ -96,8 +105,10 @@ class Chunks:
         call = site.call
         kept = self._kept.setdefault(call, {})
         axis = self._survey.axes[call, site.index]
-        view = View(call, site.index, None, site.edge.node, axis, kept)
-        call.rule.check(view)
+        positions = self._alignment.positions_of(site)
+        view = View(call, site.index, None, site.edge.node, axis, kept, positions)
+        if call not in self._survey.opened:
+            call.rule.check(view)
         traversal.visit(slot, site, view)
         # What depends on the call alone serves the next chunk, too, as far as memory allows.
         if sum(t.nbytes for t in iter_tensors(list(kept.values()))) > memory_budget():

@@ -17,6 +17,7 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Pending, Sink
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
@@ -33,6 +34,7 @@ class Traversal:
 
     Attributes:
         survey: What is known about the graph.
+        alignment: Where samples lie in it.
         groups: Extensions by propagator.
         schedule: What waits where.
         sink: Where values go.
@@ -42,12 +44,14 @@ class Traversal:
     def __init__(
         self,
         survey: Survey,
+        alignment: Alignment,
         groups: Sequence[Group],
         schedule: Schedule,
         sink: Sink,
         chunks: Chunks | None = None,
     ) -> None:
         self.survey = survey
+        self.alignment = alignment
         self.groups = groups
         self.schedule = schedule
         self.sink = sink
@@ -64,10 +68,13 @@ class Traversal:
         group = self.groups[slot]
         propagator = group.propagator
         try:
-            view = view.subsample(propagator.subsampling)
-            carrier = _carrier(group, view)
+            if view.positions:
+                view = view.subsample(propagator.subsampling)
+            carrier = self._carrier(group, view)
             arrived = self.schedule.take(slot, site)
             quantity = carrier.arrive(view, _at_output(group, site, view, arrived))
+            if view.positions > 1 and view.call.rule.is_loss and propagator.travels:
+                quantity = propagator.split_positions(quantity, view.positions)
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
@@ -76,6 +83,8 @@ class Traversal:
             whole = propagator.rooted(quantity) if is_shared else quantity
             if group.extensions:
                 self._read(slot, view, carrier, whole)
+            if self._sends_apart(site, view):
+                self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
                 return
             if site.layout is None and not view.axis:  # else what is below has another shape
@@ -99,7 +108,9 @@ class Traversal:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[slot].propagator
         is_rule = not carrier.gives_values
-        goes_inside = propagator.starts_everywhere if call.rule.is_loss else call.goes_inside
+        goes_inside = (
+            propagator.starts_everywhere if call.rule.is_loss else self.survey.goes_inside(call)
+        )
         if is_rule and goes_inside:
             self._send_below(slot, site, quantity, arrived)
             return
@@ -115,7 +126,41 @@ class Traversal:
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
-            if edge is not None:
+            if edge is not None and not self.alignment.is_apart(edge):
+                if view.positions:
+                    self.schedule.deliver(slot, edge, own=arriving)
+                else:
+                    wide = propagator.widen(arriving, self.survey.batch_size)
+                    positions = self.alignment.positions_at(edge)
+                    self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
+
+    def _sends_apart(self, site: Site, view: View) -> bool:
+        """Whether something has to be kept apart by sample behind a call."""
+        call, alignment = site.call, self.alignment
+        if not alignment.apart or call.rule.is_loss:
+            return False
+        if self.survey.goes_inside(
+            call
+        ):  # the nodes inside see to it, from the last that have samples on
+            return not view.positions
+        return any(edge is not None and alignment.is_apart(edge) for edge in call.edges)
+
+    def _send_apart(
+        self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any
+    ) -> None:
+        """Send what is kept apart by sample to the inputs that have none."""
+        propagator, call = self.groups[slot].propagator, site.call
+        if not propagator.keeps_apart or quantity is None:
+            return
+        if self.survey.goes_inside(call):
+            if not propagator.travels:
+                self.schedule.deliver(slot, site.below, own=quantity)
+            return
+        if view.positions:
+            quantity = propagator.take_apart(quantity, view.positions)
+        for position, arriving in carrier.send(view, quantity).items():
+            edge = call.edges[position]
+            if edge is not None and self.alignment.is_apart(edge):
                 self.schedule.deliver(slot, edge, own=arriving)
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
@@ -133,7 +178,9 @@ class Traversal:
         size = None if chunks is None else chunks.size(slot, view)
         if chunks is None or size is None:
             return quantity
-        edges = (site.below,) if call.goes_inside and not call.rule.is_loss else call.edges
+        edges = (
+            (site.below,) if self.survey.goes_inside(call) and not call.rule.is_loss else call.edges
+        )
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         propagator = self.groups[slot].propagator
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
@@ -165,6 +212,18 @@ class Traversal:
         """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
+    def _carrier(self, group: Group, view: View) -> Carrier:
+        """Who answers for the module."""
+        if group.has_overrides:  # then the group has one extension
+            extension = group.extensions[0]
+            found = registry.override(extension, view.call.module)
+            if found is not None:
+                fault = self.alignment.faults.get((view.call, view.index))
+                if fault is not None:
+                    raise fault
+                return HandWrittenCarrier(found, group.propagator, extension)
+        return RuleCarrier(group.propagator, self.survey.batch_size)
+
     # Reading -------------------------------------------------------------------------------------
 
     def _read(self, slot: int, view: View, carrier: Carrier, quantity: Any) -> None:
@@ -180,7 +239,7 @@ class Traversal:
             return
         beside: dict[Any, Any] = {}
         everything = list(carrier.find(view, trained, quantity))  # before any of it is read
-        if self.survey.bare:
+        if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)
         for name, parameter, reading, is_covered in everything:
@@ -205,15 +264,6 @@ class Traversal:
                 f"outside of any module, so '{group.extensions[0].savefield}' would miss that "
                 "part. Apply the parameter through a module (nn.Linear with a tied weight, say)."
             )
-
-
-def _carrier(group: Group, view: View) -> Carrier:
-    if group.has_overrides:  # then the group has one extension
-        extension = group.extensions[0]
-        found = registry.override(extension, view.call.module)
-        if found is not None:
-            return HandWrittenCarrier(found, group.propagator, extension)
-    return RuleCarrier(group.propagator)
 
 
 def _at_output(group: Group, site: Site, view: View, arrived: Waiting) -> Any:

@@ -33,21 +33,23 @@ class Weights:
         """Number of samples."""
         return len(self._values)
 
-    def fit(self, tensor: Tensor) -> bool:
-        """Whether axis 0 is as long as the batch."""
-        return tensor.shape[:1] == self._values.shape
+    def fit(self, tensor: Tensor, positions: int = 1) -> bool:
+        """Whether axis 0 has so many positions of every sample."""
+        return tensor.shape[:1] == (positions * len(self),)
 
-    def along(self, tensor: Tensor, axis: int = 0) -> Tensor:
+    def along(self, tensor: Tensor, axis: int = 0, positions: int = 1) -> Tensor:
         """One for each entry of an axis, to be multiplied with the tensor."""
-        return self._shaped(self._values, tensor, axis)
+        values = self._values if positions == 1 else self._values.repeat_interleave(positions)
+        return self._shaped(values, tensor, axis)
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Columns without weights."""
         return tensor.expand(1 + self._guesses, *tensor.shape)
 
-    def dyed(self, tensor: Tensor) -> Tensor:
+    def dyed(self, tensor: Tensor, positions: int = 1) -> Tensor:
         """Columns of a tensor with samples on axis 0."""
-        return torch.stack([tensor, *[tensor * self.along(tensor)] * self._guesses])
+        dyed = tensor * self.along(tensor, positions=positions)
+        return torch.stack([tensor, *[dyed] * self._guesses])
 
     def guess(self, tensor: Tensor, is_first: bool) -> list[Tensor] | None:
         """Where samples may lie in a tensor: weights to multiply with, for every guess.

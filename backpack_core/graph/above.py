@@ -27,7 +27,7 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
         if site is not None and site.call.rule.is_loss:
             losses.append(edge)
             continue
-        if site is not None and not site.call.goes_inside:
+        if site is not None and not survey.goes_inside(site.call):
             continue  # a module that is no loss: what is behind is the net
         through = [site.below] if site else [e for _, e in edges_behind(edge.node)]
         for behind in through:
@@ -56,7 +56,7 @@ def begins_at_losses(survey: Survey, roots: Iterable[Edge]) -> bool:
         site = survey.site_at(edge)
         if site is not None and site.call.rule.is_loss:
             continue
-        if site is not None and not site.call.goes_inside:
+        if site is not None and not survey.goes_inside(site.call):
             return False
         behind = [site.below] if site else [e for _, e in edges_behind(edge.node)]
         todo += [e for e in behind if e not in seen]

@@ -56,6 +56,65 @@ def push(node: Node, mats: Columns) -> Columns:
     }
 
 
+def push_rows(
+    node: Node, mat: Tensor, positions: int, position: int, is_readable: bool
+) -> Tensor | None:
+    """What each sample sends to an operand that has no samples, where the operation is known.
+
+    Args:
+        node: An autograd node that autograd has not executed yet, with one output.
+        mat: Columns ``[V, N · positions, *]`` there.
+        positions: How many entries of axis 0 each sample has.
+        position: Where the operand is, in ``node.next_functions``.
+        is_readable: Whether the node may be asked for what autograd saved.
+
+    Returns:
+        Shape ``[V, N, *operand]``; ``None`` where it takes a mask for every sample.
+    """
+    operation = nodes.operation_of(node)
+    child, number = node.next_functions[position]
+    assert child is not None
+    target = metadata_of(child, number)
+    rows = mat.unflatten(1, (-1, positions))
+    if operation == "Expand":
+        return _fit_rows(mat, target) if positions == 1 else None
+    if operation in nodes.ELEMENTWISE and positions == 1:
+        mat = mat.to(metadata_of(node, 0).dtype)
+        product = _over_columns(_formula(node, [0], [metadata_of(node, 0)]), [mat])
+        whole = product.get(position)
+        if whole is not None and whole.shape == mat.shape:
+            return _fit_rows(whole, target)
+        return None
+    if operation == "Addmm" and position == 0:
+        bias = rows.sum(2) * node._saved_beta  # type: ignore[attr-defined]
+        return bias.reshape(*bias.shape[:2], *target.shape) if is_vector(target.shape) else None
+    if operation in ("Mm", "Addmm") and position == (1 if operation == "Mm" else 2) and is_readable:
+        left = node._saved_self if operation == "Mm" else node._saved_mat1  # type: ignore[attr-defined]
+        scale = 1 if operation == "Mm" else node._saved_alpha  # type: ignore[attr-defined]
+        inp = left.to(mat.dtype).unflatten(0, (-1, positions))
+        return (torch.einsum("nkd,vnko->vndo", inp, rows) * scale).to(target.dtype)
+    return None
+
+
+def is_vector(shape: torch.Size) -> bool:
+    """Whether all axes but the last are single."""
+    return shape.numel() == (shape[-1] if shape else 1)
+
+
+def _fit_rows(product: Tensor, target: Any) -> Tensor:
+    """Sum ``[V, N, *broadcast]`` to ``[V, N, *shape]``: everything but samples."""
+    shape = target.shape
+    inner = product.dim() - 2  # the axes of the output but the first
+    own = len(shape) - inner  # one if the operand has an axis where the samples are
+    if own <= 0:
+        surplus = tuple(range(2, 2 - own))
+        product = product.sum(surplus) if surplus else product
+    rest = shape[1:] if own > 0 else shape
+    axes = tuple(2 + i for i, n in enumerate(rest) if n == 1 and product.shape[2 + i] != 1)
+    product = product.sum(axes, keepdim=True) if axes else product
+    return product.reshape(*product.shape[:2], *shape).to(target.dtype)
+
+
 def _formula(node: Node, numbers: list[int], metadata: list[Any]) -> Formula:
     """The node as a function of the gradients at some of its outputs."""
     edges = node.next_functions

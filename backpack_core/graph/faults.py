@@ -69,11 +69,11 @@ def uncovered(call: Call) -> BackpackError | None:
     return None
 
 
-def other_batch(call: Call, size: int, first: str, first_size: int) -> BackpackError:
-    """Two calls disagree about the batch."""
+def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
+    """A call received something else than the samples on axis 0."""
     return ShapeError(
-        f"{call.path} received a batch of {size}, but {first} one of "
-        f"{first_size}: the first dimension must be the samples in every module. Where "
-        "positions were merged into the batch (as in logits.flatten(0, 1)), keep them as extra "
-        "dimensions: Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
+        f"{call.path} received {size} entries on axis 0, where the model received "
+        f"{batch_size} samples: they are something else, or positions were merged into the "
+        "batch (as in logits.flatten(0, 1)). Keep those as extra dimensions: Linear takes "
+        "[N, T, D], CrossEntropyLoss [N, C, T]."
     )

@@ -7,9 +7,11 @@ Only nodes of torch's own operations have a name that means something: a Python
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
@@ -37,6 +39,30 @@ PIECEWISE_LINEAR = frozenset(
     ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices
     AdaptiveMaxPool2D AdaptiveMaxPool3D NativeDropout Sort Topk Kthvalue Median
     """.split()  # noqa: SIM905
+)
+# Views in the order of the entries.
+VIEWS = frozenset(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"])
+# Entry by entry: what is broadcast is summed around the node, not in it.
+ELEMENTWISE = frozenset(
+    """
+    Add Sub Rsub Mul Div Neg Where MaskedFill Pow Relu LeakyRelu Gelu Silu Mish Elu Celu Selu Tanh
+    Sigmoid Softplus Hardtanh Hardswish Hardsigmoid Threshold Exp Log Sqrt Rsqrt Reciprocal Abs
+    Clamp ClampMin ClampMax Maximum Minimum Addcmul Addcdiv Lerp NativeDropout Clone ToCopy Sin Cos
+    Erf Expm1 Log1P Square
+    """.split()  # noqa: SIM905
+)
+# Where the factor stands that has the rows of the product.
+_ROW_FACTOR = {"Mm": 0, "Addmm": 1}
+# Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
+_OF_ONE = VIEWS | frozenset(
+    """
+    T Transpose Permute Clone ToCopy Neg Exp Log Sqrt Rsqrt Reciprocal Abs Tanh Sigmoid Relu
+    Softplus Sum Mean Norm LinalgVectorNorm Slice Select Split Unbind Flip Diagonal Tril Triu
+    DiagEmbed Softmax LogSoftmax
+    """.split()  # noqa: SIM905
+)
+_OF_SEVERAL = frozenset(
+    "Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv".split()  # noqa: SIM905
 )
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
 FACTORS = {
@@ -70,6 +96,14 @@ def shape_of(node: Node, output_nr: int) -> torch.Size:
     return torch.Size(metadata_of(node, output_nr).shape)
 
 
+def filled(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients at a node's outputs, those that are zero included."""
+    return [
+        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if gradient is None else gradient
+        for gradient, m in zip(gradients, node._input_metadata, strict=True)
+    ]
+
+
 def name_of(node: Node) -> str:
     """The node's operation, as ``"Mul"`` for ``MulBackward0``."""
     return re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
@@ -83,6 +117,45 @@ def described(node: Node) -> str:
         if found and not is_library(found[1]):
             return f"{name_of(node)} [{found[1]}:{found[2]}]"
     return name_of(node)
+
+
+def operation_of(node: Node) -> str:
+    """The operation of one of torch's own nodes; empty where it has any other."""
+    return operations().get(type(node), "")
+
+
+def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
+    """Whether entry ``i`` of axis 0 of an output is known to need entry ``i`` of an operand only.
+
+    Views count that keep the order of the entries: whole rows stay whole rows.
+
+    Args:
+        node: The node.
+        output_nr: Which output.
+        position: Which operand, as a position in ``node.next_functions``.
+    """
+    operation = operation_of(node)
+    if operation in VIEWS:
+        return True
+    child, number = node.next_functions[position]
+    assert child is not None
+    out, inp = shape_of(node, output_nr), shape_of(child, number)
+    if len(out) != len(inp) or out[0] != inp[0]:
+        return False
+    if operation == "NativeLayerNorm":
+        return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
+    if operation in ("Softmax", "LogSoftmax"):
+        return (node._saved_dim + len(inp)) % 2**64 % len(inp) != 0  # type: ignore[attr-defined]
+    return operation in ELEMENTWISE or _ROW_FACTOR.get(operation) == position
+
+
+def is_of_its_operands(node: Node) -> bool:
+    """Whether all tensors that the operation works on are known to have an edge."""
+    operation = operation_of(node)
+    if operation in _OF_ONE:
+        return True
+    edges = node.next_functions
+    return operation in _OF_SEVERAL and all(child is not None for child, _ in edges)
 
 
 def refuse(node: Node, reason: str) -> BridgeError:

@@ -20,13 +20,22 @@ def behind(starts: Iterable[Node | None]) -> set[Node]:
     return found
 
 
-def ranks(start: Node) -> dict[Node, int]:
-    """A number for every node behind one, such that all it leads to have larger ones.
+def ranks(*starts: Node) -> dict[Node, int]:
+    """A number for every node behind some, such that all it leads to have larger ones.
 
     What a call with a rule covers is in it, too: a rule may decline, and leave it to the nodes.
     """
     finished: list[Node] = []
-    opened: set[Node] = {start}
+    opened: set[Node] = set()
+    for start in starts:
+        if start not in opened:
+            opened.add(start)
+            _finish(start, opened, finished)
+    return {node: rank for rank, node in enumerate(reversed(finished))}
+
+
+def _finish(start: Node, opened: set[Node], finished: list[Node]) -> None:
+    """Add everything behind a node, what lies deepest first."""
     stack: list[tuple[Node, Iterator[Node]]] = [(start, _behind(start))]
     while stack:
         node, children = stack[-1]
@@ -38,7 +47,6 @@ def ranks(start: Node) -> dict[Node, int]:
         else:
             finished.append(node)
             stack.pop()
-    return {node: rank for rank, node in enumerate(reversed(finished))}
 
 
 def _behind(node: Node) -> Iterator[Node]:

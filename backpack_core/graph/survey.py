@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
+from backpack_core.graph.batch import batch_of
 from backpack_core.graph.trained import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
@@ -52,6 +53,9 @@ class Survey:
         uses: The parameters that they use, by ``id``.
         bare: Parameters that operations outside of any owning module use, by ``id``, with the
             node of one such operation.
+        bare_edges: The same by node, and position of the edge.
+        leaves: Parameters that are looked at as calls, by the node that takes their gradient.
+        opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         faults: Why quantities of single samples do not exist, and where.
@@ -66,16 +70,26 @@ class Survey:
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
     bare: dict[int, tuple[Parameter, Node]] = field(default_factory=dict)
+    bare_edges: dict[tuple[Node, int], Parameter] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
+    leaves: dict[Node, Site] = field(default_factory=dict)
+    opened: set[Call] = field(default_factory=set)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
-    _first: Call | None = None
+    _regions: dict[Call, Region | None] = field(default_factory=dict)
+    _owned: dict[Call, list[tuple[Node, int, Parameter]]] = field(default_factory=dict)
     _seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
     def add(self, edges: Iterable[Edge]) -> None:
         """Walk everything behind some edges; what is known already is not walked again."""
-        todo: list[tuple[Edge, Region | None]] = [(edge, None) for edge in edges]
+        self._walk([(edge, None) for edge in edges])
+        for place in self._inner.keys() & self.viewed.keys():
+            self._fault(faults.changed_output(self._inner[place]))
+        if not self.batch_size:
+            self.batch_size = batch_of(self.sites.values())
+
+    def _walk(self, todo: list[tuple[Edge, Region | None]]) -> None:
         while todo:
             edge, region = todo.pop()
             if region is not None:
@@ -85,17 +99,24 @@ class Survey:
             self._note_views(edge, region)
             site = self.site_at(edge)
             todo += self._pass(edge.node, region) if site is None else self._enter(site, region)
-        for place in self._inner.keys() & self.viewed.keys():
-            self._fault(faults.changed_output(self._inner[place]))
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
+        if self.leaves and edge.node in self.leaves:
+            return self.leaves[edge.node]
         if self.viewed and not edge.level:
             edge = self.viewed.get((edge.node, edge.output_nr), edge)
         site = site_at(edge)
         if site is not None and site.edge.level <= 0 and (site.call, site.index) in self._moved:
             return None  # the call is visited at the tensor that its output is a view of
         return site
+
+    def add_leaf(self, site: Site) -> None:
+        """Look at a parameter as at a call that returns it."""
+        self.leaves[site.edge.node] = site
+        self.sites[site.call, site.index] = site
+        self.axes[site.call, site.index] = 0
+        self._note_uses(site.call)
 
     def is_moved(self, call: Call, index: int) -> bool:
         """Whether a call is visited at the tensor that its output is a view of."""
@@ -134,6 +155,15 @@ class Survey:
         if (call, index) in self.sites or call.is_released:
             return []
         self.sites[call, index] = site
+        self._regions[call] = region
+        self._note_uses(call)
+        self._check(call, index)
+        if self.goes_inside(call):
+            return [(site.below, Region(call, region))]
+        return [(edge, region) for edge in call.edges if edge is not None]
+
+    def _note_uses(self, call: Call) -> None:
+        """Note which parameters a call uses."""
         if call not in self.trained:
             self.trained[call] = trained_in(call)
         for name, parameter, *_ in self.trained[call]:
@@ -143,10 +173,6 @@ class Survey:
             self.weights += 0 if use.count else parameter.nbytes
             use.count += 1
             self.is_shared |= use.count > 1
-        self._check(call, index)
-        if call.goes_inside:
-            return [(site.below, Region(call, region))]
-        return [(edge, region) for edge in call.edges if edge is not None]
 
     def _pass(self, node: Node, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
         """Go through a node between calls."""
@@ -156,9 +182,9 @@ class Survey:
         self._seen[node, region] = None
         if nodes.mixes_samples(node):
             self.faults.append((faults.mixing_node(node), node))
-        for _, edge in edges_behind(node):
+        for position, edge in edges_behind(node):
             if nodes.is_leaf(edge.node):
-                self._note_parameter(edge.node.variable, node, region)  # type: ignore[attr-defined]
+                self._note_parameter(edge.node.variable, node, position, region)  # type: ignore[attr-defined]
                 continue
             if edge.level:
                 self._see_through(edge)
@@ -174,13 +200,37 @@ class Survey:
             if call in enclosing and (own is None or own.call is not call):
                 self._inner.setdefault((edge.node, edge.output_nr), call)
 
-    def _note_parameter(self, parameter: Tensor, node: Node, region: Region | None) -> None:
-        """Note a parameter that no enclosing call owns."""
+    def _note_parameter(
+        self, parameter: Tensor, node: Node, position: int, region: Region | None
+    ) -> None:
+        """Note a parameter, and which enclosing call owns it, if any."""
+        if not isinstance(parameter, Parameter):
+            return
         for call in _calls(region):
             if any(parameter is own.parameter for own in self.trained[call]):
+                self._owned.setdefault(call, []).append((node, position, parameter))
                 return
-        if isinstance(parameter, Parameter):
+        self.bare[id(parameter)] = (parameter, node)
+        self.bare_edges[node, position] = parameter
+
+    def goes_inside(self, call: Call) -> bool:
+        """Whether what arrives at a call goes on through the nodes that made its output."""
+        return call.goes_inside or call in self.opened
+
+    def open(self, site: Site) -> None:
+        """Have a call gone through node by node."""
+        self.opened.add(site.call)
+        self.disown(site.call)
+        self._walk([(site.below, Region(site.call, self._regions[site.call]))])
+
+    def disown(self, call: Call) -> None:
+        """Have nothing read off at a call: operations inside use its parameters, as any others."""
+        for _, parameter, *_ in self.trained[call]:
+            self.uses[id(parameter)].count -= 1
+        self.trained[call] = ()
+        for node, position, parameter in self._owned.get(call, ()):
             self.bare[id(parameter)] = (parameter, node)
+            self.bare_edges[node, position] = parameter
 
     def _check(self, call: Call, index: int) -> None:
         view, rule = View(call, index), call.rule
@@ -192,18 +242,6 @@ class Survey:
             self._fault(faults.uncovered(call))
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
-        if not inputs:
-            if self.trained[call]:
-                self._fault(faults.without_inputs(call))
-            return
-        size = inputs[0].shape[0] if inputs[0].dim() else 0
-        is_loss = rule.is_loss or output.dim() == 0
-        if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
-            self._fault(faults.moved_batch(call, size, output))
-        if self._first is None:
-            self.batch_size, self._first = size, call
-        elif size != self.batch_size:
-            self._fault(faults.other_batch(call, size, self._first.path, self.batch_size))
 
     def _fault(self, error: BackpackError | None) -> None:
         if error is not None:
@@ -246,7 +284,7 @@ class Survey:
                 todo += [behind for _, behind in edges_behind(edge.node)]
             elif self.trained.get(site.call):
                 return True
-            elif site.call.goes_inside:
+            elif self.goes_inside(site.call):
                 todo.append(site.below)
             else:
                 todo += [behind for behind in site.call.edges if behind is not None]

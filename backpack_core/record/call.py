@@ -110,6 +110,8 @@ class Call:
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
+        sizes: How long axis 0 of the tensors was that the model received, if it ran as a whole.
+        receives_input: Whether any of them is among what the module received, or a view of one.
     """
 
     __slots__ = (
@@ -121,8 +123,10 @@ class Call:
         "is_rewired",
         "module",
         "provenance",
+        "receives_input",
         "rule",
         "settings",
+        "sizes",
         "thread",
         "training",
     )
@@ -140,6 +144,8 @@ class Call:
         is_rewired: bool,
         is_readable: bool,
         inside: tuple[State, ...] = (),
+        sizes: tuple[int, ...] = (),
+        receives_input: bool = False,
     ) -> None:
         self.module: Final = module
         self.rule: Final = rule
@@ -151,6 +157,8 @@ class Call:
         self.is_rewired: Final = is_rewired
         self.is_readable: Final = is_readable
         self.inside: Final = inside
+        self.sizes: Final = sizes
+        self.receives_input: Final = receives_input
         self._stored: Stored | None = stored
         _Count.made += 1
 

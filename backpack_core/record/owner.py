@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._torch import memories_of, memory_of
+
 OWNER_ATTRIBUTE = "_backpack_owner"
+
+
+class Run(NamedTuple):
+    """What a model received.
+
+    Attributes:
+        sizes: How long axis 0 of each tensor is; one of them is the number of samples.
+        memories: Where the tensors lie.
+    """
+
+    sizes: tuple[int, ...] = ()
+    memories: frozenset[int] = frozenset()
+
+    def receives(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of some tensors lies in the memory of one of these."""
+        return bool(self.memories) and any(memory_of(t) in self.memories for t in tensors)
+
+
+_NO_RUN = Run()
 
 
 class Owner:
     """A module that was extended as a whole, known by each of its parts without holding it."""
 
-    __slots__ = ("__weakref__", "_module")
+    __slots__ = ("__weakref__", "_module", "_running")
 
     def __init__(self, module: Module | None) -> None:
         self._module = None if module is None else weakref.ref(module)
+        self._running: dict[int, list[Run]] = {}
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """The module begins to run, on this thread.
+
+        Args:
+            tensors: What it received.
+        """
+        received = [t for t in tensors if t.dim()]
+        run = Run(tuple([t.shape[0] for t in received]), frozenset(memories_of(received)))
+        self._running.setdefault(threading.get_ident(), []).append(run)
+
+    def end(self) -> None:
+        """It is through."""
+        running = self._running.get(threading.get_ident())
+        if running:
+            running.pop()
+
+    @property
+    def run(self) -> Run:
+        """What the module received; nothing if it is not running."""
+        running = self._running.get(threading.get_ident())
+        return running[-1] if running else _NO_RUN
 
     @property
     def module(self) -> Module | None:
@@ -54,3 +99,10 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
     """The extended models that some modules are part of, each once."""
     by_owner = {m.__dict__.get(OWNER_ATTRIBUTE) or id(m): m for m in modules}
     return list({id(model): model for model in map(owner_of, by_owner.values())}.values())
+
+
+def run_of_model(module: Module) -> Run:
+    """What the extended model of a part received, if it runs as a whole."""
+    owner = module.__dict__.get(OWNER_ATTRIBUTE)
+    run: Run = _NO_RUN if owner is None else owner.run
+    return run

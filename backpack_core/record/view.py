@@ -38,6 +38,7 @@ class View:
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
         is_reached: Whether any gradient arrived; autograd leaves some undefined that are zero.
+        positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
             pass.
         dtype: The dtype in which derivatives are computed: that of the gradient.
@@ -61,6 +62,7 @@ class View:
         "is_reached",
         "kept",
         "node",
+        "positions",
         "stored",
     )
 
@@ -72,6 +74,7 @@ class View:
         node: Node | None = None,
         axis: int = 0,
         kept: dict[Any, Any] | None = None,
+        positions: int = 1,
     ) -> None:
         self.call = call
         self.stored = call.stored
@@ -81,6 +84,7 @@ class View:
         self.kept: dict[Any, Any] = {} if kept is None else kept
         self.is_differentiable = torch.is_grad_enabled()
         self.is_reached = True
+        self.positions = positions
         self._whole: View | None = None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None

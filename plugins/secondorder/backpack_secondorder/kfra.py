@@ -26,6 +26,7 @@ from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.product import Reading
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.bridge import push
 from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
@@ -104,7 +105,7 @@ class BatchAveraged(Propagator):
         return (vectors * modified(values, self.modify)) @ vectors.mT
 
     def cross(
-        self, node: Node, quantities: dict[int, Tensor], batch_size: int
+        self, node: Node, quantities: dict[int, Tensor], there: Crossing
     ) -> list[tuple[int, Tensor]]:
         """Call the node under vmap, from both sides.
 
@@ -115,6 +116,7 @@ class BatchAveraged(Propagator):
         if self.modify is not None and not is_linear(node):
             raise refuse(node, "it is not known to be linear, and the Hessian is asked for")
         ((number, quantity),) = quantities.items()
+        batch_size = there.batch_size
         shape = shape_of(node, number)
         if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
             raise refuse(node, "KFRA needs samples on axis 0 of every tensor")

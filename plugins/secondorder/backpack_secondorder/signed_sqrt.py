@@ -29,6 +29,7 @@ from backpack_core.contract.column_propagator import cross_columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import is_linear, refuse
 from backpack_core.tuning import even_size, memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
@@ -156,7 +157,7 @@ class SignedSqrt(Propagator):
         return only_diagonal and _may_factor(quantity.diagonal, rule, view, live[0])
 
     def cross(
-        self, node: Node, quantities: dict[int, Hessian], batch_size: int
+        self, node: Node, quantities: dict[int, Hessian], there: Crossing
     ) -> list[tuple[int, Hessian]]:
         """Call a linear node under vmap over the columns.
 

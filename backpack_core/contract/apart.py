@@ -1,0 +1,144 @@
+"""Columns of every sample apart, through nodes behind which no tensor has samples any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node
+from backpack_core.contract.columns import ApartColumns, Columns, Root
+from backpack_core.contract.contractions import slices
+from backpack_core.errors import SampleMixingError
+from backpack_core.graph import bridge, nodes
+from backpack_core.graph.alignment import Crossing
+from backpack_core.tuning import memory_budget
+from backpack_core.values import largest
+
+
+def taken_apart(mat: Tensor, positions: int, samples: slice) -> Tensor:
+    """Columns of some samples, with zeros for all others.
+
+    Args:
+        mat: Shape ``[V, N · positions, *]``.
+        positions: How many entries each sample has.
+        samples: Which.
+
+    Returns:
+        Shape ``[V, n, N · positions, *]``.
+    """
+    count = mat.shape[1] // positions
+    chosen = torch.arange(count, device=mat.device)[samples]
+    found = mat.new_zeros(len(mat), len(chosen), count, positions, *mat.shape[2:])
+    found[:, torch.arange(len(chosen), device=mat.device), chosen] = mat.unflatten(
+        1, (count, positions)
+    )[:, chosen]
+    return found.flatten(2, 3)
+
+
+def put_together(mat: Tensor, positions: int) -> Tensor:
+    """Columns ``[V, N · positions, *]``, from those of every sample apart, ``[V, N, N · …, *]``.
+
+    Args:
+        mat: What arrived at a tensor that has samples.
+        positions: How many entries each sample has; zero where there are no samples.
+
+    Returns:
+        The sum over the second axis.
+
+    Raises:
+        SampleMixingError: Something of one sample reaches the entries of another.
+    """
+    total = mat.sum(1)
+    if not positions or not mat.numel():
+        return total
+    count = mat.shape[1]
+    own = mat.unflatten(2, (count, positions)).diagonal(0, 1, 2).movedim(-1, 1).flatten(1, 2)
+    rest = mat.abs().sum(1) - own.abs()
+    if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
+        raise SampleMixingError(
+            "What is computed from weights alone depends on several samples after all: something "
+            "of one sample reaches another one. Quantities of single samples do not exist."
+        )
+    return own
+
+
+def cross_apart(
+    node: Node, quantities: Mapping[int, Columns], there: Crossing, keeps_all: bool = True
+) -> list[tuple[int, Columns]]:
+    """Push columns through a node behind which some are kept apart by sample.
+
+    Args:
+        node: An autograd node that autograd has not executed yet.
+        quantities: Columns at the node's outputs, of the whole batch or of every sample apart.
+        there: What is known of the samples at the node.
+        keeps_all: Whether those are wanted, too, that are not kept apart any more.
+
+    Returns:
+        Pairs (position in ``node.next_functions``, columns there).
+
+    Raises:
+        BridgeError: The node cannot be called for columns, or an output has no samples.
+    """
+    roots = list(dict.fromkeys(r for columns in quantities.values() for r in columns.blocks))
+    found: dict[int, dict[Root, Tensor]] = {}
+    are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
+    for root in roots:
+        present = {nr: c for nr, c in quantities.items() if root in c.blocks}
+        if keeps_all and not are_apart and there.has_others:
+            whole = bridge.push(node, {nr: c.blocks[root] for nr, c in present.items()})
+            for position, product in whole.items():
+                if position not in there.apart:
+                    found.setdefault(position, {})[root] = product
+        for position, product in _push_apart(node, present, root, there).items():
+            if position in there.apart:
+                found.setdefault(position, {})[root] = product
+            elif are_apart and keeps_all:
+                together = put_together(product, there.behind.get(position, 0))
+                found.setdefault(position, {})[root] = together
+    return [
+        (position, (ApartColumns if position in there.apart else Columns)(blocks))
+        for position, blocks in found.items()
+    ]
+
+
+def _push_apart(
+    node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
+) -> dict[int, Tensor]:
+    """Everything behind a node, ``[V, N, *]`` by position; what is zero may be missing."""
+    for nr, columns in present.items():
+        if not isinstance(columns, ApartColumns) and nr not in there.positions:
+            raise nodes.refuse(node, "its output has no samples that could be told apart")
+    found = dict(_known(node, present, root, there))
+    if found.keys() >= there.apart:
+        return found
+    parts: dict[int, list[Tensor]] = {}
+    widest = max(c.blocks[root][:, :1].nbytes for c in present.values())
+    some = max(c.blocks[root].nbytes for c in present.values())
+    for samples in slices(there.batch_size, max(1, memory_budget() // max(1, some, widest))):
+        mats, count = {}, len(range(there.batch_size)[samples])
+        for nr, columns in present.items():
+            mat = columns.blocks[root]
+            if isinstance(columns, ApartColumns):
+                mats[nr] = mat[:, samples].flatten(0, 1)
+            else:
+                mats[nr] = taken_apart(mat, there.positions[nr], samples).flatten(0, 1)
+        for position, product in bridge.push(node, mats).items():
+            parts.setdefault(position, []).append(product.unflatten(0, (-1, count)))
+    return {position: torch.cat(found, 1) for position, found in parts.items()}
+
+
+def _known(
+    node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
+) -> Iterator[tuple[int, Tensor]]:
+    """What needs no masks: broadcast operands, and the factors of a matrix product."""
+    (nr, columns), *others = present.items()
+    positions = there.positions.get(nr, 0)
+    if others or isinstance(columns, ApartColumns):
+        return
+    mat = columns.blocks[root]
+    for position in there.apart:
+        product = bridge.push_rows(node, mat, positions, position, there.is_readable)
+        if product is not None:
+            yield position, product
