@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
 from typing import get_args
 
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from backpack_core._torch import Node
 from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, pop, push
@@ -35,6 +38,7 @@ class backpack:
         debug: bool = False,
         check: Check = "first",
         retain_graph: bool = False,
+        beside: Sequence[Tensor] = (),
     ) -> None:
         """Check and store the request.
 
@@ -49,11 +53,13 @@ class backpack:
                 ``"never"``.
             retain_graph: Keep inputs and outputs for another backward pass. Give it the same value
                 as ``retain_graph`` of ``backward()``.
+            beside: Terms of what ``backward()`` is called on that depend on weights alone, as a
+                penalty does: quantities are those of the rest. ``.grad`` has everything.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
-            UsageError: Two extensions save under one name, the hook cannot be called, or ``check``
-                is none of the words.
+            UsageError: Two extensions save under one name, the hook cannot be called, ``check`` is
+                none of the words, or something in ``beside`` is no tensor with a graph.
         """
         for extension in extensions:
             _check_extension(extension)
@@ -68,7 +74,10 @@ class backpack:
         if check not in get_args(Check):
             raise UsageError(f"check is one of {', '.join(get_args(Check))}. Got {check!r}.")
         self._extensions = extensions
-        self._begin = partial(Context, extensions, extension_hook, debug, check, retain_graph)
+        terms = frozenset(map(_edge_of_term, beside))
+        self._begin = partial(
+            Context, extensions, extension_hook, debug, check, retain_graph, terms
+        )
         self._entered: list[tuple[Context, Announcer]] = []
 
     def __enter__(self) -> backpack:
@@ -121,6 +130,15 @@ class backpack:
                 "pass, run the forward pass outside of disable() and no_grad(), and call "
                 "backward() inside the block, on the thread that entered it."
             )
+
+
+def _edge_of_term(term: object) -> tuple[Node, int]:
+    if not isinstance(term, Tensor) or term.grad_fn is None:
+        raise UsageError(
+            "beside=[...] takes terms of the loss: tensors that were computed from parameters, and "
+            f"that backward() will meet. Got {term!r}."
+        )
+    return term.grad_fn, term.output_nr
 
 
 def _check_extension(extension: object) -> None:

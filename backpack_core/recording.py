@@ -123,7 +123,7 @@ def after_forward(
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if owner is not None and owner.module is module:
+    if is_recording() and owner is not None and owner.module is module:
         tensors = tensors_in(args, _ordered(module, kwargs) if kwargs else kwargs)
         owner.begin(tensors)
 

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 from torch.nn import Module
 
+from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group
@@ -38,6 +39,7 @@ class Context:
         debug: Whether to log.
         check: In which passes alignment is measured.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
+        beside: Outputs of nodes that are no part of the loss that quantities are of.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
@@ -50,6 +52,7 @@ class Context:
     debug: bool = False
     check: Check = "first"
     retain_graph: bool = False
+    beside: frozenset[tuple[Node, int]] = frozenset()
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)

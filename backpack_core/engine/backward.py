@@ -22,6 +22,7 @@ from backpack_core.engine.leaves import add_leaves
 from backpack_core.engine.location import place
 from backpack_core.engine.refusals import (
     changed_gradient,
+    refuse_beside,
     refuse_function_of_loss,
     refuse_misaligned,
     report_bare,
@@ -82,7 +83,7 @@ class BackwardPass:
         """
         _alive.add(self)
         self.context = context
-        self.survey = Survey()
+        self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
         self.is_running = False
         self._is_differentiable = False
@@ -115,6 +116,7 @@ class BackwardPass:
         survey, viewed = self.survey, {node for node, _ in self.survey.viewed}
         is_first, bare = not survey.sites, set(survey.bare)
         survey.add(edges)
+        refuse_beside(survey)
         if survey.faults and any(group.propagator.per_sample for group in self._groups):
             fault = survey.fault()
             if fault is not None:
@@ -200,6 +202,8 @@ class BackwardPass:
         context.seen.add("ran")
         self._is_differentiable = torch.is_grad_enabled()
         is_asked = bool(self._groups or context.graph_extensions)
+        if self.survey.leaves:  # nobody can ask when autograd is through
+            self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             self._look_around([site.edge])
         view = self._view(site, grad)
@@ -218,7 +222,7 @@ class BackwardPass:
             self._graph.observe(view)
         if context.debug:
             _log(view)
-        if context.extension_hook is not None:
+        if context.extension_hook is not None and call not in self.survey.disowned:
             context.extension_hook(call.module)
         self.visiting = None
         self._let_go(call)

@@ -15,6 +15,7 @@ from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, wa
 from backpack_core.graph import nodes
 from backpack_core.graph.above import nonlinear_above
 from backpack_core.graph.alignment import Alignment
+from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
@@ -86,12 +87,38 @@ def refuse_misaligned(survey: Survey, alignment: Alignment, groups: Sequence[Gro
             continue
         for (call, index), fault in alignment.faults.items():
             positions = alignment.positions_of(survey.sites[call, index])
-            is_known = positions if call.rule.is_loss else not survey.axes[call, index]
+            is_known = not survey.axes[call, index]
+            if call.rule.is_loss:
+                is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known or is_split:
                 raise fault
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
+
+
+def refuse_beside(survey: Survey) -> None:
+    """Raise if a term that was handed over depends on the output of a module.
+
+    Args:
+        survey: What is known about the graph.
+
+    Raises:
+        UnsupportedError: It does, so that gradients there are not those of the loss alone.
+    """
+    if not survey.beside:
+        return
+    ends = {node for node, _ in survey.beside}
+    found = ends | behind(ends)
+    for site in survey.sites.values():
+        if site.edge.node in found:
+            raise UnsupportedError(
+                f"A term that was handed over in beside=[...] depends on the output of "
+                f"{site.call.path}, whose gradient is the sum of both: what belongs to the loss "
+                "alone is not known. Leave the term out of beside=[...], which adds it to the "
+                "gradients of samples if it is a sum over them; or call backward() on it outside "
+                "of the block."
+            )
 
 
 def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:

@@ -15,7 +15,9 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
 from backpack_core.engine.ownership import owned
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Site
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -178,15 +180,15 @@ class FieldSink(Sink):
         """
         if seen == uses:
             return True
-        missing = self._left_out()[id(parameter)]
+        missing = self.look_ahead()[id(parameter)]
         is_all = bool(self._missing[1]) and seen + missing == uses
         return is_all and _torch.will_get_gradient(parameter)
 
-    def _left_out(self) -> Counter[int]:
+    def look_ahead(self) -> Counter[int]:
         """How many uses of each parameter autograd does not get to, by ``id``."""
         survey = self.survey
         if self._missing[0] != len(survey.sites):
-            found = [s for s in survey.sites.values() if not _torch.will_execute(s.edge.node)]
+            found = [s for s in survey.sites.values() if not _is_reached(s)]
             calls = [site.call for site in found if not site.call.is_released]
             uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
             self._missing = len(survey.sites), uses
@@ -203,3 +205,10 @@ class FieldSink(Sink):
                 "seen. Call backward() inside the block on one tensor that both lead to, or on "
                 "each loss by itself."
             )
+
+
+def _is_reached(site: Site) -> bool:
+    """Whether autograd gets there, or to the parameter that it stands for."""
+    if nodes.is_leaf(site.edge.node):
+        return _torch.will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
+    return _torch.will_execute(site.edge.node)

@@ -80,15 +80,16 @@ class Alignment:
 
     def positions_at(self, edge: Edge) -> int:
         """How many entries of axis 0 each sample has; zero where there are none."""
-        return self.positions.get((edge.node, edge.output_nr), 1)
+        return self._known(edge.node, edge.output_nr)
 
     def positions_of(self, site: Site) -> int:
         """The same at an output of a call; of a loss, at what it receives."""
         call = site.call
-        if call.rule.is_loss and (call, site.index) in self.faults:
-            received = call.stored.inputs[0].shape[0]
-            return 0 if received % self.batch_size else received // self.batch_size
-        return self.positions_at(site.edge)
+        if call.rule.is_loss:
+            fault = (call, site.index) in self.faults
+            received = call.stored.inputs[0].shape[:1].numel() if fault else self.batch_size
+            return received // self.batch_size if fault and not received % self.batch_size else 1
+        return self.positions.get((site.edge.node, site.edge.output_nr), 1)
 
     def crossing(self, node: Node) -> Crossing:
         """What is known of the samples at a node."""
@@ -130,7 +131,9 @@ class Alignment:
                 self.faults[call, index] = fault
         if can_keep_apart:
             _hand_to_nodes(survey)
-        tables = {site.call for site in survey.sites.values() if _is_table(survey, site)}
+        tables: set[Call] = set()
+        if can_keep_apart and survey.batch_size > 1:
+            tables = {site.call for site in survey.sites.values() if _is_table(survey, site)}
         if self.faults or survey.bare or tables:
             _Walk(survey, self, tables).run([*roots])
 
@@ -216,8 +219,9 @@ class _Walk:
             yield from (((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None)
             return
         for position, edge in edges_behind(node):
-            if not nodes.is_leaf(edge.node):
-                yield (edge.node, edge.output_nr), position
+            place = (edge.node, edge.output_nr)
+            if place not in self._survey.beside and not nodes.is_leaf(edge.node):
+                yield place, position
 
     # Downwards -----------------------------------------------------------------------------------
 
@@ -231,7 +235,7 @@ class _Walk:
         site = self._survey.site_at(Edge(*child))
         if self._is_of_weights(child[0]) or (site is not None and site.call in self._tables):
             found[child] = 0
-        elif shape[:1] == (self._size,):
+        elif shape[:1] == (self._size,) and not self._is_broadcast(place, child):
             found[child] = 1
         elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):
             found[child] = shape[0] // self._size
@@ -241,6 +245,12 @@ class _Walk:
                 self._before.add(child)
         if found[child]:
             self._before.discard(child)
+
+    def _is_broadcast(self, place: Place, child: Place) -> bool:
+        """Whether an operand has too few axes to have one where the samples are."""
+        is_node = self._survey.site_at(Edge(*place)) is None
+        is_known = is_node and nodes.operation_of(place[0]) in nodes.ELEMENTWISE
+        return is_known and len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""
@@ -299,6 +309,7 @@ class _Walk:
                     needs = True
                     found.leaves[edge.node] = parameter
                     found.apart.add((edge.node, 0))
+                    found.positions[edge.node, 0] = 0
                     if place in self._before:
                         found.beside.append((parameter, node))
         if site is not None and not found.positions[place] and not site.call.rule.is_loss:
@@ -341,8 +352,24 @@ def _hand_to_nodes(survey: Survey) -> None:
         if not survey.goes_inside(call):
             if call.edges.count(None) and _leaves_given_to(call):
                 survey.open(site)
-        elif call.module._modules and not any(own.is_covered for own in survey.trained[call]):
+        elif _has_children(call) and not any(own.is_covered for own in survey.trained[call]):
             survey.disown(call)
+    users: dict[int, set[Node]] = {}
+    for (node, _), parameter in survey.bare_edges.items():
+        users.setdefault(id(parameter), set()).add(node)
+    for site in [*survey.sites.values()]:
+        # What is computed inside of a call may be used outside, too, past the output.
+        own = survey.trained[site.call]
+        used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
+        if used and not used.isdisjoint(survey.inside(site)):
+            if survey.goes_inside(site.call):
+                survey.disown(site.call)
+            else:
+                survey.open(site)
+
+
+def _has_children(call: Call) -> bool:
+    return bool(call.module._modules.keys() - {"parametrizations"})
 
 
 def _is_table(survey: Survey, site: Site) -> bool:

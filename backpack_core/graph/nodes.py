@@ -62,7 +62,7 @@ _OF_ONE = VIEWS | frozenset(
     """.split()  # noqa: SIM905
 )
 _OF_SEVERAL = frozenset(
-    "Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv".split()  # noqa: SIM905
+    "Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv WeightNormInterface".split()  # noqa: SIM905
 )
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
 FACTORS = {

@@ -43,6 +43,7 @@ class Survey:
     """What is known about the graph of one backward pass.
 
     Attributes:
+        beside: Outputs of nodes that are left out, with everything behind them.
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
         widest: Bytes that one column takes at the widest call.
@@ -55,12 +56,14 @@ class Survey:
             node of one such operation.
         bare_edges: The same by node, and position of the edge.
         leaves: Parameters that are looked at as calls, by the node that takes their gradient.
+        disowned: Calls whose parameters are looked at where operations use them.
         opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         faults: Why quantities of single samples do not exist, and where.
     """
 
+    beside: frozenset[tuple[Node, int]] = frozenset()
     batch_size: int = 0
     is_shared: bool = False
     widest: int = 0
@@ -74,6 +77,7 @@ class Survey:
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     leaves: dict[Node, Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
+    disowned: set[Call] = field(default_factory=set)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
@@ -92,6 +96,8 @@ class Survey:
     def _walk(self, todo: list[tuple[Edge, Region | None]]) -> None:
         while todo:
             edge, region = todo.pop()
+            if (edge.node, edge.output_nr) in self.beside:
+                continue
             if region is not None:
                 if _is_parameter(edge, region):
                     continue
@@ -223,8 +229,21 @@ class Survey:
         self.disown(site.call)
         self._walk([(site.below, Region(site.call, self._regions[site.call]))])
 
+    def inside(self, site: Site) -> set[Node]:
+        """The nodes between an output of a call and its inputs."""
+        ends = {(edge.node, edge.output_nr) for edge in site.call.edges if edge is not None}
+        found, todo = {site.edge.node}, [site.edge.node]
+        while todo:
+            for _, edge in edges_behind(todo.pop()):
+                if (edge.node, edge.output_nr) not in ends and edge.node not in found:
+                    found.add(edge.node)
+                    todo.append(edge.node)
+        return found
+
     def disown(self, call: Call) -> None:
         """Have nothing read off at a call: operations inside use its parameters, as any others."""
+        if self.trained[call]:
+            self.disowned.add(call)
         for _, parameter, *_ in self.trained[call]:
             self.uses[id(parameter)].count -= 1
         self.trained[call] = ()
