@@ -132,7 +132,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if owner is not None and owner.module is module:
+    if is_recording() and owner is not None and owner.module is module:
         owner.end()
 
 

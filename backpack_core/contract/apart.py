@@ -54,7 +54,9 @@ def put_together(mat: Tensor, positions: int) -> Tensor:
     if not positions or not mat.numel():
         return total
     count = mat.shape[1]
-    own = mat.unflatten(2, (count, positions)).diagonal(0, 1, 2).movedim(-1, 1).flatten(1, 2)
+    own: Tensor = (
+        mat.unflatten(2, (count, positions)).diagonal(0, 1, 2).movedim(-1, 1).flatten(1, 2)
+    )
     rest = mat.abs().sum(1) - own.abs()
     if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
         raise SampleMixingError(

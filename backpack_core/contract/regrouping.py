@@ -38,7 +38,8 @@ def regrouped(product: SampleProduct, columns: int, samples: int) -> SampleProdu
         whole = slice(0, product.samples)
         if not is_apart:
             part = product.part(some, slice(first * count, last * count))
-            return part.unflatten(1, (last - first, count)).sum(2)
+            found: Tensor = part.unflatten(1, (last - first, count)).sum(2)
+            return found
         parts = [
             product.part(slice(v * samples + first, v * samples + last), whole).sum(1)
             for v in range(*some.indices(columns))
@@ -74,6 +75,7 @@ def _shared(rows: Rows, samples: int, positions: int) -> Tensor:
     """``[B, S, *]`` as ``[N, positions, *]``: those of each sample, or the same for all."""
     whole = rows[slice(0, rows.shape[0])]
     flat = whole.flatten(0, 1)
-    if len(flat) == samples * positions:
-        return flat.unflatten(0, (samples, positions))
-    return flat.expand(samples, *flat.shape)
+    if len(flat) != samples * positions:
+        return flat.expand(samples, *flat.shape)
+    found: Tensor = flat.unflatten(0, (samples, positions))
+    return found

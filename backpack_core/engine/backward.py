@@ -32,6 +32,7 @@ from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
+from backpack_core.graph.aligning import align
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
@@ -136,7 +137,7 @@ class BackwardPass:
         alignment, known = self._alignment, {*self._alignment.starts}
         self._roots += edges
         groups = [g.propagator for g in self.context.groups]
-        alignment.update(self.survey, self._roots, all(p.keeps_apart for p in groups))
+        align(alignment, self.survey, self._roots, all(p.keeps_apart for p in groups))
         refuse_misaligned(self.survey, alignment, self.context.groups)
         for node in alignment.starts.keys() - known:
             when_reached(node, self._schedule, HookSchedule.reach, self.context.passes)

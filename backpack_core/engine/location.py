@@ -5,6 +5,7 @@ from __future__ import annotations
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import BackpackError, BridgeError
+from backpack_core.graph.paths import sources
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
@@ -28,7 +29,7 @@ def place_between(
         node: The operation; ``None`` if the error says.
     """
     at = error.node if node is None and isinstance(error, BridgeError) else node
-    paths = [] if at is None else survey.sources(at)
+    paths = [] if at is None else sources(survey, at)
     _place(error, extension, f", after {', '.join(paths)}" if paths else "")
 
 

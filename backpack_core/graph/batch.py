@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
-from backpack_core.record.call import Call, Site
+from backpack_core.record.call import Call
 
 
-def batch_of(sites: Collection[Site]) -> int:
+def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
     """The number of samples: of the model's input, where that is known.
 
     A loss may have several entries for each sample (``logits.flatten(0, 1)``), and a module may
     receive something else (a table of positions), or several samples as one.
 
     Args:
-        sites: Outputs of calls, consumers first.
+        received: How long axis 0 is of what calls received, consumers first; -1 where their output
+            differs.
     """
-    calls = [site.call for site in sites if site.call.stored.inputs]
-    losses = {_received(call) for call in calls if call.rule.is_loss}
-    sizes = [n for call in calls if not call.rule.is_loss for n in call.sizes if n]
-    candidates = list(dict.fromkeys(sizes))
-    if losses:
-        same = [n for n in candidates if losses == {n}]
-        candidates = same or [n for n in candidates if not any(rows % n for rows in losses)]
-    if not candidates:
-        return _received(calls[0]) if calls else 0
-    received = [_received(call) for call in calls]
-    return max(candidates, key=received.count)  # the first of several
-
-
-def _received(call: Call) -> int:
-    first = call.stored.inputs[0]
-    return first.shape[0] if first.dim() else 0
+    sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received if call.stored.inputs]
+    if not sizes:
+        return 0
+    candidates = dict.fromkeys(
+        n for call, _ in received if not call.rule.is_loss for n in call.sizes
+    )
+    candidates.pop(0, None)
+    if not candidates or ({*sizes} == {sizes[0]} and sizes[0] in candidates):
+        return sizes[0]
+    losses = {size for (call, _), size in received.items() if call.rule.is_loss}
+    possible = [n for n in candidates if losses == {n}] if losses else []
+    possible = possible or [n for n in candidates if not any(rows % n for rows in losses)]
+    return max(possible, key=sizes.count) if possible else sizes[0]  # the first of several

@@ -145,7 +145,8 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     if operation == "NativeLayerNorm":
         return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
     if operation in ("Softmax", "LogSoftmax"):
-        return (node._saved_dim + len(inp)) % 2**64 % len(inp) != 0  # type: ignore[attr-defined]
+        axis: int = node._saved_dim  # type: ignore[attr-defined]
+        return (axis + len(inp)) % 2**64 % len(inp) != 0
     return operation in ELEMENTWISE or _ROW_FACTOR.get(operation) == position
 
 

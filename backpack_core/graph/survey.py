@@ -60,6 +60,8 @@ class Survey:
         opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
+        received: How long axis 0 is of what a call received and returned; -1 if these differ.
+        unusual: Outputs of calls that received something that has no edge, or have modules inside.
         faults: Why quantities of single samples do not exist, and where.
     """
 
@@ -78,6 +80,8 @@ class Survey:
     leaves: dict[Node, Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
     disowned: set[Call] = field(default_factory=set)
+    received: dict[tuple[Call, int], int] = field(default_factory=dict)
+    unusual: list[Site] = field(default_factory=list)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
@@ -91,7 +95,7 @@ class Survey:
         for place in self._inner.keys() & self.viewed.keys():
             self._fault(faults.changed_output(self._inner[place]))
         if not self.batch_size:
-            self.batch_size = batch_of(self.sites.values())
+            self.batch_size = batch_of(self.received)
 
     def _walk(self, todo: list[tuple[Edge, Region | None]]) -> None:
         while todo:
@@ -229,23 +233,13 @@ class Survey:
         self.disown(site.call)
         self._walk([(site.below, Region(site.call, self._regions[site.call]))])
 
-    def inside(self, site: Site) -> set[Node]:
-        """The nodes between an output of a call and its inputs."""
-        ends = {(edge.node, edge.output_nr) for edge in site.call.edges if edge is not None}
-        found, todo = {site.edge.node}, [site.edge.node]
-        while todo:
-            for _, edge in edges_behind(todo.pop()):
-                if (edge.node, edge.output_nr) not in ends and edge.node not in found:
-                    found.add(edge.node)
-                    todo.append(edge.node)
-        return found
-
     def disown(self, call: Call) -> None:
         """Have nothing read off at a call: operations inside use its parameters, as any others."""
         if self.trained[call]:
             self.disowned.add(call)
+        sites = sum(own is call for own, _ in self.sites)
         for _, parameter, *_ in self.trained[call]:
-            self.uses[id(parameter)].count -= 1
+            self.uses[id(parameter)].count -= sites
         self.trained[call] = ()
         for node, position, parameter in self._owned.get(call, ()):
             self.bare[id(parameter)] = (parameter, node)
@@ -261,6 +255,12 @@ class Survey:
             self._fault(faults.uncovered(call))
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
+        size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
+        if not (rule.is_loss or output.dim() == 0) and output.shape[axis : axis + 1] != (size,):
+            size = -1
+        self.received[call, index] = size
+        if None in call.edges or call.module._modules:
+            self.unusual.append(Site(call, index, self.sites[call, index].edge))
 
     def _fault(self, error: BackpackError | None) -> None:
         if error is not None:
@@ -308,20 +308,6 @@ class Survey:
             else:
                 todo += [behind for behind in site.call.edges if behind is not None]
         return False
-
-    def sources(self, node: Node) -> list[str]:
-        """The calls whose outputs an operation works on, through other operations: their paths."""
-        found: dict[str, None] = {}
-        todo, seen = [node], {node}
-        while todo:
-            for _, edge in edges_behind(todo.pop()):
-                site = self.site_at(edge)
-                if site is not None:
-                    found[site.call.path] = None
-                elif edge.node not in seen:
-                    seen.add(edge.node)
-                    todo.append(edge.node)
-        return list(found)
 
 
 def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:

@@ -1,0 +1,143 @@
+"""Finds out where samples lie in a graph; most graphs have them on axis 0 everywhere."""
+
+from __future__ import annotations
+
+from torch.nn import Parameter
+
+from backpack_core._torch import Node
+from backpack_core.errors import BackpackError
+from backpack_core.graph import faults
+from backpack_core.graph.alignment import Alignment
+from backpack_core.graph.alignment_walk import Walk
+from backpack_core.graph.of_weights import leaves_given_to
+from backpack_core.graph.paths import inside
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.owner import owners_of
+from backpack_core.record.view import View
+
+
+def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apart: bool) -> None:
+    """Find out where samples lie.
+
+    Args:
+        alignment: Gets what is found.
+        survey: What is known about the graph.
+        roots: What ``backward()`` is called on, or more of it than before.
+        can_keep_apart: Whether samples can be kept apart where a tensor has none.
+    """
+    alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
+    for place, size in survey.received.items():
+        if size != survey.batch_size and place not in alignment.faults:
+            fault = _fault(survey, *place)
+            if fault is not None:
+                alignment.faults[place] = fault
+    tables: set[Call] = set()
+    if can_keep_apart and (survey.unusual or survey.bare):
+        _hand_to_nodes(survey)
+        tables = {site.call for site in survey.unusual if _is_table(survey, site)}
+    if alignment.faults or survey.bare or tables:
+        if can_keep_apart:
+            _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
+        Walk(survey, alignment, tables, _targets(survey)).run(roots)
+
+
+def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
+    """Why a call does not have the batch where others have it; ``None`` if it does."""
+    stored, size = call.stored, survey.batch_size
+    output, inputs = stored.outputs[index], stored.inputs
+    if not inputs:
+        return faults.without_inputs(call) if survey.trained[call] else None
+    axis = survey.axes[call, index]
+    received = inputs[0].shape[0] if inputs[0].dim() else 0
+    if received != size:
+        return faults.other_batch(call, received, size)
+    is_loss = call.rule.is_loss or output.dim() == 0
+    if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
+        return faults.moved_batch(call, size, output)
+    return None
+
+
+def _hand_to_nodes(survey: Survey) -> None:
+    """Look at parameters where operations use them, not at calls that know no more of them.
+
+    A container with parameters of its own would have to run once more as a whole; and a call that
+    was given a parameter as an argument does not own it.
+    """
+    for site in [*survey.unusual]:
+        call = site.call
+        if call.rule.is_loss or call.is_released or call in survey.opened:
+            continue
+        if not survey.goes_inside(call):
+            if leaves_given_to(call):
+                survey.open(site)
+        elif _has_children(call) and not any(own.is_covered for own in survey.trained[call]):
+            survey.disown(call)
+    users: dict[int, set[Node]] = {}
+    for (node, _), parameter in survey.bare_edges.items():
+        users.setdefault(id(parameter), set()).add(node)
+    for site in [*survey.sites.values()] if users else ():
+        # What is computed inside of a call may be used outside, too, past the output.
+        own = survey.trained[site.call]
+        used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
+        if used and not used.isdisjoint(inside(site)):
+            if survey.goes_inside(site.call):
+                survey.disown(site.call)
+            else:
+                survey.open(site)
+
+
+def _has_children(call: Call) -> bool:
+    return any(name != "parametrizations" for name in call.module._modules.keys())  # noqa: SIM118
+
+
+def _is_table(survey: Survey, site: Site) -> bool:
+    """Whether axis 0 of an output may be as long as the batch by chance, as of ``arange(T)``.
+
+    The call received nothing that the model did, and its output is small enough to be one for all
+    samples: then it is taken for one, which is exact in any case.
+    """
+    call = site.call
+    if (
+        survey.batch_size == 1
+        or call.rule.is_loss
+        or not call.sizes
+        or call.receives_input
+        or not survey.trained[call]
+    ):
+        return False
+    if call.is_released or any(edge is not None for edge in call.edges):
+        return False
+    return call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
+
+
+def _is_willing(call: Call, index: int) -> bool:
+    """Whether the rule takes what the call received, which may have no batch at all."""
+    try:
+        call.rule.check(View(call, index))
+    except BackpackError:
+        return False
+    return True
+
+
+def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
+    """Have nodes gone through where a call received something that has no samples.
+
+    Unless its rule takes that for samples: what it gives is then added up.
+    """
+    for call, index in places:
+        if call.rule.is_loss or call.is_released or not survey.trained[call]:
+            continue
+        if call.goes_inside:  # there is nothing to replay sample by sample
+            survey.disown(call)
+        elif not _is_willing(call, index):
+            survey.open(survey.sites[call, index])
+
+
+def _targets(survey: Survey) -> dict[tuple[Node, int], Parameter]:
+    """Parameters of extended models that no call reads off, by the edge that leads to them."""
+    if not survey.bare_edges:
+        return {}
+    models = owners_of(call.module for call in survey.trained)
+    own = {id(parameter) for model in models for parameter in model.parameters()}
+    return {edge: p for edge, p in survey.bare_edges.items() if id(p) in own}

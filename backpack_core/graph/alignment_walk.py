@@ -1,0 +1,167 @@
+"""Goes through a graph to find where samples lie, and what has to be kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch.nn import Parameter
+
+from backpack_core._torch import Node
+from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Alignment, Place
+from backpack_core.graph.of_weights import OfWeights
+from backpack_core.graph.order import ranks
+from backpack_core.graph.survey import Survey, edges_behind
+from backpack_core.record.call import Call, Edge
+
+
+class Walk:
+    """Goes through a graph twice: consumers first, and back."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        found: Alignment,
+        tables: set[Call],
+        targets: Mapping[tuple[Node, int], Parameter],
+    ) -> None:
+        """Begin.
+
+        Args:
+            survey: What is known about the graph.
+            found: Gets what is found.
+            tables: Calls that returned something that all samples share.
+            targets: Parameters that no call reads off, by the edge that leads to them.
+        """
+        self._survey = survey
+        self._found = found
+        self._tables = tables
+        self._size = max(1, survey.batch_size)
+        # Before any samples: what a loss becomes on its way to being a single number.
+        self._before: set[Place] = set()
+        self._order: list[Place] = []
+        self._of_weights = OfWeights(survey)
+        self._targets = targets
+
+    def run(self, roots: list[Edge]) -> None:
+        """Fill in what is found."""
+        self._found.beside.clear()
+        start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
+        for place in start:
+            size = nodes.shape_of(*place)[:1]
+            self._found.positions[place] = int(size == (self._size,))
+            if not self._found.positions[place]:
+                self._before.add(place)
+        rank = ranks(*(node for node, _ in start))
+        reached = dict.fromkeys(start)
+        by_node: dict[Node, list[int]] = {}
+        for node, nr in start:
+            by_node.setdefault(node, []).append(nr)
+        for node in rank:
+            for nr in by_node.get(node, ()):
+                place = (node, nr)
+                self._order.append(place)
+                for child, position in self._behind(place):
+                    self._derive(place, child, position)
+                    if child not in reached:
+                        reached[child] = None
+                        by_node.setdefault(child[0], []).append(child[1])
+        for place in reversed(self._order):
+            self._keep_apart(place)
+
+    def _behind(self, place: Place) -> Iterator[tuple[Place, int]]:
+        """Where what arrives goes on to, and by which way out of the node."""
+        node, nr = place
+        site = self._survey.site_at(Edge(node, nr))
+        if site is not None and not self._survey.goes_inside(site.call):
+            edges = site.call.edges
+            yield from (((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None)
+            return
+        for position, edge in edges_behind(node):
+            place = (edge.node, edge.output_nr)
+            if place not in self._survey.beside and not nodes.is_leaf(edge.node):
+                yield place, position
+
+    # Downwards -----------------------------------------------------------------------------------
+
+    def _derive(self, place: Place, child: Place, position: int) -> None:
+        """How many entries of axis 0 each sample has at a child, as this way tells."""
+        found = self._found.positions
+        if found.get(child):
+            return
+        shape = nodes.shape_of(*child)
+        is_before = place in self._before
+        site = self._survey.site_at(Edge(*child))
+        if child[0] in self._of_weights or (site is not None and site.call in self._tables):
+            found[child] = 0
+        elif shape[:1] == (self._size,) and not self._is_broadcast(place, child):
+            found[child] = 1
+        elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):
+            found[child] = shape[0] // self._size
+        else:
+            found[child] = 0
+            if is_before:
+                self._before.add(child)
+        if found[child]:
+            self._before.discard(child)
+
+    def _is_broadcast(self, place: Place, child: Place) -> bool:
+        """Whether an operand has too few axes to have one where the samples are."""
+        is_node = self._survey.site_at(Edge(*place)) is None
+        is_known = is_node and nodes.operation_of(place[0]) in nodes.ELEMENTWISE
+        return is_known and len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
+
+    def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
+        """Whether axis 0 of a child is known to hold the samples one after the other."""
+        if place in self._before:  # nobody has said yet where they are: the dye will tell
+            return True
+        if not self._found.positions.get(place):
+            return False
+        site = self._survey.site_at(Edge(*place))
+        if site is not None and not self._survey.goes_inside(site.call):
+            return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
+        return nodes.keeps_rows(*place, position)
+
+    # Upwards -----------------------------------------------------------------------------------
+
+    def _keep_apart(self, place: Place) -> None:
+        """Whether samples have to be told apart at a place that has none, for what is behind."""
+        found, survey = self._found, self._survey
+        node, nr = place
+        site = survey.site_at(Edge(node, nr))
+        needs = any(child in found.apart for child, _ in self._behind(place))
+        if site is None or survey.goes_inside(site.call):
+            for position, edge in edges_behind(node):
+                parameter = self._targets.get((node, position))
+                if parameter is not None:
+                    needs = True
+                    found.leaves[edge.node] = parameter
+                    found.apart.add((edge.node, 0))
+                    found.positions[edge.node, 0] = 0
+                    if place in self._before:
+                        found.beside.append((parameter, node))
+        if site is not None and not found.positions[place] and not site.call.rule.is_loss:
+            needs |= bool(survey.trained[site.call])
+        if not needs:
+            return
+        if found.positions[place]:
+            if site is None or survey.goes_inside(site.call):  # else the call sees to it
+                found.starts[node] = None
+        elif place not in self._before:
+            found.apart.add(place)
+        elif site is None or not site.call.rule.is_loss:
+            self._note_beside(place)
+
+    def _note_beside(self, place: Place) -> None:
+        """What is kept apart behind a number that has no samples is no function of any."""
+        todo, seen = [place], {place}
+        while todo:
+            this = todo.pop()
+            for position, edge in edges_behind(this[0]):
+                child = (edge.node, edge.output_nr)
+                parameter = self._targets.get((this[0], position))
+                if parameter is not None:
+                    self._found.beside.append((parameter, this[0]))
+                elif child in self._found.apart and child not in seen:
+                    seen.add(child)
+                    todo.append(child)

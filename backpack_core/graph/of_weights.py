@@ -1,0 +1,69 @@
+"""Tensors that are known to be functions of parameters alone."""
+
+from __future__ import annotations
+
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import Parameter
+
+from backpack_core._torch import Node
+from backpack_core.graph import nodes
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call, Edge
+
+
+class OfWeights:
+    """Says of nodes whether what they computed has no part in any sample."""
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self._known: dict[Node, bool] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether a tensor is known to be a function of parameters alone."""
+        todo = [node]
+        while todo:
+            this = todo[-1]
+            if this in self._known:
+                todo.pop()
+                continue
+            children = [child for child, _ in this.next_functions if child is not None]
+            inner = [child for child in children if not nodes.is_leaf(child)]
+            calls = self._calls_at(this)
+            if calls:
+                inner = [e.node for call in calls for e in call.edges if e is not None]
+                children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
+            is_known = nodes.is_of_its_operands(this) if not calls else True
+            is_known &= all(map(_knows_its_inputs, calls))
+            is_known &= all(map(_is_weight, {*children} - {*inner}))
+            if not is_known or any(self._known.get(child) is False for child in inner):
+                self._known[this] = False
+            elif all(child in self._known for child in inner):
+                self._known[this] = bool(children)
+            else:
+                todo += [child for child in inner if child not in self._known]
+        return self._known[node]
+
+    def _calls_at(self, node: Node) -> set[Call]:
+        """Calls that are stepped over at a node."""
+        sites = (self._survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata)))
+        calls = {site.call for site in sites if site is not None}
+        return {call for call in calls if not self._survey.goes_inside(call)}
+
+
+def _knows_its_inputs(call: Call) -> bool:
+    """Whether all that a call received has an edge, or is a parameter."""
+    given = zip(call.stored.inputs, call.edges, strict=True)
+    return all(edge is not None or isinstance(tensor, Parameter) for tensor, edge in given)
+
+
+def leaves_given_to(call: Call) -> list[Node]:
+    """Where the gradients of parameters go that a call received as arguments."""
+    given = zip(call.stored.inputs, call.edges, strict=True)
+    leaves = [
+        t for t, edge in given if edge is None and isinstance(t, Parameter) and t.requires_grad
+    ]
+    return [get_gradient_edge(t).node for t in leaves]
+
+
+def _is_weight(leaf: Node) -> bool:
+    return isinstance(leaf.variable, Parameter)  # type: ignore[attr-defined]
