@@ -96,9 +96,10 @@ def cross_apart(
         for position, product in _push_apart(node, present, root, there).items():
             if position in there.apart:
                 found.setdefault(position, {})[root] = product
-            elif are_apart and keeps_all:
+            elif are_apart:
                 together = put_together(product, there.behind.get(position, 0))
-                found.setdefault(position, {})[root] = together
+                if keeps_all:
+                    found.setdefault(position, {})[root] = together
     return [
         (position, (ApartColumns if position in there.apart else Columns)(blocks))
         for position, blocks in found.items()
@@ -113,7 +114,7 @@ def _push_apart(
         if not isinstance(columns, ApartColumns) and nr not in there.positions:
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     found = dict(_known(node, present, root, there))
-    if found.keys() >= there.apart:
+    if found and found.keys() >= there.apart:
         return found
     parts: dict[int, list[Tensor]] = {}
     widest = max(c.blocks[root][:, :1].nbytes for c in present.values())

@@ -163,6 +163,16 @@ class OutputGradient(ColumnPropagator):
         assert view.grad_output is not None
         return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
 
+    def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
+        """The chosen samples, each as often as it is named."""
+        if self.subsampling is None:
+            return quantity
+        size = quantity.mat.shape[1 + axis]
+        chosen = torch.tensor([n % size for n in self.subsampling], device=quantity.mat.device)
+        return quantity.like(
+            {root: mat.index_select(1 + axis, chosen) for root, mat in quantity.blocks.items()}
+        )
+
     def supply(
         self, quantities: dict[int, Columns], grads: Sequence[Tensor | None]
     ) -> dict[int, Columns]:

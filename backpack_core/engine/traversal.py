@@ -160,8 +160,12 @@ class Traversal:
             quantity = propagator.take_apart(quantity, view.positions)
         for position, arriving in carrier.send(view, quantity).items():
             edge = call.edges[position]
-            if edge is not None and self.alignment.is_apart(edge):
+            if edge is None:
+                continue
+            if self.alignment.is_apart(edge):
                 self.schedule.deliver(slot, edge, own=arriving)
+            elif not view.positions and not propagator.travels:
+                propagator.put_together(arriving, self.alignment.positions_at(edge))  # checks it
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""

@@ -66,8 +66,13 @@ class Walk:
                     if child not in reached:
                         reached[child] = None
                         by_node.setdefault(child[0], []).append(child[1])
-        for place in reversed(self._order):
-            self._keep_apart(place)
+        known = -1
+        while known < len(self._found.apart):
+            known = len(self._found.apart)
+            for place in reversed(self._order):
+                self._keep_apart(place)
+            for place in self._order if self._found.apart else ():
+                self._stay_apart(place)
 
     def _behind(self, place: Place) -> Iterator[tuple[Place, int]]:
         """Where what arrives goes on to, and by which way out of the node."""
@@ -151,6 +156,13 @@ class Walk:
             found.apart.add(place)
         elif site is None or not site.call.rule.is_loss:
             self._note_beside(place)
+
+    def _stay_apart(self, place: Place) -> None:
+        """What is kept apart stays so as far as the next samples, where it is seen to fit."""
+        found = self._found
+        if place in found.apart:
+            children = (child for child, _ in self._behind(place))
+            found.apart.update(child for child in children if not found.positions[child])
 
     def _note_beside(self, place: Place) -> None:
         """What is kept apart behind a number that has no samples is no function of any."""

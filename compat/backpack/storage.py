@@ -91,6 +91,7 @@ def store_io(module: Module) -> None:
     Args:
         module: The module.
     """
+    CTX.add_hook_handle(ExtendedHandle(module))
     for part in module.modules():
         part.__dict__["_backpack_extend"] = True
         if is_extended(part) and hook_store_io not in part._forward_hooks.values():

@@ -33,10 +33,6 @@ def run(model: nn.Module, loss: Loss, *extensions: Any, **options: Any) -> Any:
 # What mixes samples, or looks as if it had some.
 
 
-def _positions(net: Any, x: Tensor) -> Tensor:
-    return net.a(x) + net.b(torch.eye(T, 3))  # type: ignore[no-any-return]
-
-
 def _time_first(net: Any, x: Tensor) -> Tensor:
     return net.b(torch.tanh(net.a(x).transpose(0, 1))).transpose(0, 1)  # type: ignore[no-any-return]
 
@@ -52,7 +48,6 @@ def _centred(net: Any, x: Tensor) -> Tensor:
 
 
 NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "positions": _positions,
     "time_first": _time_first,
     "graph": _graph,
     "centred": _centred,

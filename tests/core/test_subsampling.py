@@ -32,6 +32,17 @@ class Shift(nn.Module):
         return torch.sin(self.child(x) + self.shift)
 
 
+class Scaled(nn.Module):
+    """Has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.scale)
+
+
 def _time_first(x: Tensor) -> Tensor:
     """Intermediate tensors that have the samples on another axis."""
     return (
@@ -66,7 +77,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "splits": lambda: Net(
         lambda net, x: net.b(OPERATIONS["splits"](net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
     ),
-    "no_rule": lambda: nn.Sequential(nn.Linear(3, 4), Shift(), nn.Linear(4, 3)),
+    "no_rule": lambda: nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 3)),
+    "container": lambda: nn.Sequential(nn.Linear(3, 4), Shift(), nn.Linear(4, 3)),
 }
 
 
@@ -149,7 +161,7 @@ def test_index_outside_of_the_batch(extension: Any, indices: list[int]) -> None:
 
 
 def test_no_rule_warns_once() -> None:
-    problem = classification(MODELS["no_rule"](), (3,), 4)
+    problem = classification(nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 3)), (3,), 4)
     with pytest.warns(AutodiffFallbackWarning) as caught:
         problem.run(BatchGrad([0]), SumGradSquared([1]))
     assert len(caught) == 1
