@@ -29,6 +29,7 @@ from backpack_core.engine.refusals import (
 )
 from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
+from backpack_core.engine.sums import SumCheck, check_of_sums
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
@@ -106,6 +107,7 @@ class BackwardPass:
         chunks = Chunks(*graph_and_groups, self._kept, self._sink.partial)
         self._traversal = Traversal(*graph_and_groups, self._schedule, self._sink, chunks)
         self._measurement: Measurement | None = None
+        self._sums: SumCheck | None = None
         if context.groups or context.graph_extensions:
             self._look_around(roots)
             if self._is_curvature or any(e.is_of_losses for e in context.graph_extensions):
@@ -159,6 +161,10 @@ class BackwardPass:
         self._measurement = measurement(self.survey, roots, check, self._is_curvature)
         if self._measurement is None:
             return
+        self._sums = check_of_sums(self.survey, self._groups)
+        if self._sums is not None:
+            self._sums.join(self._groups)
+            self._sums.listen()
         dye, slot = self._measurement.dye, len(self._groups)
         self._groups.append(Group(dye))
         for edge, gradient in zip(roots, gradients, strict=False):
@@ -269,6 +275,8 @@ class BackwardPass:
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
+        if self._sums is not None:
+            self._sums.leave()
         for task in [t for t, p in self.context.passes.items() if p is self]:
             del self.context.passes[task]
 

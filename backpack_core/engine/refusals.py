@@ -43,7 +43,8 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         parameter, node = survey.bare[key]
         is_known = key in at_leaves
         missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
-        if not missed or (key in survey.uses and not is_known):
+        uses = survey.uses[key].count if key in survey.uses else 0
+        if not missed or uses > is_known:  # else it is refused where a module uses it
             continue
         operation = nodes.name_of(node)
         for extension in missed:

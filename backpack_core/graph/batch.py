@@ -29,4 +29,4 @@ def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
     losses = {size for (call, _), size in received.items() if call.rule.is_loss}
     possible = [n for n in candidates if losses == {n}] if losses else []
     possible = possible or [n for n in candidates if not any(rows % n for rows in losses)]
-    return max(possible, key=sizes.count) if possible else sizes[0]  # the first of several
+    return max(possible or candidates, key=sizes.count)  # the first of several

@@ -1,0 +1,160 @@
+"""In passes that are measured, products have to add up to the gradient that autograd brings.
+
+What adds nothing to a product, or adds something twice, shows here whatever it is: an operation
+that never met a call, a rule that is not that of the module, a fault of our own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.extension import FirstOrderExtension
+from backpack_core.contract.operations import batch_sum
+from backpack_core.contract.product import SampleProduct, SumProduct
+from backpack_core.contract.scale import ScaleProduct
+from backpack_core.engine.groups import Group
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph.survey import Survey
+from backpack_core.record.owner import name_of_parameter
+
+
+class SumCheck(FirstOrderExtension):
+    """Compares, when the pass is through; stores nothing."""
+
+    savefield = "_backpack_sum"
+    needs = (batch_sum,)
+    is_deferred = True
+
+    def __init__(self, survey: Survey) -> None:
+        """Begin.
+
+        Args:
+            survey: What is known about the graph.
+        """
+        super().__init__(fail_mode="silent")  # nothing is run once more for it
+        self._survey = survey
+        self._incoming: dict[Tensor, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def join(self, groups: list[Group]) -> None:
+        """Read along with what is read anyway, or as a group of its own."""
+        for slot, group in enumerate(groups):
+            if group.propagator == self.propagator and not group.has_overrides:
+                extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
+                groups[slot] = group._replace(extensions=extensions, needs=needs)
+                return
+        groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
+
+    def listen(self) -> None:
+        """Have autograd tell what it brings to parameters, before hooks of others change it."""
+        this = weakref.ref(self)
+        for use in self._survey.uses.values():
+            if use.parameter.is_leaf and use.count:
+                handle = use.parameter.register_hook(_Listener(this, use.parameter))
+                hooks: Any = use.parameter._backward_hooks
+                hooks.move_to_end(handle.id, last=False)
+                self._handles.append(handle)
+
+    def leave(self) -> None:
+        """Listen no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def hear(self, parameter: Tensor, gradient: Tensor) -> None:
+        """What autograd brings."""
+        self._incoming[parameter] = gradient.detach()
+
+    def read(self, product: SampleProduct) -> tuple[Tensor, float]:
+        """The sum over all samples, and how large its terms are."""
+        return batch_sum(product)[0].detach(), magnitude(product)
+
+    def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+        """Compare.
+
+        Raises:
+            UnsupportedError: They do not add up.
+        """
+        for parameter, (total, size) in values.items():
+            gradient = self._incoming.get(parameter)
+            if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
+                continue
+            unit = max(torch.finfo(t.dtype).eps for t in (gradient, total))
+            difference = _norm(gradient - total)
+            allowed = max(size, _norm(gradient)) * unit**0.7
+            if difference > allowed:  # what is not finite is not compared
+                raise self._does_not_add_up(parameter, difference / _norm(gradient))
+        return {}
+
+    def _does_not_add_up(self, parameter: Tensor, ratio: float) -> UnsupportedError:
+        modules = [call.module for call, _ in self._survey.sites]
+        name = name_of_parameter(modules, parameter)
+        return UnsupportedError(
+            f"The gradients of single samples in the parameter {name} (of shape "
+            f"{list(parameter.shape)}) do not add up to the gradient that autograd brings: the "
+            f"difference is {ratio:.1e} of it. Either something that depends on the parameter is "
+            "not seen (an operation outside of autograd, a custom autograd.Function, another "
+            "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
+            "numbers stay wrong. (This is measured: see docs/checks.md.)"
+        )
+
+
+class _Listener:
+    """A hook on a parameter that holds neither the pass nor anything of it."""
+
+    def __init__(self, check: weakref.ref[SumCheck], parameter: Tensor) -> None:
+        self._check = check
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Called by autograd."""
+        check, parameter = self._check(), self._parameter()
+        if check is not None and parameter is not None:
+            check.hear(parameter, gradient)
+
+
+def magnitude(product: SampleProduct) -> float:
+    """About how large the terms are that make up a sum, which may cancel: ``Σ ‖out‖ ‖inp‖``."""
+    return sum(_magnitudes(product))
+
+
+def _magnitudes(product: SampleProduct) -> Iterator[float]:
+    if isinstance(product, SumProduct):
+        for part in product.parts:
+            yield from _magnitudes(part)
+    elif isinstance(product, AffineProduct | ScaleProduct):
+        inp: Any = product.inp
+        some = min(4, product.samples)
+        size = 1.0 if inp is None else _norm(inp[0:some]) * (product.samples / max(1, some)) ** 0.5
+        yield _norm(product.out) * size
+    else:
+        out = getattr(product, "out", None)
+        if isinstance(out, Tensor):
+            yield _norm(out)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=_wide(tensor)))
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def check_of_sums(survey: Survey, groups: Sequence[Group]) -> SumCheck | None:
+    """What compares sums in a pass; ``None`` where some product is not to be had.
+
+    Args:
+        survey: What is known about the graph.
+        groups: What was asked for.
+    """
+    if survey.beside or not all(group.propagator.keeps_apart for group in groups):
+        return None
+    return SumCheck(survey)
