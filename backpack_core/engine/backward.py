@@ -25,6 +25,7 @@ from backpack_core.engine.refusals import (
     refuse_beside,
     refuse_function_of_loss,
     refuse_misaligned,
+    refuse_other_terms,
     report_bare,
 )
 from backpack_core.engine.schedule import HookSchedule, when_reached
@@ -112,6 +113,7 @@ class BackwardPass:
             self._look_around(roots)
             if self._is_curvature or any(e.is_of_losses for e in context.graph_extensions):
                 refuse_function_of_loss(self.survey, roots)
+            refuse_other_terms(self.survey, roots, context.graph_extensions)
             self._begin_measuring(roots, gradients)
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -264,13 +266,13 @@ class BackwardPass:
         """Parameters that plain functions use: everything that was sent to them is there."""
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             for site in self.survey.leaves.values():
-                if not self._schedule.waits_at(site):
-                    continue  # backward(inputs=...) leaves it out
                 view = self._view(site, None)
-                for slot, group in enumerate(self._groups):
-                    if group.extensions and group.propagator.keeps_apart:
-                        self._traversal.visit(slot, site, view)
-                if self.context.extension_hook is not None:
+                slots = self._schedule.waiting_at(
+                    site
+                )  # none if backward(inputs=...) leaves it out
+                for slot in slots:
+                    self._traversal.visit(slot, site, view)
+                if slots and self.context.extension_hook is not None:
                     self.context.extension_hook(site.call.module)
 
     def leave(self) -> None:

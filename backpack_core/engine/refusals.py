@@ -13,7 +13,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.engine.groups import Group
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
 from backpack_core.graph import nodes
-from backpack_core.graph.above import nonlinear_above
+from backpack_core.graph.above import begins_at_losses, nonlinear_above
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
@@ -149,6 +149,26 @@ def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:
             f"The operation {nodes.described(node)!r} is applied to an extended loss before "
             "backward() is called, and is not known to be linear: curvature would need its second "
             "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
+        )
+
+
+def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: Sequence[Any]) -> None:
+    """Raise where an extension of the losses would leave out a term beside them.
+
+    Args:
+        survey: What is known about the graph.
+        roots: What ``backward()`` is called on.
+        extensions: Those that read the loss as a whole.
+
+    Raises:
+        UnsupportedError: A term leads to the net past all extended losses.
+    """
+    named = [e for e in extensions if e.is_of_losses or e.subsampling is not None]
+    if named and not begins_at_losses(survey, roots):
+        raise UnsupportedError(
+            f"{registry.describe(named[0])} belongs to the extended losses, and what backward() is "
+            "called on depends on the net by another term, which none of them has computed. Extend "
+            "the loss as a whole, or call backward() on the other term outside of the block."
         )
 
 

@@ -68,11 +68,10 @@ class Schedule(ABC):
         """Something waits at a call for the first time: autograd calls back by itself."""
         return
 
-    def waits_at(self, site: Site) -> bool:
-        """Whether anything waits at an output of a call."""
-        return any(
-            (site.call, site.index, slot) in self._at_sites for slot in range(len(self.groups))
-        )
+    def waiting_at(self, site: Site) -> list[int]:
+        """Groups that something waits for at an output of a call."""
+        slots = range(len(self.groups))
+        return [slot for slot in slots if (site.call, site.index, slot) in self._at_sites]
 
     def is_empty(self) -> bool:
         """Whether everything that was sent has arrived."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from backpack_core._torch import graph_task_id
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.contract.operations import batch_sum
@@ -40,7 +41,8 @@ class SumCheck(FirstOrderExtension):
         """
         super().__init__(fail_mode="silent")  # nothing is run once more for it
         self._survey = survey
-        self._incoming: dict[Tensor, Tensor] = {}
+        self._task = -1
+        self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
         self._handles: list[RemovableHandle] = []
 
     def join(self, groups: list[Group]) -> None:
@@ -69,11 +71,13 @@ class SumCheck(FirstOrderExtension):
         self._handles.clear()
 
     def hear(self, parameter: Tensor, gradient: Tensor) -> None:
-        """What autograd brings."""
-        self._incoming[parameter] = gradient.detach()
+        """What autograd brings, in this pass or in one inside of it."""
+        self._incoming[graph_task_id(), parameter] = gradient.detach()
 
     def read(self, product: SampleProduct) -> tuple[Tensor, float]:
         """The sum over all samples, and how large its terms are."""
+        if self._task < 0:
+            self._task = graph_task_id()
         return batch_sum(product)[0].detach(), magnitude(product)
 
     def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
@@ -83,26 +87,29 @@ class SumCheck(FirstOrderExtension):
             UnsupportedError: They do not add up.
         """
         for parameter, (total, size) in values.items():
-            gradient = self._incoming.get(parameter)
+            gradient = self._incoming.get((self._task, parameter))
             if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
                 continue
             unit = max(torch.finfo(t.dtype).eps for t in (gradient, total))
             difference = _norm(gradient - total)
             allowed = max(size, _norm(gradient)) * unit**0.7
             if difference > allowed:  # what is not finite is not compared
-                raise self._does_not_add_up(parameter, difference / _norm(gradient))
+                raise self._does_not_add_up(parameter, difference, _norm(gradient))
         return {}
 
-    def _does_not_add_up(self, parameter: Tensor, ratio: float) -> UnsupportedError:
+    def _does_not_add_up(
+        self, parameter: Tensor, difference: float, size: float
+    ) -> UnsupportedError:
         modules = [call.module for call, _ in self._survey.sites]
         name = name_of_parameter(modules, parameter)
         return UnsupportedError(
             f"The gradients of single samples in the parameter {name} (of shape "
             f"{list(parameter.shape)}) do not add up to the gradient that autograd brings: the "
-            f"difference is {ratio:.1e} of it. Either something that depends on the parameter is "
-            "not seen (an operation outside of autograd, a custom autograd.Function, another "
-            "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
-            "numbers stay wrong. (This is measured: see docs/checks.md.)"
+            f"norm of the difference is {difference:.1e}, that of the gradient {size:.1e}. Either "
+            "something that depends on the parameter is not seen (an operation outside of "
+            "autograd, a custom autograd.Function, another thread), or a layer rule is wrong. "
+            "check='never' leaves this comparison out; the numbers stay wrong. (This is measured: "
+            "see docs/checks.md.)"
         )
 
 
@@ -113,10 +120,10 @@ class _Listener:
         self._check = check
         self._parameter = weakref.ref(parameter)
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         """Called by autograd."""
         check, parameter = self._check(), self._parameter()
-        if check is not None and parameter is not None:
+        if check is not None and parameter is not None and gradient is not None:
             check.hear(parameter, gradient)
 
 

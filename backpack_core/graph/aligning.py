@@ -36,6 +36,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
         tables = {site.call for site in survey.unusual if _is_table(survey, site)}
+        tables -= {call for (call, _), axis in survey.axes.items() if axis}
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])

@@ -99,6 +99,9 @@ class Walk:
         site = self._survey.site_at(Edge(*child))
         if child[0] in self._of_weights or (site is not None and site.call in self._tables):
             found[child] = 0
+        elif is_before and nodes.is_stack_of_numbers(child[0]):
+            found[child] = 0
+            self._before.add(child)
         elif shape[:1] == (self._size,) and not self._is_broadcast(place, child):
             found[child] = 1
         elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):

@@ -75,6 +75,9 @@ def push_rows(
     child, number = node.next_functions[position]
     assert child is not None
     target = metadata_of(child, number)
+    is_broadcast = len(target.shape) < mat.dim() - 1 or target.shape[:1] == (1,)
+    if (operation == "Expand" or operation in nodes.ELEMENTWISE) and not is_broadcast:
+        return None
     rows = mat.unflatten(1, (-1, positions))
     if operation == "Expand":
         return _fit_rows(mat, target) if positions == 1 else None

@@ -58,11 +58,15 @@ _OF_ONE = VIEWS | frozenset(
     """
     T Transpose Permute Clone ToCopy Neg Exp Log Sqrt Rsqrt Reciprocal Abs Tanh Sigmoid Relu
     Softplus Sum Mean Norm LinalgVectorNorm Slice Select Split Unbind Flip Diagonal Tril Triu
-    DiagEmbed Softmax LogSoftmax
+    DiagEmbed Softmax LogSoftmax Clamp ClampMin ClampMax Expm1 Log1P Sin Cos Erf Gelu Silu LeakyRelu
+    Elu Hardtanh Amax Amin
     """.split()  # noqa: SIM905
 )
 _OF_SEVERAL = frozenset(
-    "Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv WeightNormInterface".split()  # noqa: SIM905
+    """
+    Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv Pow Maximum Minimum
+    WeightNormInterface
+    """.split()  # noqa: SIM905
 )
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
 FACTORS = {
@@ -148,6 +152,12 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
         axis: int = node._saved_dim  # type: ignore[attr-defined]
         return (axis + len(inp)) % 2**64 % len(inp) != 0
     return operation in ELEMENTWISE or _ROW_FACTOR.get(operation) == position
+
+
+def is_stack_of_numbers(node: Node) -> bool:
+    """Whether a node puts single numbers side by side: terms of a loss, as a rule."""
+    edges = [(child, number) for child, number in node.next_functions if child is not None]
+    return operation_of(node) in ("Stack", "Cat") and all(shape_of(*e).numel() == 1 for e in edges)
 
 
 def is_of_its_operands(node: Node) -> bool:
