@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import get_args
@@ -15,6 +16,7 @@ from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled
+from backpack_core.record.view import View
 
 
 class backpack:
@@ -35,6 +37,7 @@ class backpack:
         debug: bool = False,
         check: Check = "first",
         retain_graph: bool = False,
+        observer: Callable[[View], None] | None = None,
     ) -> None:
         """Check and store the request.
 
@@ -49,6 +52,8 @@ class backpack:
                 ``"never"``.
             retain_graph: Keep inputs and outputs for another backward pass. Give it the same value
                 as ``retain_graph`` of ``backward()``.
+            observer: Called with the :class:`~backpack_core.View` of every output that the backward
+                pass visits, losses included, before extensions read there.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -68,7 +73,9 @@ class backpack:
         if check not in get_args(Check):
             raise UsageError(f"check is one of {', '.join(get_args(Check))}. Got {check!r}.")
         self._extensions = extensions
-        self._begin = partial(Context, extensions, extension_hook, debug, check, retain_graph)
+        self._begin = partial(
+            Context, extensions, extension_hook, debug, check, retain_graph, observer
+        )
         self._entered: list[tuple[Context, Announcer]] = []
 
     def __enter__(self) -> backpack:

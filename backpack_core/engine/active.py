@@ -21,6 +21,7 @@ from torch.nn import Module
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group
+from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
@@ -38,6 +39,7 @@ class Context:
         debug: Whether to log.
         check: In which passes alignment is measured.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
+        observer: Called with what a rule sees of each output that is visited.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
@@ -50,6 +52,7 @@ class Context:
     debug: bool = False
     check: Check = "first"
     retain_graph: bool = False
+    observer: Callable[[View], None] | None = None
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)

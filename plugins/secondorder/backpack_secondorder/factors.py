@@ -91,20 +91,27 @@ def corrected_eigenbasis(
     basis = kronecker_factors(product, sharing).eigenbasis()
     if len(basis.vectors) == 1:
         return basis  # of the block itself
+    return correct(product, basis)
+
+
+@Operation
+def correct(product: SampleProduct, basis: KroneckerEigenbasis) -> KroneckerEigenbasis:
+    """``diag(Qᵀ G Q)`` as eigenvalues for given eigenvectors ``Q``; see above."""
+    return _correct_pieces(product, basis)
+
+
+def _correct_pieces(product: SampleProduct, basis: KroneckerEigenbasis) -> KroneckerEigenbasis:
     total = torch.zeros_like(basis.values).flatten()
     for _, _, part in product.pieces():
         total = total + basis.rotate(part.flatten(0, 1)).square().sum(0)
     return basis.with_values(total.reshape(basis.values.shape))
 
 
-@corrected_eigenbasis.register
-def corrected_eigenbasis_affine(
-    product: AffineProduct, sharing: WeightSharing = "kfc"
-) -> KroneckerEigenbasis:
+@correct.register
+def correct_affine(product: AffineProduct, basis: KroneckerEigenbasis) -> KroneckerEigenbasis:
     """By :func:`contractions.square_sum` of rotated columns and inputs."""
-    basis = kronecker_factors(product, sharing).eigenbasis()
     if len(basis.vectors) == 1 or product.inp is None:
-        return basis
+        return _correct_pieces(product, basis)
     outer, inner = basis.vectors
     rotated = _rotate(product.out, outer)
     values = contractions.square_sum(rotated, RotatedRows(product.inp, inner))

@@ -12,6 +12,7 @@ from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
 from backpack_secondorder.factors import WeightSharing, kronecker_factors
 from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors
+from backpack_secondorder.merging import OF_FACTORS
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 Matrix = TypeVar("Matrix", KroneckerFactors, KroneckerEigenbasis)
@@ -71,6 +72,8 @@ class KFAC(FactorsExtension, SampledExtension):
     """
 
     savefield = "kfac"
+    degree = 1
+    over_batches = OF_FACTORS
 
     def __init__(
         self,
@@ -102,6 +105,8 @@ class KFLR(FactorsExtension, ExactExtension):
     """
 
     savefield = "kflr"
+    degree = 1
+    over_batches = OF_FACTORS
 
     def __init__(
         self,
