@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.extensions import KFLR
-from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import ParameterOrder
 from tests import oracle
 from tests.oracle import assert_close
 from tests.secondorder.problems import make

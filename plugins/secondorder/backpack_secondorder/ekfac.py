@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from backpack_core import SampleProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
-from backpack_secondorder.kronecker import KroneckerEigenbasis
 from backpack_secondorder.propagators import LossSqrt
 
 
 class EKFAC(MatrixExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
-    Stored in ``ekfac``, a :class:`~backpack_secondorder.kronecker.KroneckerEigenbasis`: the
+    Stored in ``ekfac``, a :class:`~backpack_secondorder.eigenbasis.KroneckerEigenbasis`: the
     eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of
     products of their eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
     ``Σ_v Σ_n (Q_Bᵀ M[v, n] Q_A)²`` from the same columns, of shape ``[O, I]``. Of all matrices with

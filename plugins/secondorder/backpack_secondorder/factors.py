@@ -16,7 +16,9 @@ from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.values import memory_of
 from backpack_secondorder import covariances
-from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import ParameterOrder
 
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 
@@ -106,6 +108,8 @@ def corrected_eigenbasis_affine(
     if len(basis.vectors) == 1 or product.inp is None:
         return basis
     outer, inner = basis.vectors
+    assert outer is not None
+    assert inner is not None  # the factors of affine products are matrices
     rotated = _rotate(product.out, outer)
     values = contractions.square_sum(rotated, RotatedRows(product.inp, inner))
     return basis.with_values(values.reshape(basis.values.shape))
