@@ -129,7 +129,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         """The eigendecomposition; computed once, and again where a factor was changed."""
         state = [(id(factor), factor._version) for factor in self]
         if self._eigen is None or self._eigen[0] != state:
-            pairs = [(f, None) if self.is_diagonal(f) else eigh(f) for f in self]
+            pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f) for f in self]
             values = reduce(_outer, [values for values, _ in pairs])
             basis = KroneckerEigenbasis([vectors for _, vectors in pairs], values, self.order)
             self._eigen = (state, basis)
@@ -212,7 +212,8 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             UsageError: A factor is singular, or the damping is negative.
         """
         factors = []
-        for factor in self.damped(damping, balanced, per_factor):
+        is_zero = not isinstance(damping, Tensor) and damping == 0
+        for factor in self if is_zero else self.damped(damping, balanced, per_factor):
             if self.is_diagonal(factor):
                 inverse, failed = factor.reciprocal(), factor <= 0
             else:
@@ -239,7 +240,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
     def dense(self) -> Tensor:
         """The product itself, in the order of the flattened parameter. Shape ``[P, P]``."""
-        factors = [self._full(factor) for factor in self]
+        factors = [self._full(factor).contiguous() for factor in self]
         if self.groups == 1:
             full = reduce(torch.kron, [f.reshape(f.shape[-2:]) for f in factors])
         else:
