@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack_core.errors import UsageError
 from backpack_core.values import any_of, at_least_single
+from backpack_secondorder.linalg import multiply
 from backpack_secondorder.matrix import (
     CurvatureMatrix,
     Number,
@@ -16,7 +17,6 @@ from backpack_secondorder.matrix import (
     check_damping,
     check_same,
     check_scalar,
-    multiply,
 )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.values import any_of, at_least_single
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.linalg import eigh, multiply
 from backpack_secondorder.matrix import (
     CurvatureMatrix,
     Number,
@@ -23,8 +24,6 @@ from backpack_secondorder.matrix import (
     check_damping,
     check_same,
     check_scalar,
-    eigh,
-    multiply,
 )
 
 
