@@ -80,7 +80,7 @@ class LossAtOutput:
         self._lossfunc: Any = lossfunc
         if isinstance(lossfunc, Module):
             self._lossfunc = extend(copy.deepcopy(lossfunc))
-            self._has_rule = _OfReading(_Reading(None, 0)).has_rule_for(type(lossfunc))
+            self._has_rule = DerivativesAtOutput(_Reading(None, 0)).has_rule_for(type(lossfunc))
 
     def at(self, output: Tensor, target: Any, samples: int | None = None) -> AtOutput:
         """Everything at an output.
@@ -103,7 +103,7 @@ class LossAtOutput:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
                 raise ShapeError(f"The loss has to be a number: reduce it. Got {found}.")
-            asked = backpack(_OfReading(reading), check="never")
+            asked = backpack(DerivativesAtOutput(reading), check="never")
             with asked if self._has_rule else nullcontext():
                 (gradient,) = torch.autograd.grad(
                     loss, z, create_graph=True, materialize_grads=True
@@ -161,7 +161,12 @@ class _Reading(GraphReading):
         return {}
 
 
-class _OfReading(GraphExtension):
+class DerivativesAtOutput(GraphExtension):
+    """Asks the rule of a loss for what stands in front of the sum, and for draws; stores nothing.
+
+    The name that messages about the loss give.
+    """
+
     savefield = "at_output"
 
     def __init__(self, reading: _Reading) -> None:
