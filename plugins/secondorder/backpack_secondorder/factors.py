@@ -97,6 +97,17 @@ def corrected_eigenbasis(
     return basis.with_values(eigenvalues_in(product, basis))
 
 
+@corrected_eigenbasis.register
+def corrected_eigenbasis_affine(
+    product: AffineProduct, sharing: WeightSharing = "kfc"
+) -> KroneckerEigenbasis:
+    """By :func:`eigenvalues_in_affine`; the bias' block is the one that was formed already."""
+    basis = kronecker_factors(product, sharing).eigenbasis()
+    if product.inp is None:
+        return basis
+    return basis.with_values(eigenvalues_in_affine(product, basis))
+
+
 @singledispatch
 def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor:
     """``diag(Qᵀ G Q)`` for given eigenvectors ``Q``, in the shape of ``basis.values``.
