@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.merging import OverBatches, Part
-from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import ParameterOrder
 
 POSITIONS = "positions"
 _SAME = Part("same", 0)
