@@ -35,7 +35,7 @@ from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.linalg import eigh
 from backpack_secondorder.matrix import ParameterOrder
-from backpack_secondorder.merging import OF_FACTORS
+from backpack_secondorder.merging import OF_AVERAGES
 from backpack_secondorder.propagators import warn_of_zero
 from backpack_secondorder.residual import (
     Residual,
@@ -200,7 +200,7 @@ class KFRA(MatrixExtension):
     over_batches = Refused(
         "it averages inside of its recursion, over the samples of one batch: take KFLR or KFAC, "
         "which combine.",
-        OF_FACTORS,
+        OF_AVERAGES,
     )
 
     def __init__(

@@ -116,8 +116,9 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Factors, weight and order."""
-        weight = torch.as_tensor(self.weight, dtype=torch.float64).detach().cpu()
-        return {**super().state_dict(), "weight": weight}
+        dtype = at_least_single(self[0].new_empty(0)).dtype
+        weight = torch.as_tensor(self.weight, dtype=dtype, device=self.device)
+        return {**super().state_dict(), "weight": weight.detach()}
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """Multiply with the Kronecker product, without forming it."""
@@ -305,7 +306,7 @@ def matrix_from_state(state: Mapping[str, Tensor]) -> KroneckerFactors | Kroneck
         vectors = [state.get(f"vectors.{k}") for k in range(count)]
         return KroneckerEigenbasis(vectors, state["values"], order)
     factors = [state[n] for n in sorted(state, key=_number) if n.startswith("factors.")]
-    return KroneckerFactors(factors, order, float(state["weight"]))
+    return KroneckerFactors(factors, order, state["weight"])
 
 
 def _number(name: str) -> int:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract.merging import OverBatches, Part
-from backpack_secondorder.eigenbasis import KroneckerEigenbasis
-from backpack_secondorder.kronecker import KroneckerFactors
-from backpack_secondorder.matrix import ParameterOrder
+from backpack_secondorder.kronecker import matrix_from_state
+from backpack_secondorder.matrix import CurvatureMatrix
 
-POSITIONS = "positions"
 _SAME = Part("same", 0)
+_SHAPE = "shape"
 
 
-class InOrder(OverBatches):
-    """A matrix with the order in which it numbers the entries of a parameter."""
+class OfMatrix(OverBatches):
+    """A matrix as the tensors of its state; the shape is known of the parameter."""
 
     def __init__(self) -> None:
         """The tensors of a value depend on the parameter: see :meth:`part`."""
@@ -28,54 +26,42 @@ class InOrder(OverBatches):
         """How the tensor of a name combines."""
         return _SAME
 
+    def take_apart(self, value: CurvatureMatrix) -> dict[str, Tensor]:
+        """As :meth:`CurvatureMatrix.state_dict` has them."""
+        return {name: t for name, t in value.state_dict().items() if name != _SHAPE}
 
-def _with_order(tensors: dict[str, Tensor], order: ParameterOrder) -> dict[str, Tensor]:
-    return tensors if order.positions is None else {**tensors, POSITIONS: order.positions}
-
-
-def _order(tensors: Mapping[str, Tensor], shape: torch.Size) -> ParameterOrder:
-    return ParameterOrder(shape, tensors.get(POSITIONS))
-
-
-def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
-    names = [name for name in tensors if name.startswith(prefix)]
-    return [tensors[name] for name in sorted(names, key=lambda name: int(name[len(prefix) :]))]
+    def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> CurvatureMatrix:
+        """The matrix."""
+        return matrix_from_state({**tensors, _SHAPE: torch.tensor(shape, dtype=torch.int64)})
 
 
-class OfFactors(InOrder):
-    """``B`` is a sum over samples, in the scale of the loss; ``A`` an average, without it."""
+class OfFactors(OfMatrix):
+    """``B`` is a sum over samples, in the scale of the loss; ``A`` an average, without it.
+
+    So is the weight that averages have in sums, a sum of the scales of samples.
+    """
 
     def part(self, name: str) -> Part:
-        """The first factor, and all others."""
-        if name == POSITIONS:
-            return _SAME
-        return Part("sum", 1) if name == "factor0" else Part("mean", 0)
-
-    def take_apart(self, value: KroneckerFactors) -> dict[str, Tensor]:
-        """``factor0``, ``factor1``, ..., and ``positions`` where the order is not the usual one."""
-        return _with_order({f"factor{k}": f for k, f in enumerate(value)}, value.order)
-
-    def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Any:
-        """The factors."""
-        return KroneckerFactors(_numbered(tensors, "factor"), _order(tensors, shape))
+        """The first factor, the weight, and all others."""
+        if name in ("factors.0", "weight"):
+            return Part("sum", 1)
+        return Part("mean", 0) if name.startswith("factors.") else _SAME
 
 
-class OfEigenbasis(InOrder):
+class OfAverages(OfFactors):
+    """Factors that are averages all; their weight is one."""
+
+    def part(self, name: str) -> Part:
+        """As there, but for the weight."""
+        return _SAME if name == "weight" else super().part(name)
+
+
+class OfEigenbasis(OfMatrix):
     """Eigenvalues are added, for eigenvectors that are the same for all samples."""
 
     def part(self, name: str) -> Part:
         """The eigenvalues, and all others."""
         return Part("sum", 1) if name == "values" else _SAME
 
-    def take_apart(self, value: KroneckerEigenbasis) -> dict[str, Tensor]:
-        """``values``, ``vectors0``, ``vectors1``, ..., and ``positions``."""
-        vectors = {f"vectors{k}": vectors for k, vectors in enumerate(value.vectors)}
-        return _with_order({"values": value.values, **vectors}, value.order)
 
-    def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Any:
-        """The matrix."""
-        order = _order(tensors, shape)
-        return KroneckerEigenbasis(_numbered(tensors, "vectors"), tensors["values"], order)
-
-
-OF_FACTORS = OfFactors()
+OF_FACTORS, OF_AVERAGES = OfFactors(), OfAverages()
