@@ -161,6 +161,19 @@ def test_moving_average_is_one_of_every_factor() -> None:
                 assert_close(found, 0.9 * a + 0.1 * b)
 
 
+@pytest.mark.parametrize("as_number", [float, torch.tensor])
+def test_averages_go_by_weight(as_number: Any) -> None:
+    order = ParameterOrder(torch.Size([3, 4]))
+    first, second = ([psd(3), psd(4)] for _ in range(2))
+    total = KroneckerFactors(first, order, as_number(3.0)) + KroneckerFactors(
+        second, order, as_number(1.0)
+    )
+    assert_close(total[0], first[0] + second[0])
+    assert_close(total[1], 0.75 * first[1] + 0.25 * second[1])
+    assert total.weight == 4
+    assert_close((total.with_weight(0.0) + KroneckerFactors(second, order))[1], second[1])
+
+
 def test_the_first_average_starts_at_nothing() -> None:
     factors = cases()["two"]
     for start in (0 * cases()["two"], 0.0 * factors):

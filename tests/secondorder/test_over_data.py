@@ -157,6 +157,9 @@ def test_sampled_fisher(loss: str) -> None:
     other = Fisher(*given, mc_samples=20_000, seed=1) @ vector
     assert not torch.equal(other, found)
     torch.random.set_rng_state(state)
+    model, lossfunc, (batch, *_) = given
+    once, twice = Fisher(model, lossfunc, [batch]), Fisher(model, lossfunc, [batch, batch])
+    assert not torch.allclose(once.dense(), twice.dense())  # draws of their own for each batch
     few = Fisher(*given)
     before = torch.random.get_rng_state()
     dense = few.dense()
