@@ -231,6 +231,14 @@ def test_gradient() -> None:
         assert_close(found, other)
 
 
+def test_batches_in_which_no_sample_counts() -> None:
+    model, lossfunc, loader = make()
+    expected = dense_ggn((model, lossfunc, loader))
+    ignored = (torch.randn(2, 3), torch.full((2,), -100))
+    empty = (torch.randn(0, 3), torch.zeros(0, dtype=torch.long))
+    assert_close(GGN(model, lossfunc, [empty, *loader, ignored]).dense(), expected)
+
+
 def test_some_parameters() -> None:
     given = make()
     model = given[0]

@@ -137,8 +137,8 @@ class DataOperator(LinearOperator):
                 with torch.enable_grad():
                     at, products = of_batch(batch, index)
                 weight = 1.0 if at.normaliser is None else at.normaliser
-                if not weight:
-                    continue  # no sample counts, and the loss of such a batch is no number
+                if not weight or not len(at.output):
+                    continue  # no sample counts, and the mean of none is no number
                 record(at.loss * weight)
                 divisor += weight * (at.normaliser is not None)
                 parts = [product.detach() * weight for product in products]
