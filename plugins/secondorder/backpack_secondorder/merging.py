@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.merging import OverBatches, Part
+from backpack_core.errors import UnsupportedError
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.matrix import ParameterOrder
@@ -30,7 +31,9 @@ class InOrder(OverBatches):
 
 
 def _with_order(tensors: dict[str, Tensor], order: ParameterOrder) -> dict[str, Tensor]:
-    return tensors if order.positions is None else {**tensors, POSITIONS: order.positions}
+    if order.positions is not None:
+        tensors[POSITIONS] = order.positions
+    return tensors
 
 
 def _order(tensors: Mapping[str, Tensor], shape: torch.Size) -> ParameterOrder:
@@ -69,8 +72,15 @@ class OfEigenbasis(InOrder):
 
     def take_apart(self, value: KroneckerEigenbasis) -> dict[str, Tensor]:
         """``values``, ``vectors0``, ``vectors1``, ..., and ``positions``."""
-        vectors = {f"vectors{k}": vectors for k, vectors in enumerate(value.vectors)}
-        return _with_order({"values": value.values, **vectors}, value.order)
+        tensors = {"values": value.values}
+        for k, vectors in enumerate(value.vectors):
+            if vectors is None:
+                raise UnsupportedError(
+                    "A factor of these eigenvectors is the identity, and has no tensor: combine "
+                    "the matrices that they are of."
+                )
+            tensors[f"vectors{k}"] = vectors
+        return _with_order(tensors, value.order)
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Any:
         """The matrix."""
