@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Folders of the distributions, and of the packages that they hold.
-DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder compat
+DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data compat
 PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
-	plugins/secondorder/backpack_secondorder compat/backpack
+	plugins/secondorder/backpack_secondorder data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ from backpack_core.engine.active import Check
 from backpack_core.errors import UsageError
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_data.checkpoint import Checkpoint
-from backpack_data.processes import Heartbeat, reduce
+from backpack_data.processes import Heartbeat, reduce, require_whole
 from backpack_data.quantities import Quantities
 from backpack_data.states import States
 from backpack_data.weights import Weights
@@ -49,9 +50,9 @@ def accumulate(
 
     With a mean, they are those of ``1/W Σ_b W_b ℓ_b``, where the loss ``ℓ_b`` of a batch divides by
     ``W_b`` (so a smaller last batch, class weights and ignored targets weigh right); with a sum, of
-    ``Σ_b ℓ_b``. Each is combined as its extension declares (``degree``, ``over_batches``). ``.grad``
-    is left alone, and so are fields of the parameters of other names. Extensions that need two
-    passes over the data (``EKFAC``) get them.
+    ``Σ_b ℓ_b``. Each is combined as its extension declares (``degree``, ``over_batches``).
+    ``.grad`` is left alone, and so are fields of the parameters of other names. Extensions that
+    need two passes over the data (``EKFAC``) get them.
 
     Args:
         model: The model, extended or not. In the mode (train, eval) that it is in.
@@ -88,6 +89,9 @@ def accumulate(
         over_batches(extension, "its value over a data set")
     if every < 1:
         raise UsageError(f"every must be positive. Got {every!r}.")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    require_whole(model)
     with _extended(model, lossfunc):
         run = _Run(model, lossfunc, loader, batch, normaliser, progress, check)
         run.group, run.gather, run.timeout = process_group, gather, timeout
@@ -144,6 +148,7 @@ class _Run:
         states = States.over(self.model, readers)
         done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
         kept, heartbeat = _Kept(self.loader), Heartbeat(self.group, self.timeout)
+        place = -1
         bar = tqdm(self.loader, desc=f"pass {number}", disable=not self.progress)
         for place, item in enumerate(bar):
             inputs, targets = self.batch(item)
@@ -158,6 +163,8 @@ class _Run:
                 self.checkpoint.after(number, place + 1, states)
             heartbeat.beat(place)
         if self.checkpoint is not None:
+            if place + 1 <= done:
+                self.checkpoint.seed()
             self.checkpoint.end(number, states)
         heartbeat.wait()
         if self.group is not None:

@@ -64,11 +64,11 @@ class Checkpoint:
         else:
             self._keep(f"start {number}")
         self._current = f"now {number}"
-        self._done: int = self._about.get(f"done {number}", 0)
+        self._done = int(self._about.get(f"done {number}", 0))
         return self._done
 
     def seed(self) -> None:
-        """Random numbers go on where they stood, now that the batches that are done were skipped."""
+        """Random numbers go on where they stood: the batches that are done were skipped."""
         self._set(self._current, loader=False)
 
     def after(self, number: int, done: int, states: States) -> None:
@@ -116,5 +116,5 @@ def _fingerprint(model: Module) -> str:
     for name, parameter in model.named_parameters():
         data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest = zlib.crc32(f"{name} {list(parameter.shape)}".encode(), digest)
-        digest = zlib.crc32(memoryview(data.numpy()), digest)
+        digest = zlib.crc32(data.numpy().tobytes(), digest)
     return f"{digest:08x}"

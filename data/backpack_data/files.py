@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -26,7 +27,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
         about: What goes into the header, as JSON.
     """
     header = {"backpack_data": json.dumps({"version": VERSION, **about})}
-    data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, header)
+    data = save({name: _packed(t) for name, t in tensors.items()}, header)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
@@ -43,13 +44,18 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
         os.close(folder)
 
 
+def _packed(tensor: Tensor) -> Tensor:
+    """On the CPU, in memory of its own, in the usual order."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and what its header says.
 
     Raises:
         UsageError: The file is of somebody else, or of a later version.
     """
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get("backpack_data")
         about = {} if header is None else json.loads(header)
         if about.get("version") != VERSION:

@@ -85,8 +85,8 @@ class States:
     def _require_alike(self, normaliser: float | None, ratios: tuple[float, ...]) -> None:
         if (normaliser is None) != (self.normaliser is None):
             raise UnsupportedError(
-                "The loss of one batch is a sum and that of another a mean: they have no weights in "
-                "common. Use one reduction."
+                "The loss of one batch is a sum and that of another a mean: they have no weights "
+                "in common. Use one reduction."
             )
         require_proportional(self.ratios, ratios)
 

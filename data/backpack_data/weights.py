@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import inf, isclose
-from typing import Any
 
 from torch import Tensor
 
@@ -64,7 +63,8 @@ class Weights:
         if len(sizes) != 1:
             raise UsageError(
                 f"A parameter of shape {list(parameter.shape)} belongs to no module that was "
-                f"called, and calls have batches of the sizes {sorted(sizes)}: it is not known which counts."
+                f"called, and calls have batches of the sizes {sorted(sizes)}: it is not "
+                "known which counts."
             )
         return sizes.pop()
 
@@ -131,8 +131,3 @@ def require_proportional(known: tuple[float, ...], new: tuple[float, ...]) -> No
             f"earlier one of {list(known)}: their sum over all samples is no weighted mean of the "
             "batches. Use reduction='sum', or one loss at a time."
         )
-
-
-def floating(value: Any) -> bool:
-    """Whether a tensor holds numbers that are not indices."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -50,8 +50,8 @@ class ClippedSumGrad(FirstOrderExtension):
     savefield = "grad_clipped"
     without_degree = (
         "a norm that is too large by the factor of a scaler is clipped too early. Say what the "
-        "loss is multiplied by beforehand, ClippedSumGrad(..., scale=scaler.get_scale()): its value "
-        "is that of the loss without the factor."
+        "loss is multiplied by beforehand, ClippedSumGrad(..., scale=scaler.get_scale()): its "
+        "value is that of the loss without the factor."
     )
     over_batches = "sum"
     is_deferred: ClassVar[bool] = True
