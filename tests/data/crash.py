@@ -20,14 +20,14 @@ from backpack_core.extensions import KFAC, DiagGGNExact, DiagGGNMC
 from backpack_data import accumulate, files
 from tests.data.problems import data, loss, net
 
-SAMPLES = 240
+EACH = 80  # samples of the data set for each kill
 
 
-def work(folder: Path, name: str) -> None:
+def work(folder: Path, name: str, samples: int) -> None:
     """A run that writes its state after each batch."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    loader = DataLoader(TensorDataset(*data(SAMPLES)), 4, shuffle=True)
+    loader = DataLoader(TensorDataset(*data(samples)), 4, shuffle=True)
     found = accumulate(
         net(),
         loss(ignored=-100),
@@ -42,10 +42,10 @@ def work(folder: Path, name: str) -> None:
     found.save(folder / f"{name}.result")
 
 
-def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, name: str, samples: int) -> subprocess.Popen[bytes]:
     command = "import sys; from pathlib import Path; from tests.data.crash import work; "
-    command += "work(Path(sys.argv[1]), sys.argv[2])"
-    return subprocess.Popen([sys.executable, "-c", command, str(folder), name])
+    command += "work(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))"
+    return subprocess.Popen([sys.executable, "-c", command, str(folder), name, str(samples)])
 
 
 def crash(folder: Path, kills: int, seed: int) -> int:
@@ -54,11 +54,12 @@ def crash(folder: Path, kills: int, seed: int) -> int:
     Raises:
         AssertionError: A file was lost or half written, or numbers differ.
     """
-    assert start(folder, "quiet").wait() == 0
+    samples = EACH * kills
+    assert start(folder, "quiet", samples).wait() == 0
     draw, state, hits = random.Random(seed), folder / "killed.state", 0
     done = 0
     for _ in range(kills):
-        process, before = start(folder, "killed"), done
+        process, before = start(folder, "killed", samples), done
         # Not before something new was written, and then at any moment.
         stop = time.monotonic() + 60
         while process.poll() is None and time.monotonic() < stop and _done(state) <= before:
@@ -70,7 +71,7 @@ def crash(folder: Path, kills: int, seed: int) -> int:
         hits += 1
         done = _done(state)
         assert done > before
-    assert start(folder, "killed").wait() == 0
+    assert start(folder, "killed", samples).wait() == 0
     wanted, _ = files.read(folder / "quiet.result")
     found, _ = files.read(folder / "killed.result")
     assert wanted.keys() == found.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from backpack_core.extensions import (
 )
 from backpack_core.record.structure import iter_tensors
 
-DETERMINISTIC: list[Callable[[], Extension]] = [
+DETERMINISTIC: list[Any] = [
     BatchGrad,
     BatchL2Grad,
     SumGradSquared,
@@ -37,20 +36,25 @@ DETERMINISTIC: list[Callable[[], Extension]] = [
     BatchDiagHessian,
     KFLR,
 ]
-SAMPLED: list[Callable[[], Extension]] = [KFAC, EKFAC]
+SAMPLED: list[Any] = [KFAC, EKFAC]
 CLASSES = 3
 
 
 def net() -> nn.Module:
     """Convolution, transposed convolution, normalisation, linear: all orders of parameters."""
-    torch.manual_seed(0)
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(1, 2, 2),
         nn.Sigmoid(),
         nn.ConvTranspose2d(2, 2, 2),
         nn.Flatten(),
         nn.Linear(18, CLASSES),
     ).double()
+    # The same in every process, whatever its default dtype.
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        nn.init.zeros_(parameter).data += 0.4 * drawn
+    return model
 
 
 def data(samples: int = 7) -> tuple[Tensor, Tensor]:
@@ -64,7 +68,7 @@ def batches(x: Tensor, y: Tensor, *sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def loss(reduction: str = "mean", ignored: int = 2) -> nn.CrossEntropyLoss:
-    """With weights and an ignored class, so that the mean divides by neither samples nor batches."""
+    """With weights and an ignored class: a mean divides by neither samples nor batches."""
     weight = torch.tensor([0.5, 1.5, 2.0], dtype=torch.float64)
     return nn.CrossEntropyLoss(weight, reduction=reduction, ignore_index=ignored)
 
