@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Folders of the distributions, and of the packages that they hold.
-DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder compat
+DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data compat
 PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
-	plugins/secondorder/backpack_secondorder compat/backpack
+	plugins/secondorder/backpack_secondorder data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
@@ -53,9 +53,11 @@ types: $(STAMP) ## check types
 	$(BIN)/mypy --strict $(PACKAGES)
 
 # The peers of the benchmarks. One asks for torchvision, which it only needs for example data, and the
-# compatibility layer would take its import name: so neither is here.
-BENCH_PEERS := backpack-for-pytorch unfoldNd opacus
-BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy
+# compatibility layer would take its import name: so neither is here. The tests of what is exchanged
+# with curvlinops run here, too.
+BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einconv linear_operator
+BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm \
+	pytest pytest-cov hypothesis
 BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder
 BENCH_STAMP := .venv-bench/.installed
 BENCH_INSTALL := .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check \

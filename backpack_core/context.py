@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import get_args
@@ -18,6 +18,7 @@ from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled
+from backpack_core.record.view import View
 
 
 class backpack:
@@ -39,6 +40,7 @@ class backpack:
         check: Check = "first",
         retain_graph: bool = False,
         beside: Sequence[Tensor] = (),
+        observer: Callable[[View], None] | None = None,
     ) -> None:
         """Check and store the request.
 
@@ -55,6 +57,8 @@ class backpack:
                 as ``retain_graph`` of ``backward()``.
             beside: Terms of what ``backward()`` is called on that depend on weights alone, as a
                 penalty does: quantities are those of the rest. ``.grad`` has everything.
+            observer: Called with the :class:`~backpack_core.View` of every output that the backward
+                pass visits, losses included, before extensions read there.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -76,7 +80,7 @@ class backpack:
         self._extensions = extensions
         terms = frozenset(map(_edge_of_term, beside))
         self._begin = partial(
-            Context, extensions, extension_hook, debug, check, retain_graph, terms
+            Context, extensions, extension_hook, debug, check, retain_graph, terms, observer
         )
         self._entered: list[tuple[Context, Announcer]] = []
 

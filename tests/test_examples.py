@@ -18,7 +18,9 @@ def single_precision():
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("name", ["extension_hook", "custom_module"])
+@pytest.mark.parametrize(
+    "name", ["extension_hook", "custom_module", "laplace_two_moons", "natural_gradient"]
+)
 def test_example(name, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out

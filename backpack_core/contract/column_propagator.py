@@ -97,7 +97,7 @@ class ColumnPropagator(Propagator):
             turns = turns.repeat(1, mat.shape[1] // positions)
             return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in turns])
 
-        return Columns({Root(r.name): split(mat) for r, mat in quantity.blocks.items()})
+        return Columns({Root(r.name, scale=r.scale): split(mat) for r, mat in quantity.blocks.items()})
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
         """Block by block."""

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.hook import hookimpl
+from backpack_core.contract.merging import UNDECLARED, Declaration
 from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.propagator import Propagator
@@ -51,6 +52,12 @@ class Extension(ABC):
             before they are.
         needs_every_parameter: Whether the result means nothing where a trained parameter of the
             model is left out, as a bound on the norm of all of them does.
+        degree: The power of the loss's scale that a value carries: 1 for gradients and curvature, 2
+            for their squares; ``None`` where there is none, as with a threshold.
+        without_degree: Then, what to do instead of scaling a value, as a sentence.
+        over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
+            on axis 0), a function of two tensors, or what :mod:`~backpack_core.contract.merging`
+            has for values that are no single tensor. By default, they do not.
 
     Attributes:
         propagator: What travels backwards for this extension.
@@ -67,6 +74,9 @@ class Extension(ABC):
     is_deferred: ClassVar[bool] = False
     keeps_graph: ClassVar[bool] = False
     needs_every_parameter: ClassVar[bool] = False
+    degree: float | None = None
+    without_degree: ClassVar[str] = "it declares none. Scale the loss instead."
+    over_batches: Declaration = UNDECLARED
     chunk_size: int | None = None
 
     def __init__(

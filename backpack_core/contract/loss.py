@@ -55,7 +55,11 @@ class LossRule(LayerRule):
         )
 
     def normalisation(self, view: View) -> float | Tensor:
-        """The factor the module's reduction puts in front of the sum (``1/N`` for a mean)."""
+        """The factor the module's reduction puts in front of the sum (``1/N`` for a mean).
+
+        The default is that of a sum. A rule whose modules have a ``reduction`` overrides it: the
+        weights of batches over a data set follow from it.
+        """
         return 1.0
 
     def factor(self, view: View) -> Tensor:

@@ -22,6 +22,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group
+from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
@@ -40,6 +41,7 @@ class Context:
         check: In which passes alignment is measured.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         beside: Outputs of nodes that are no part of the loss that quantities are of.
+        observer: Called with what a rule sees of each output that is visited.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
@@ -53,6 +55,7 @@ class Context:
     check: Check = "first"
     retain_graph: bool = False
     beside: frozenset[tuple[Node, int]] = frozenset()
+    observer: Callable[[View], None] | None = None
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)

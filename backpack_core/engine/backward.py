@@ -216,6 +216,8 @@ class BackwardPass:
         if is_asked and (call, site.index) not in self.survey.sites:
             self._look_around([site.edge])
         view = self._view(site, grad)
+        if context.observer is not None:
+            context.observer(view)
         if is_asked:
             if changed_by is not None and (self._is_curvature or context.graph_extensions):
                 raise changed_gradient(view, changed_by)

@@ -276,6 +276,15 @@ for _reduction in ("mean", "sum"):
 
 
 @of_loss()
+def normalisation(case: LossCase) -> None:
+    """What a mean puts in front of the sum: weights over a data set follow from it."""
+    mean, total = shared_run(case, "mean"), shared_run(case, "sum")
+    for run in (mean, total):
+        factor = run.rule.normalisation(run.view)
+        close(run.value, total.value * factor, "the loss", case.tolerances.float64)
+
+
+@of_loss()
 def hessian_is_psd(case: LossCase) -> None:
     """Where it is declared, no eigenvalue is negative."""
     run = shared_run(case, "sum")

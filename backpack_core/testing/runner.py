@@ -12,6 +12,7 @@ from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvat
 from backpack_core.testing import (
     extension_checks,  # noqa: F401 - these enter the checks
     loss_checks,  # noqa: F401
+    merging_checks,  # noqa: F401
     network_checks,  # noqa: F401
     property_checks,  # noqa: F401
     rule_checks,  # noqa: F401

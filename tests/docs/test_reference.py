@@ -29,3 +29,11 @@ def test_readme_example_runs(capsys):
     assert code is not None
     exec(code.group(1), {})
     assert "grad_batch" not in capsys.readouterr().err
+
+
+def test_page_on_curvature_runs():
+    """Its blocks are one program."""
+    text = (DOCS / "curvature-arithmetic.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 3
+    exec("\n".join(blocks), {})

@@ -39,7 +39,7 @@ NAMES = {
         sqrt_hessian_mean sqrt_hessian_sampled_mean hessian_mat_prod_mean sum_hessian_mean
         arriving_gradient_mean started_extensions_mean sqrt_hessian_sum
         sqrt_hessian_sampled_sum hessian_mat_prod_sum sum_hessian_sum arriving_gradient_sum
-        started_extensions_sum hessian_is_psd samples_are_separate loss_batch_of_one
+        started_extensions_sum normalisation hessian_is_psd samples_are_separate loss_batch_of_one
         loss_subsampled_call loss_non_contiguous_input loss_float32
         loss_leaves_arguments_alone
     """,
@@ -47,7 +47,7 @@ NAMES = {
         value_mean value_sum value_batch_of_one value_loss_scaled value_residual
         value_shared_positions value_overwritten value_frozen value_called_twice value_float32
         value_subsampling beside_others savefield leaves_gradient_alone pickle_extension
-        extension_no_live_calls
+        extension_no_live_calls degree two_halves_mean two_halves_sum
     """,
 }
 

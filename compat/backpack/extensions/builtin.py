@@ -100,6 +100,8 @@ class DiagGGN(ByLossHessian):
 
     read = diag_ggn.DiagGGNExact.read
     columns_add = diag_ggn.DiagGGNExact.columns_add
+    degree = diag_ggn.DiagGGNExact.degree
+    over_batches = diag_ggn.DiagGGNExact.over_batches
 
     def __init__(self, loss_hessian_strategy: str, savefield: str) -> None:
         super().__init__(loss_hessian_strategy, savefield)
@@ -125,6 +127,8 @@ class BatchDiagGGN(ByLossHessian):
 
     read = diag_ggn.BatchDiagGGNExact.read
     columns_add = diag_ggn.BatchDiagGGNExact.columns_add
+    degree = diag_ggn.BatchDiagGGNExact.degree
+    over_batches = diag_ggn.BatchDiagGGNExact.over_batches
 
     def __init__(self, loss_hessian_strategy: str, savefield: str) -> None:
         super().__init__(loss_hessian_strategy, savefield)
@@ -151,6 +155,8 @@ class SqrtGGN(ByLossHessian):
     read = sqrt_ggn.SqrtGGNExact.read
     combine = sqrt_ggn.SqrtGGNExact.combine
     columns_add = sqrt_ggn.SqrtGGNExact.columns_add
+    degree = sqrt_ggn.SqrtGGNExact.degree
+    over_batches = sqrt_ggn.SqrtGGNExact.over_batches
 
 
 class SqrtGGNExact(SqrtGGN, sqrt_ggn.SqrtGGNExact):
@@ -197,6 +203,7 @@ class HBP(IncumbentNames):
 
     columns_add = True
     needs = (kronecker_factors,)
+    degree = kfac.KFAC.degree
     _mc_samples: int = 1
 
     def __init__(
@@ -212,6 +219,7 @@ class HBP(IncumbentNames):
             strategies
         )
         self._base = extension_by(*strategies, self.get_num_mc_samples())
+        self.over_batches = self._base.over_batches
         Extension.__init__(self, self._base.propagator, savefield)
 
     def read(self, product: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import inf
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -47,6 +48,12 @@ class ClippedSumGrad(FirstOrderExtension):
     """
 
     savefield = "grad_clipped"
+    without_degree = (
+        "a norm that is too large by the factor of a scaler is clipped too early. Say what the "
+        "loss is multiplied by beforehand, ClippedSumGrad(..., scale=scaler.get_scale()): its "
+        "value is that of the loss without the factor."
+    )
+    over_batches = "sum"
     is_deferred: ClassVar[bool] = True
     needs_every_parameter: ClassVar[bool] = True
     needs = (squared_norm,)  # of which norms are made
@@ -58,6 +65,7 @@ class ClippedSumGrad(FirstOrderExtension):
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
+        scale: float = 1.0,
     ) -> None:
         """Store the settings.
 
@@ -67,16 +75,21 @@ class ClippedSumGrad(FirstOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+            scale: What the loss was multiplied by, as by a gradient scaler; bound and value are
+                those without it.
 
         Raises:
-            UsageError: The bound is not positive, or the kind of clipping is unknown.
+            UsageError: The bound or the scale is not positive, or the kind of clipping is unknown.
         """
         if not max_norm > 0:
             raise UsageError(f"max_norm must be positive. Got {max_norm!r}.")
         if clipping not in get_args(Clipping):
             raise UsageError(f"clipping must be one of {get_args(Clipping)}. Got {clipping!r}.")
+        if not 0 < scale < inf:
+            raise UsageError(f"scale must be positive and finite. Got {scale!r}.")
         super().__init__(subsampling, savefield, fail_mode)
         self.max_norm = max_norm
+        self.scale = scale
         self.clipping: Clipping = clipping
 
     def read(self, product: SampleProduct) -> Handle:
@@ -105,14 +118,14 @@ class ClippedSumGrad(FirstOrderExtension):
         return None if self.clipping == "flat" else handle.product.module
 
     def _weights(self, norms: list[Tensor]) -> Tensor:
-        """``min(1, C / ‖g_n‖)``. Shape ``[N]``."""
+        """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[N]``."""
         dtype = reduce(torch.promote_types, (norm.dtype for norm in norms))
         each = torch.stack([norm.to(dtype) for norm in norms], 1)  # [N, parameters]
         # Squares of large or tiny norms leave the range of single precision.
         scale = scale_of(each, 1)
         total = (each / scale.unsqueeze(-1)).square().sum(1).sqrt()
         # A gradient of zero is left alone, whatever the bound.
-        return (self.max_norm / scale / total).clamp(max=1.0)
+        return (self.max_norm * self.scale / scale / total).clamp(max=1.0) / self.scale
 
     @staticmethod
     def _sum(handle: Handle, weights: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core.contract.merging import SUM, Refused
 from backpack_core.contract.operations import dense, gram, squared_norm
 from backpack_firstorder.norms import in_single, is_doubtful, norm, safe_squared_norm
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
@@ -22,6 +23,8 @@ class BatchGrad(FirstOrderExtension):
     """
 
     savefield = "grad_batch"
+    degree = 1
+    over_batches = "concatenate"
     needs = (dense,)
 
     def read(self, product: SampleProduct) -> Tensor:
@@ -44,6 +47,8 @@ class BatchL2Grad(SquaresExtension):
     """
 
     savefield = "batch_l2"
+    degree = 2
+    over_batches = "concatenate"
     needs = (squared_norm,)
 
     def read(self, product: SampleProduct) -> Tensor:
@@ -74,6 +79,12 @@ class BatchDotGrad(SquaresExtension):
     """
 
     savefield = "batch_dot"
+    degree = 2
+    over_batches = Refused(
+        "an inner product of samples of two batches is in neither batch's matrix: take BatchGrad, "
+        "which combines, and multiply the individual gradients.",
+        SUM,
+    )
     needs = (gram,)
 
     def read(self, product: SampleProduct) -> Tensor:

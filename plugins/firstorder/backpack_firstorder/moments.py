@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.contract.operations import batch_sum, square_sum
+from backpack_core.errors import UsageError
 from backpack_firstorder.norms import in_single
 from backpack_firstorder.squares import SquaresExtension
 
@@ -22,11 +27,30 @@ class SumGradSquared(SquaresExtension):
     """
 
     savefield = "sum_grad_squared"
+    degree = 2
+    over_batches = "sum"
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
         """A contraction that forms no individual gradients where the product knows one."""
         return square_sum(in_single(product))
+
+
+class _OfMoments(OverBatches):
+    """A variance is none of the variances of batches: their means are needed, too."""
+
+    def __init__(self) -> None:
+        super().__init__({"": Part()})
+
+    def reader(self, extension: Extension) -> Extension:
+        """What keeps both moments."""
+        if extension.module_extensions:
+            names = ", ".join(kind.__name__ for kind in extension.module_extensions)
+            raise UsageError(
+                f"{type(extension).__name__} has module extensions for {names}, which compute the "
+                "variance of one batch: over several, its mean is needed, too. Leave them out."
+            )
+        return Moments(extension.subsampling, extension.savefield, extension.fail_mode)
 
 
 class Variance(SquaresExtension):
@@ -40,6 +64,8 @@ class Variance(SquaresExtension):
     """
 
     savefield = "variance"
+    degree = 2
+    over_batches = _OfMoments()
     needs = (batch_sum, square_sum)
 
     def read(self, product: SampleProduct) -> Tensor:
@@ -47,3 +73,37 @@ class Variance(SquaresExtension):
         samples, product = max(1, product.samples), in_single(product)  # of none, it is zero
         total, squares = batch_sum(product).squeeze(0), square_sum(product)
         return torch.addcmul(squares / samples, total, total, value=-1 / samples**2)
+
+
+class _Separate(OverBatches):
+    """Both moments, and the variance at the end."""
+
+    def __init__(self) -> None:
+        super().__init__({"mean": Part("mean", 1), "squares": Part("mean", 2)})
+
+    def take_apart(self, value: Tensor) -> dict[str, Tensor]:
+        """From one tensor."""
+        return {"mean": value[0], "squares": value[1]}
+
+    def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+        """``1/N Σ_n g_n² - (1/N Σ_n g_n)²``."""
+        return tensors["squares"] - tensors["mean"].square()
+
+
+class Moments(SquaresExtension):
+    """Mean and uncentred second moment of the individual gradients, of which a variance is made.
+
+    Stored in ``gradient_moments``, shape ``[2, *θ]``: ``1/N Σ_n g_n`` and ``1/N Σ_n g_n²``. It is
+    what :class:`Variance` keeps of batches that are to be combined.
+    """
+
+    savefield = "gradient_moments"
+    degree = 2
+    over_batches = _Separate()
+    needs = (batch_sum, square_sum)
+
+    def read(self, product: SampleProduct) -> Tensor:
+        """Sums over the batch, divided by the number of samples."""
+        samples, product = max(1, product.samples), in_single(product)
+        total, squares = batch_sum(product).squeeze(0), square_sum(product)
+        return torch.stack([total, squares]) / samples

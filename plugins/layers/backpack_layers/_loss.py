@@ -52,6 +52,13 @@ def broadcast(view: View, what: str, whole: Tensor) -> Tensor:
         ) from error
 
 
+def mean_over_elements(view: View) -> float:
+    """One over the number of elements of the whole batch for a mean, else one."""
+    if setting(view, "reduction") == "mean":
+        return 1.0 / max(1, view.full.input_shape.numel())
+    return 1.0
+
+
 def real_sqrt(view: View, curvature: Tensor) -> Tensor:
     """Square root of second derivatives or of the weights in front of them.
 
@@ -130,11 +137,9 @@ class ElementwiseLossRule(LossRule):
         """The target, of the shape and dtype of the input."""
         return broadcast(view, "target", tensor(view.full, "target")).to(view.dtype)
 
-    def normalisation(self, view: View) -> float:
+    def normalisation(self, view: View) -> float | Tensor:
         """A mean is over all elements of the whole batch."""
-        if setting(view, "reduction") == "mean":
-            return 1.0 / max(1, view.full.input_shape.numel())
-        return 1.0
+        return mean_over_elements(view)
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         half = real_sqrt(view, self.curvature(view) * self.normalisation(view))
@@ -143,7 +148,7 @@ class ElementwiseLossRule(LossRule):
         return torch.diag_embed(flat, dim1=0, dim2=2).reshape(features, *half.shape)
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
-        scale: float = (self.normalisation(view) / samples) ** 0.5
+        scale = (self.normalisation(view) / samples) ** 0.5
         return self.sampled_gradient(view, samples) * scale
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
@@ -172,6 +177,10 @@ class LinearLossRule(LossRule):
     def check(self, view: View) -> None:
         """Targets must not require a gradient."""
         check_arguments(view, self.axes)
+
+    def normalisation(self, view: View) -> float | Tensor:
+        """A mean is over all elements of the whole batch."""
+        return mean_over_elements(view)
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         return torch.zeros_like(view.input).unsqueeze(0)

@@ -45,10 +45,7 @@ class CrossEntropyLossRule(LossRule):
 
     def normalisation(self, view: View) -> float | Tensor:
         """A mean divides by the weights of the targets, or counts positions for probabilities."""
-        if setting(view, "reduction") == "mean":
-            divisor = _target_weight(view)[1]
-            return 1.0 / (divisor if isinstance(divisor, Tensor) else max(1, divisor))
-        return 1.0
+        return _mean_over_targets(view, setting(view, "label_smoothing"))
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         log_p = _by_position(F.log_softmax(view.input, 1))
@@ -97,12 +94,22 @@ class NLLLossRule(LinearLossRule):
     axes = 2
     instead = "For the curvature of a softmax model apply CrossEntropyLoss to the logits."
 
+    def normalisation(self, view: View) -> float | Tensor:
+        """A mean divides by the weights of the targets."""
+        return _mean_over_targets(view)
+
 
 class KLDivLossRule(LinearLossRule):
     """``ℓ = t (log t - x)`` for log-probabilities ``x``: linear."""
 
     module_types = (nn.KLDivLoss,)
     instead = "For the curvature of a softmax model apply CrossEntropyLoss to the logits."
+
+    def normalisation(self, view: View) -> float | Tensor:
+        """A mean is over elements, or over samples."""
+        if setting(view, "reduction") == "batchmean":
+            return 1.0 / max(1, view.full.input_shape[0])
+        return super().normalisation(view)
 
 
 class BCEWithLogitsLossRule(ElementwiseLossRule):
@@ -200,7 +207,15 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
         return _element_weight(view) / view.input_shape[1]
 
 
-def _target_weight(view: View) -> tuple[Tensor, Tensor | int]:
+def _mean_over_targets(view: View, smoothing: float = 0.0) -> float | Tensor:
+    """One over what a mean divides by, else one."""
+    if setting(view, "reduction") != "mean":
+        return 1.0
+    divisor = _target_weight(view, smoothing)[1]
+    return 1.0 / (divisor if isinstance(divisor, Tensor) else max(1, divisor))
+
+
+def _target_weight(view: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
     """Total weight ``Σ_c q_c`` of each target in the whole batch, and what a mean divides by.
 
     Returns:
@@ -210,7 +225,6 @@ def _target_weight(view: View) -> tuple[Tensor, Tensor | int]:
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     weight = x.new_ones(x.shape[1]) if weight is None else weight
-    smoothing = setting(whole, "label_smoothing")
     uniform = smoothing * weight.mean()
     if target.shape == x.shape:
         weighted = torch.einsum("nc...,c->n...", target, weight)
@@ -223,7 +237,7 @@ def _target_weight(view: View) -> tuple[Tensor, Tensor | int]:
 
 def _factor(view: View) -> Tensor:
     """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
-    weight, divisor = _target_weight(view)
+    weight, divisor = _target_weight(view, setting(view, "label_smoothing"))
     if setting(view, "reduction") == "mean":
         weight = weight / divisor
     return _by_position(restrict(view, weight).unsqueeze(1))

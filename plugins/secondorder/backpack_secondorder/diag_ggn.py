@@ -18,6 +18,8 @@ class DiagGGNExact(ExactExtension):
     """
 
     savefield = "diag_ggn_exact"
+    degree = 1
+    over_batches = "sum"
     columns_add = True
     needs = (square_sum,)
 
@@ -35,6 +37,8 @@ class DiagGGNMC(SampledExtension):
     """
 
     savefield = "diag_ggn_mc"
+    degree = 1
+    over_batches = "sum"
     columns_add = True
     needs = (square_sum,)
 
@@ -51,6 +55,8 @@ class BatchDiagGGNExact(ExactExtension):
     """
 
     savefield = "diag_ggn_exact_batch"
+    degree = 1
+    over_batches = "concatenate"
     columns_add = True
     per_sample = True
     needs = (per_sample_square_sum,)
@@ -68,6 +74,8 @@ class BatchDiagGGNMC(SampledExtension):
     """
 
     savefield = "diag_ggn_mc_batch"
+    degree = 1
+    over_batches = "concatenate"
     columns_add = True
     per_sample = True
     needs = (per_sample_square_sum,)

@@ -50,6 +50,8 @@ class DiagHessian(HessianExtension):
     """
 
     savefield = "diag_h"
+    degree = 1
+    over_batches = "sum"
     needs = (square_sum,)
 
     def read(self, product: HessianReading) -> Tensor:
@@ -65,6 +67,8 @@ class BatchDiagHessian(HessianExtension):
     """
 
     savefield = "diag_h_batch"
+    degree = 1
+    over_batches = "concatenate"
     needs = (per_sample_square_sum,)
     per_sample = True
 

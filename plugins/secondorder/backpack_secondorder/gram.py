@@ -12,10 +12,11 @@ from torch import Tensor
 from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.columns import Root
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.merging import Refused
 from backpack_core.contract.operations import gram, weighted_sum
 from backpack_core.errors import UsageError
 from backpack_core.values import without_autocast
-from backpack_secondorder.kronecker import eigh
+from backpack_secondorder.linalg import eigh
 from backpack_secondorder.propagators import LossSqrt
 
 
@@ -108,6 +109,11 @@ class GGNGram(SecondOrderExtension):
     """
 
     savefield = "ggn_gram"
+    degree = 1
+    over_batches = Refused(
+        "entries between samples of two batches are in neither batch's Gram matrix: take "
+        "SqrtGGNExact, which combines, or products with the matrix over a data set."
+    )
     is_deferred = True
     needs = (gram,)
 

@@ -24,6 +24,7 @@ from backpack_core import (
 )
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.merging import Refused
 from backpack_core.contract.product import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.alignment import Crossing
@@ -32,7 +33,10 @@ from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
-from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder, eigh
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.linalg import eigh
+from backpack_secondorder.matrix import ParameterOrder
+from backpack_secondorder.merging import OF_AVERAGES
 from backpack_secondorder.propagators import warn_of_zero
 from backpack_secondorder.residual import (
     Residual,
@@ -194,6 +198,12 @@ class KFRA(MatrixExtension):
     """
 
     savefield = "kfra"
+    degree = 1
+    over_batches = Refused(
+        "it averages inside of its recursion, over the samples of one batch: take KFLR or KFAC, "
+        "which combine.",
+        OF_AVERAGES,
+    )
 
     def __init__(
         self,

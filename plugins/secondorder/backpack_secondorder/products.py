@@ -13,6 +13,7 @@ from torch import Tensor
 
 from backpack_core import GraphExtension, GraphReading, LossGraph, View
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.merging import Refused
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_secondorder.operators import (
     CurvatureOperator,
@@ -22,6 +23,11 @@ from backpack_secondorder.operators import (
     loss_terms,
     positive_term,
     require_losses,
+)
+
+_FUNCTION = Refused(
+    "its value is a function that holds the graph of one batch: use the linear operators over a "
+    "data set, which differentiate one batch after the other."
 )
 
 
@@ -103,6 +109,8 @@ class GGNMP(ProductExtension):
     """
 
     savefield = "ggnmp"
+    degree = 1
+    over_batches = _FUNCTION
     is_of_losses = True
 
     def begin(self) -> GraphReading:
@@ -119,6 +127,8 @@ class HMP(ProductExtension):
     """
 
     savefield = "hmp"
+    degree = 1
+    over_batches = _FUNCTION
 
     def begin(self) -> GraphReading:
         """Collect the losses, whose samples subsampling chooses from."""
@@ -138,6 +148,8 @@ class PCHMP(ProductExtension):
     """
 
     savefield = "pchmp"
+    degree = 1
+    over_batches = _FUNCTION
     is_of_losses = True
     modifications: ClassVar[tuple[str, ...]] = ("clip", "abs")
 

@@ -6,8 +6,12 @@ import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct
+from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.contract.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
+
+# Samples side by side; the matrix, which is linear in the loss, is the sum of outer products.
+COLUMNS = OverBatches({"": Part("concatenate", axis=1)})
 
 
 class SqrtGGNExact(ExactExtension):
@@ -20,6 +24,8 @@ class SqrtGGNExact(ExactExtension):
     """
 
     savefield = "sqrt_ggn_exact"
+    degree = 0.5
+    over_batches = COLUMNS
     columns_add = True
     per_sample = True
     needs = (dense,)
@@ -41,6 +47,8 @@ class SqrtGGNMC(SampledExtension):
     """
 
     savefield = "sqrt_ggn_mc"
+    degree = 0.5
+    over_batches = COLUMNS
     columns_add = True
     per_sample = True
     needs = (dense,)

@@ -1,0 +1,265 @@
+"""Quantities over a data set, one batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+from tqdm import tqdm
+
+from backpack_core import Extension, backpack, extend, is_extended, unextend
+from backpack_core.contract.merging import declaration, over_batches
+from backpack_core.engine.active import Check
+from backpack_core.errors import UsageError
+from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_data.checkpoint import Checkpoint
+from backpack_data.processes import Heartbeat, reduce, require_whole
+from backpack_data.quantities import Quantities
+from backpack_data.states import States
+from backpack_data.weights import Weights
+
+Batch = tuple[Any, Any]
+Loss = Callable[[Any, Any], Tensor]
+
+
+def accumulate(
+    model: Module,
+    lossfunc: Loss,
+    loader: Iterable[Any],
+    *extensions: Extension,
+    batch: Callable[[Any], Batch] | None = None,
+    normaliser: Callable[[Any, Any], float | None] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    state_file: str | Path | None = None,
+    every: int = 100,
+    progress: bool = True,
+    check: Check = "first",
+    process_group: distributed.ProcessGroup | None = None,
+    gather: bool = False,
+    timeout: float = 600.0,
+) -> Quantities:
+    """Quantities of the loss over all samples of a loader, in the memory of one batch.
+
+    With a mean, they are those of ``1/W Σ_b W_b ℓ_b``, where the loss ``ℓ_b`` of a batch divides by
+    ``W_b`` (so a smaller last batch, class weights and ignored targets weigh right); with a sum, of
+    ``Σ_b ℓ_b``. Each is combined as its extension declares (``degree``, ``over_batches``).
+    ``.grad`` is left alone, and so are fields of the parameters of other names. Extensions that
+    need two passes over the data (``EKFAC``) get them.
+
+    Args:
+        model: The model, extended or not. In the mode (train, eval) that it is in.
+        lossfunc: A loss module; or a function of output and targets, with ``normaliser``.
+        loader: Gives batches, the same in every pass over it: ``(inputs, targets)``, or a
+            dictionary with ``"labels"``, whose other entries the model takes as keywords and whose
+            output may have ``logits``.
+        extensions: What to compute.
+        batch: Makes ``(inputs, targets)`` of what the loader gives. A tuple of inputs are
+            positional arguments, a dictionary keywords.
+        normaliser: What the loss divides by for given inputs and targets (the number of samples of
+            a mean), ``None`` for a sum; default: what the rule of the extended loss says.
+        device: Of the results; default: that of each parameter.
+        dtype: Of the results; default: that of each value.
+        state_file: Where to keep what is known, to go on from there when started again with the
+            same arguments: then with the same numbers. It is left behind at the end.
+        every: After how many batches the file is written.
+        progress: Whether to show a bar.
+        check: See :class:`backpack_core.backpack`.
+        process_group: Whose processes share the data, each with a loader of its part; results are
+            those of all samples, on every rank. What a ``DistributedSampler`` repeats is left out.
+        gather: Whether results per sample are gathered from all ranks, in their order, or stay on
+            the rank of the sample.
+        timeout: After how many seconds without a new batch another process counts as lost.
+
+    Raises:
+        UsageError: An argument is wrong, or a batch has no weight.
+        UnsupportedError: Values of an extension do not combine.
+        LostProcessError: Another process has ended before its part was through.
+    """
+    if not extensions:
+        raise UsageError("accumulate(...) needs an extension: what should be computed?")
+    for extension in extensions:
+        over_batches(extension, "its value over a data set")
+    if every < 1:
+        raise UsageError(f"every must be positive. Got {every!r}.")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    require_whole(model)
+    with _extended(model, lossfunc):
+        run = _Run(model, lossfunc, loader, batch, normaliser, progress, check)
+        run.group, run.gather, run.timeout = process_group, gather, timeout
+        if state_file is not None:
+            run.checkpoint = Checkpoint(_of_rank(state_file, process_group), every, model, loader)
+        return run(extensions).to(device, dtype)
+
+
+class _Run:
+    """The passes over the data."""
+
+    group: distributed.ProcessGroup | None = None
+    checkpoint: Checkpoint | None = None
+    gather, timeout = False, 600.0
+
+    def __init__(
+        self,
+        model: Module,
+        lossfunc: Loss,
+        loader: Iterable[Any],
+        batch: Callable[[Any], Batch] | None,
+        normaliser: Callable[[Any, Any], float | None] | None,
+        progress: bool,
+        check: Check,
+    ) -> None:
+        self.model, self.lossfunc, self.loader = model, lossfunc, loader
+        self.batch = batch or split
+        self.normaliser, self.progress, self.check = normaliser, progress, check
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+
+    def __call__(self, extensions: Sequence[Extension]) -> Quantities:
+        firsts = [declaration(extension).first_pass(extension) for extension in extensions]
+        known: list[dict[Tensor, Any]] = [{} for _ in extensions]
+        if any(first is not None for first in firsts):
+            found = self._pass(0, [first for first in firsts if first is not None])
+            parameters = dict(self.model.named_parameters())
+            for number, first in enumerate(firsts):
+                if first is not None:
+                    field = found.field(first.savefield)
+                    known[number] = {parameters[path]: value for path, value in field.items()}
+        seconds = [
+            declaration(extension).second_pass(extension, values)
+            for extension, values in zip(extensions, known, strict=True)
+        ]
+        result = self._pass(1, seconds)
+        kinds = {extension.savefield: type(extension).__name__ for extension in extensions}
+        shapes = {path: p.shape for path, p in self.model.named_parameters()}
+        return Quantities(dict(result), shapes, kinds, result.batches, result.normaliser)
+
+    def _pass(self, number: int, extensions: Sequence[Extension]) -> Quantities:
+        """One pass over the loader."""
+        readers = [declaration(extension).reader(extension) for extension in extensions]
+        states = States.over(self.model, readers)
+        done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
+        kept, heartbeat = _Kept(self.loader), Heartbeat(self.group, self.timeout)
+        place = -1
+        bar = tqdm(self.loader, desc=f"pass {number}", disable=not self.progress)
+        for place, item in enumerate(bar):
+            inputs, targets = self.batch(item)
+            kept_inputs, kept_targets = kept.of(inputs, targets)
+            if place < done:
+                continue
+            if place == done and self.checkpoint is not None:
+                self.checkpoint.seed()
+            if kept_inputs is not None:
+                self._one(states, readers, kept_inputs, kept_targets)
+            if self.checkpoint is not None:
+                self.checkpoint.after(number, place + 1, states)
+            heartbeat.beat(place)
+        if self.checkpoint is not None:
+            if place + 1 <= done:
+                self.checkpoint.seed()
+            self.checkpoint.end(number, states)
+        heartbeat.wait()
+        if self.group is not None:
+            states = reduce(states, self.group, self.gather)
+        if not states.batches:
+            raise UsageError("The loader gave no batch: there is nothing to compute.")
+        values = {(path, e.savefield): value for path, e, value in states.values()}
+        kinds = {e.savefield: type(e).__name__ for e in readers}
+        return Quantities(values, states.shapes, kinds, states.batches, states.normaliser)
+
+    def _one(self, states: States, readers: Sequence[Extension], inputs: Any, targets: Any) -> None:
+        """One batch."""
+        inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
+        given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
+        with torch.enable_grad():
+            loss = self.lossfunc(_output(self.model, inputs), targets)
+        weights = Weights(of_losses=given is None)
+        with backpack(*readers, check=self.check, observer=weights):
+            torch.autograd.grad(loss, self.trained, allow_unused=True)
+        states.add(self.model, weights, given)
+
+
+def split(item: Any) -> Batch:
+    """Inputs and targets of a batch.
+
+    Args:
+        item: ``(inputs, targets)``, or a dictionary with ``"labels"``.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(item, Mapping):
+        if "labels" in item:
+            return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
+    elif isinstance(item, (tuple, list)) and len(item) == 2:
+        return item[0], item[1]
+    raise UsageError(
+        "A batch is (inputs, targets), or a dictionary with 'labels'. Got "
+        f"{type(item).__name__}: give batch=, a function that makes (inputs, targets) of it."
+    )
+
+
+def _output(model: Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+        return getattr(output, "logits", output)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+class _Kept:
+    """Leaves out what a distributed sampler repeats, so that ranks have the same number."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        sampler = getattr(loader, "sampler", None)
+        self._left: int | None = None
+        if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
+            total = len(cast(Any, sampler.dataset))
+            self._left = len(range(sampler.rank, total, sampler.num_replicas))
+
+    def of(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """The samples of a batch that are no repetitions; ``(None, None)`` for none."""
+        if self._left is None:
+            return inputs, targets
+        count = len(next(iter_tensors(targets)))
+        kept, self._left = min(count, self._left), self._left - min(count, self._left)
+        if kept == count:
+            return inputs, targets
+        if not kept:
+            return None, None
+        cut = partial(_first, kept, count)
+        return map_tensors(inputs, cut), map_tensors(targets, cut)
+
+
+def _first(kept: int, count: int, tensor: Tensor) -> Tensor:
+    return tensor[:kept] if len(tensor.shape) and len(tensor) == count else tensor
+
+
+def _of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
+    """Every rank has a file of its own."""
+    path = Path(path)
+    if group is None:
+        return path
+    return path.with_name(f"{path.stem}-{distributed.get_rank(group)}{path.suffix}")
+
+
+class _extended:
+    """Model and loss are extended inside of the block, and left as they were."""
+
+    def __init__(self, *modules: Any) -> None:
+        self._modules = [m for m in modules if isinstance(m, Module) and not is_extended(m)]
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            extend(module)
+
+    def __exit__(self, *exc: object) -> None:
+        for module in self._modules:
+            unextend(module)

@@ -1,0 +1,109 @@
+"""Quantities of several backward passes, and of several processes, as of the joined batch."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+from torch import distributed
+from torch.nn import Module
+
+from backpack_core import Extension, backpack
+from backpack_core.contract.merging import declaration, over_batches
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_data.processes import reduce, require_whole
+from backpack_data.states import States
+from backpack_data.weights import Weights
+
+
+class combined:
+    """Quantities of all backward passes that were run in blocks of this object.
+
+    Example:
+        >>> total = combined(model, KFAC(), DiagGGNExact())
+        >>> for x, y in micro_batches:
+        ...     with total:
+        ...         lossfunc(model(x), y).backward()
+        >>> model[0].weight.kfac  # as of one backward pass over all of them
+        >>> total.reset()
+
+    After each block, fields of the parameters hold the values for all batches so far, as the
+    extensions declare: those of the mean over all samples where the loss is a mean, whatever the
+    sizes of the batches, and of the sum where it is a sum. So do not divide the loss by the number
+    of batches. ``.grad`` is PyTorch's affair.
+
+    With a process group, they are those of the batches of all ranks, which have to enter and leave
+    blocks together. What is per sample stays on its rank, with the scale of the joined batch.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        *extensions: Extension,
+        process_group: distributed.ProcessGroup | None = None,
+        normaliser: float | Literal["loss"] | None = "loss",
+        gather: bool = False,
+        **options: Any,
+    ) -> None:
+        """Store the request.
+
+        Args:
+            model: The model, or what wraps it (``DistributedDataParallel``).
+            extensions: What to compute.
+            process_group: The processes whose batches are joined; default: this one alone.
+            normaliser: What the loss of each batch divides by, where no extended loss says it;
+                ``None`` for a sum.
+            gather: Whether results per sample are gathered from all ranks.
+            options: For :class:`backpack_core.backpack`.
+
+        Raises:
+            UsageError: There is no extension, or an option is not to be given here.
+            UnsupportedError: Values of an extension do not combine, or it takes two passes.
+        """
+        if not extensions:
+            raise UsageError("combined(...) needs an extension: what should be computed?")
+        if "observer" in options:
+            raise UsageError("combined(...) observes passes itself: it takes no observer.")
+        for extension in extensions:
+            if over_batches(extension, "its value over several batches").first_pass(extension):
+                raise UnsupportedError(
+                    f"{type(extension).__name__} takes two passes over all batches: use "
+                    "accumulate(...), which makes both."
+                )
+        require_whole(model)
+        self._model, self._group, self._gather = model, process_group, gather
+        self._given = None if normaliser == "loss" else (normaliser,)
+        self._readers = [declaration(e).reader(e) for e in extensions]
+        self._options = options
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all batches; what the parameters hold stays."""
+        self._states = States.over(self._model, self._readers)
+
+    def __enter__(self) -> combined:
+        """Begin one backward pass."""
+        self._weights = Weights(of_losses=self._given is None)
+        self._block = backpack(*self._readers, observer=self._weights, **self._options)
+        self._block.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Add its values, and store those of all."""
+        self._block.__exit__(exc_type, exc, traceback)
+        if exc_type is not None:
+            return
+        self._states.add(self._model, self._weights, self._given)
+        states = self._states
+        if self._group is not None:
+            states = reduce(states, self._group, self._gather)
+        parameters = dict(self._model.named_parameters())
+        for path, extension, value in states.values():
+            parameter = parameters[path]
+            value = extension.as_stored(value, parameter)
+            setattr(parameter, extension.savefield, value)

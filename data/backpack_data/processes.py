@@ -1,0 +1,251 @@
+"""States of several processes, and whether these are still there."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+
+from backpack_core.contract.merging import State, declaration
+from backpack_core.errors import BackpackError, UnsupportedError, UsageError
+from backpack_data.states import LINEAR, Place, States
+from backpack_data.weights import require_proportional
+
+Name = tuple[Place, str]  # place, and part of the value
+_runs = itertools.count()
+PAUSE = 0.05  # seconds between two looks at the others
+
+
+class LostProcessError(BackpackError, RuntimeError):
+    """Another process has ended, or stands still, before its part of the data was through."""
+
+
+class Heartbeat:
+    """Says in the store of the default group that this process is alive, and looks at the others.
+
+    A collective operation whose partner has died ends with a broken connection, or waits for half
+    an hour, and does not say which rank it was.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
+        """Begin; every rank has to begin its runs in the same order."""
+        self._group, self._timeout = group, timeout
+        if group is None:
+            return
+        self._name = f"backpack_data/{next(_runs)}"
+        self._store: Any = distributed.distributed_c10d._get_default_store()
+        self._rank = distributed.get_rank()
+        self._ranks = distributed.get_process_group_ranks(group)
+        self.beat(-1)
+
+    def beat(self, place: int) -> None:
+        """A batch is through."""
+        if self._group is not None:
+            self._say(str(place))
+
+    def wait(self) -> None:
+        """Wait until all processes are through.
+
+        Raises:
+            LostProcessError: One has said nothing for too long.
+        """
+        if self._group is None:
+            return
+        self._say("done")
+        heard = {rank: ("", time.monotonic()) for rank in self._ranks}
+        while True:
+            for rank, (before, _) in heard.items():
+                now = self._hear(rank)
+                if now != before:
+                    heard[rank] = now, time.monotonic()
+            waiting = {rank: since for rank, (said, since) in heard.items() if said != "done"}
+            if not waiting:
+                return
+            late = [r for r, since in waiting.items() if time.monotonic() - since > self._timeout]
+            if late:
+                raise self._lost(late)
+            time.sleep(PAUSE)
+
+    def _say(self, word: str) -> None:
+        try:
+            self._store.set(f"{self._name}/{self._rank}", word)
+        except (RuntimeError, ValueError) as error:
+            raise _store_lost() from error
+
+    def _hear(self, rank: int) -> str:
+        key = f"{self._name}/{rank}"
+        try:
+            if not self._store.check([key]):
+                return ""
+            said: bytes = self._store.get(key)
+        except (RuntimeError, ValueError) as error:
+            raise _store_lost() from error
+        return said.decode()
+
+    def _lost(self, ranks: Sequence[int]) -> LostProcessError:
+        names = ", ".join(map(str, ranks))
+        return LostProcessError(
+            f"Rank {names} has not been through with a batch for {self._timeout} seconds, so it "
+            "was killed or stands still. Start all processes again: with state_file, they go on "
+            "from the last batches that were written. If batches take longer, increase timeout."
+        )
+
+
+def _store_lost() -> LostProcessError:
+    return LostProcessError(
+        "The store of the default process group does not answer: the process that holds it, which "
+        "is rank 0 unless it was given another one, has ended. Start all processes again: with "
+        "state_file, they go on from the last batches that were written."
+    )
+
+
+def require_whole(model: Module) -> None:
+    """Raise where a rank has shards of parameters only.
+
+    Raises:
+        UnsupportedError: A parameter is a DTensor.
+    """
+    for path, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise UnsupportedError(
+                f"The parameter {path!r} is sharded (fully_shard), and quantities of shards are "
+                "not combined: use DistributedDataParallel, or one process."
+            )
+
+
+def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
+    """The states of all ranks of a group, combined; on every rank.
+
+    Sums and averages go in one buffer for each dtype.
+
+    Args:
+        states: Of this rank; they stay as they are.
+        group: The processes.
+        gather: Whether what is per sample is gathered, or stays on its rank.
+
+    Raises:
+        LostProcessError: Another process has ended.
+        UsageError: Ranks differ in what cannot differ.
+    """
+    try:
+        return _reduce(states, group, gather)
+    except (RuntimeError, distributed.DistBackendError) as error:
+        if isinstance(error, BackpackError):
+            raise
+        raise LostProcessError(
+            f"A process of the group has ended while results were exchanged: {error}"
+        ) from error
+
+
+def _reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
+    mine = (states.numbers(), _described(states))
+    found = _objects(mine, group)
+    total = States(states.extensions, states.shapes)
+    for numbers, _ in found:
+        if not numbers["batches"]:
+            continue
+        if total.batches:
+            if (numbers["normaliser"] is None) != (total.normaliser is None):
+                raise UsageError("The loss of one rank is a sum and that of another is a mean.")
+            require_proportional(total.ratios, numbers["ratios"])
+        total.batches, total.ratios = total.batches + numbers["batches"], numbers["ratios"]
+        if numbers["normaliser"] is not None:
+            total.normaliser = (total.normaliser or 0.0) + numbers["normaliser"]
+        for path, name, seen, samples, _ in numbers["places"]:
+            place = path, name
+            if place not in total.table:
+                extension = next(e for e in states.extensions if e.savefield == name)
+                total.table[place] = State(extension)
+            total.seen[place] = total.seen.get(place, 0) + seen
+            total.table[place].samples += samples
+    for state in total.table.values():
+        state.normaliser = total.normaliser
+    kinds = {name: kind for _, described in found for name, kind in described.items()}
+    _add_up(states, total, kinds, group)
+    _put_beside(states, total, kinds, group, gather)
+    return total
+
+
+def _described(states: States) -> dict[Name, tuple[Any, torch.Size, torch.dtype]]:
+    """How each tensor combines, its shape and dtype."""
+    found = {}
+    for place, state in states.table.items():
+        over = declaration(state.extension)
+        for key, tensors in state.tensors.items():
+            way = over.part(key).way
+            word = way if isinstance(way, str) else "function"
+            found[place, key] = word, tensors[0].shape, tensors[0].dtype
+    return found
+
+
+def _add_up(states: States, total: States, kinds: dict[Name, Any], group: Any) -> None:
+    """Sums, in one buffer for each dtype; zero, where a rank has nothing."""
+    names = sorted(name for name, kind in kinds.items() if kind[0] in LINEAR)
+    for dtype in dict.fromkeys(kinds[name][2] for name in names):
+        own = [name for name in names if kinds[name][2] == dtype]
+        device = _device(states, group)
+        parts = [_tensor(states, name, kinds[name], device).flatten() for name in own]
+        buffer = torch.cat(parts)
+        distributed.all_reduce(buffer, group=group)
+        pieces = buffer.split([len(part) for part in parts])
+        for (place, key), piece in zip(own, pieces, strict=True):
+            shape = kinds[place, key][1]
+            total.table[place].tensors[key] = [piece.reshape(shape).clone()]
+
+
+def _put_beside(
+    states: States, total: States, kinds: dict[Name, Any], group: Any, gather: bool
+) -> None:
+    """What is no sum."""
+    for name in sorted(name for name, kind in kinds.items() if kind[0] not in LINEAR):
+        (place, key), (way, *_) = name, kinds[name]
+        own = states.table[place].tensors.get(key, []) if place in states.table else []
+        if way == "concatenate" and not gather:
+            _stay(total, place, key, own)
+            continue
+        every = [
+            tensor for tensors in _objects([t.cpu() for t in own], group) for tensor in tensors
+        ]
+        every = [tensor.to(_device(states, group)) for tensor in every]
+        if way == "same":
+            every = every[:1]
+        elif way == "function":
+            function: Any = declaration(total.table[place].extension).part(key).way
+            first, *others = every
+            for other in others:
+                first = function(first, other)
+            every = [first]
+        total.table[place].tensors[key] = every
+
+
+def _stay(total: States, place: Place, key: str, own: list[Tensor]) -> None:
+    if own:
+        total.table[place].tensors[key] = own
+    else:  # no sample on this rank
+        total.table.pop(place, None)
+
+
+def _tensor(states: States, name: Name, kind: Any, device: torch.device) -> Tensor:
+    place, key = name
+    if place in states.table:
+        return states.table[place].tensors[key][0]
+    return torch.zeros(kind[1], dtype=kind[2], device=device)
+
+
+def _device(states: States, group: Any) -> torch.device:
+    for state in states.table.values():
+        for tensors in state.tensors.values():
+            return tensors[0].device
+    is_nccl = distributed.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+def _objects(mine: Any, group: Any) -> list[Any]:
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, mine, group=group)
+    return found

@@ -1,0 +1,207 @@
+"""What comes back: the values of all parameters and fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core import Extension
+from backpack_core.contract.merging import declaration
+from backpack_core.errors import MissingPluginError, UsageError
+from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.plugins.registry import registry
+from backpack_data import files
+
+Place = tuple[str, str]
+
+
+class Quantities(Mapping[Place, Any]):
+    """Values by path of the parameter and field: ``quantities["0.weight", "kfac"]``.
+
+    ``quantities.field("kfac")`` has those of one field. Values are added and multiplied by numbers
+    one by one, as they define it: Kronecker factors say themselves what their sum is.
+
+    Attributes:
+        samples: How many samples there were, where that is one number.
+        normaliser: What the loss of all samples divides by; ``None`` for a sum.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[Place, Any],
+        shapes: Mapping[str, torch.Size],
+        kinds: Mapping[str, str],
+        batches: int = 0,
+        normaliser: float | None = None,
+    ) -> None:
+        """Store them.
+
+        Args:
+            values: By path and field.
+            shapes: Of the parameters, by path.
+            kinds: The names of the extensions, by field.
+            batches: How many batches there were.
+            normaliser: See the class.
+        """
+        self._values, self._shapes, self._kinds = dict(values), dict(shapes), dict(kinds)
+        self.batches, self.normaliser = batches, normaliser
+
+    def __getitem__(self, place: Place) -> Any:
+        """The value of a parameter in a field."""
+        return self._values[place]
+
+    def __iter__(self) -> Iterator[Place]:
+        """Pairs of path and field."""
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        """How many values there are."""
+        return len(self._values)
+
+    def field(self, name: str) -> dict[str, Any]:
+        """The values of one field, by path.
+
+        Raises:
+            KeyError: There is no such field.
+        """
+        if name not in self._kinds:
+            raise KeyError(f"{name!r} is none of the fields {sorted(self._kinds)}.")
+        return {path: value for (path, own), value in self.items() if own == name}
+
+    # Arithmetic ----------------------------------------------------------------------------------
+
+    def _map(self, function: Callable[[Place, Any], Any]) -> Quantities:
+        values = {place: function(place, value) for place, value in self.items()}
+        return Quantities(values, self._shapes, self._kinds, self.batches, self.normaliser)
+
+    def __add__(self, other: Quantities) -> Quantities:
+        """Value by value.
+
+        Raises:
+            UsageError: There are other parameters or fields.
+        """
+        if not isinstance(other, Quantities):
+            return NotImplemented
+        if self.keys() != other.keys():
+            missing = sorted(self.keys() ^ other.keys())[:3]
+            raise UsageError(f"Only one of both has values for {missing}: they cannot be added.")
+        return self._map(lambda place, value: value + other[place])
+
+    def __mul__(self, factor: float) -> Quantities:
+        """Value by value."""
+        return self._map(lambda place, value: factor * value)
+
+    __rmul__ = __mul__
+
+    def moving_average(self, new: Quantities, decay: float) -> Quantities:
+        """``decay · self + (1 - decay) · new``, value by value.
+
+        Raises:
+            UsageError: The decay is not between 0 and 1.
+        """
+        if not 0 <= decay <= 1:
+            raise UsageError(f"decay lies between 0 and 1. Got {decay!r}.")
+        return decay * self + (1 - decay) * new
+
+    # Tensors -------------------------------------------------------------------------------------
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Quantities:
+        """The same on another device, in another precision; indices keep their type."""
+
+        def move(tensor: Tensor) -> Tensor:
+            is_float = tensor.is_floating_point()
+            return tensor.to(device=device, dtype=dtype if is_float else None)
+
+        def moved(place: Place, value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return move(value)
+            over = declaration(_kind(self._kinds[place[1]]))
+            tensors = {key: move(tensor) for key, tensor in over.take_apart(value).items()}
+            return over.put_together(tensors, self._shapes[place[0]])
+
+        return self._map(moved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor, by path, field and part."""
+        found = {}
+        for (path, name), value in self.items():
+            if isinstance(value, Tensor):
+                found[f"{path}|{name}|"] = value
+            else:
+                over = declaration(_kind(self._kinds[name]))
+                for key, tensor in over.take_apart(value).items():
+                    found[f"{path}|{name}|{key}"] = tensor
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write a file in the format of safetensors, whole or not at all."""
+        about = {
+            "shapes": {key: list(shape) for key, shape in self._shapes.items()},
+            "kinds": self._kinds,
+            "batches": self.batches,
+            "normaliser": self.normaliser,
+        }
+        files.write(Path(path), self.tensors(), about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Quantities:
+        """Read what :meth:`save` has written.
+
+        Raises:
+            MissingPluginError: A value is no tensor, and its extension is not installed.
+        """
+        tensors, about = files.read(Path(path))
+        shapes = {key: torch.Size(shape) for key, shape in about["shapes"].items()}
+        parts: dict[Place, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            parameter, own, key = name.split("|")
+            parts.setdefault((parameter, own), {})[key] = tensor
+        values: dict[Place, Any] = {}
+        for place, found in parts.items():
+            if set(found) == {""}:
+                values[place] = found[""]
+            else:
+                over = declaration(_kind(about["kinds"][place[1]]))
+                values[place] = over.put_together(found, shapes[place[0]])
+        return cls(values, shapes, about["kinds"], about["batches"], about["normaliser"])
+
+    def summary(self) -> str:
+        """A table: parameter, field, kind, shapes, and the norm of each value."""
+        rows = [("parameter", "field", "shapes", "norm")]
+        for place, tensors in self._by_place().items():
+            shapes = " ".join(str(list(tensor.shape)) for tensor in tensors)
+            norms = " ".join(f"{float(tensor.double().norm()):.3e}" for tensor in tensors)
+            rows.append((*place, shapes, norms))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, f"{self.batches} batches, normaliser {self.normaliser}"])
+
+    def _by_place(self) -> dict[Place, list[Tensor]]:
+        found: dict[Place, list[Tensor]] = {}
+        for name, tensor in self.tensors().items():
+            path, own, _ = name.split("|")
+            found.setdefault((path, own), []).append(tensor)
+        return found
+
+    def __repr__(self) -> str:
+        """How much there is."""
+        return f"<Quantities: {len(self)} values of {', '.join(sorted(self._kinds))}>"
+
+
+def _kind(name: str) -> Extension:
+    """The class of an installed extension; only its declaration is asked for."""
+    ensure_loaded()
+    claims = registry.extensions.get(name)
+    if not claims:
+        raise MissingPluginError(
+            f"Values of the extension {name} are no tensors, and no installed plugin provides it: "
+            "install the plugin that wrote them."
+        )
+    found: Any = registry.choose(claims, name, "extension").value
+    return found  # type: ignore[no-any-return]

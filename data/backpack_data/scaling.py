@@ -1,0 +1,49 @@
+"""Quantities of a loss that a gradient scaler has multiplied."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, Protocol
+
+from torch.nn import Module
+
+from backpack_core import Extension
+from backpack_core.contract.merging import rescaled
+from backpack_core.errors import UsageError
+
+
+class Scaler(Protocol):
+    """What ``torch.amp.GradScaler`` is."""
+
+    def get_scale(self) -> Any:
+        """What the loss is multiplied by."""
+
+
+def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scaler | float) -> None:
+    """Divide what extensions have stored by the powers of the scale that they carry.
+
+    As ``scaler.unscale_(optimizer)`` does with ``.grad``: once after each backward pass, before
+    ``scaler.update()``. Values that are not finite stay so.
+
+    Args:
+        model: The model.
+        extensions: Those of the block.
+        scaler: A gradient scaler, or the number.
+
+    Raises:
+        UsageError: An extension has no degree in the loss, or the scale is not positive.
+    """
+    factor = float(scaler) if isinstance(scaler, (int, float)) else float(scaler.get_scale())
+    if not 0 < factor < inf:
+        raise UsageError(f"The scale has to be positive and finite. Got {factor!r}.")
+    asked = [extensions] if isinstance(extensions, Extension) else list(extensions)
+    new = []
+    for parameter in model.parameters():
+        for extension in asked:
+            value = getattr(parameter, extension.savefield, None)
+            if value is not None:
+                new.append((parameter, extension, value))
+    # All before any: where one has no degree, nothing is changed.
+    results = [rescaled(e, value, 1 / factor, p.shape) for p, e, value in new]
+    for (parameter, extension, _), result in zip(new, results, strict=True):
+        setattr(parameter, extension.savefield, result)

@@ -1,0 +1,152 @@
+"""The states of all parameters and fields, as batches come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import Extension
+from backpack_core.contract.merging import State, declaration
+from backpack_core.errors import UnsupportedError
+from backpack_data.weights import Weights, joint, require_proportional
+
+Place = tuple[str, str]  # path of a parameter, field
+LINEAR = ("sum", "mean")
+
+
+@dataclass
+class States:
+    """What is known of some batches, for every parameter and every extension.
+
+    Attributes:
+        extensions: What was run on each batch.
+        shapes: Of the parameters, by path.
+        table: By path and field.
+        seen: How many batches reached a place.
+        batches: How many there were.
+        normaliser: What the loss of all of them divides by; ``None`` for a sum.
+        ratios: Of the normalisers of several losses to the first.
+    """
+
+    extensions: tuple[Extension, ...]
+    shapes: dict[str, torch.Size]
+    table: dict[Place, State] = field(default_factory=dict)
+    seen: dict[Place, int] = field(default_factory=dict)
+    batches: int = 0
+    normaliser: float | None = None
+    ratios: tuple[float, ...] = ()
+
+    @classmethod
+    def over(cls, model: Module, extensions: Sequence[Extension]) -> States:
+        """Of no batch.
+
+        Raises:
+            UnsupportedError: Values of an extension do not combine.
+        """
+        shapes = {path: parameter.shape for path, parameter in model.named_parameters()}
+        return cls(tuple(extensions), shapes)
+
+    def add(
+        self, model: Module, weights: Weights, given: tuple[float | None] | None = None
+    ) -> None:
+        """Add what a backward pass has left on the parameters, and take it from there.
+
+        Args:
+            model: The model.
+            weights: What was seen of the pass.
+            given: The normaliser, where the user gives it.
+        """
+        normaliser, ratios = joint(weights.normalisers if given is None else given)
+        if self.batches:
+            self._require_alike(normaliser, ratios)
+        new: dict[Place, State] = {}
+        for path, parameter in model.named_parameters():
+            for extension in self.extensions:
+                if extension.savefield in parameter.__dict__:
+                    value = parameter.__dict__.pop(extension.savefield)
+                    samples = weights.samples(parameter, extension.subsampling)
+                    place = path, extension.savefield
+                    new[place] = State.of(extension, value, normaliser, samples)
+        for place, state in new.items():
+            if place in self.table:
+                self.table[place].add(state)
+            else:
+                self.table[place] = state
+            self.seen[place] = self.seen.get(place, 0) + 1
+        self.batches, self.ratios = self.batches + 1, ratios
+        if normaliser is not None:
+            self.normaliser = (self.normaliser or 0.0) + normaliser
+
+    def _require_alike(self, normaliser: float | None, ratios: tuple[float, ...]) -> None:
+        if (normaliser is None) != (self.normaliser is None):
+            raise UnsupportedError(
+                "The loss of one batch is a sum and that of another a mean: they have no weights "
+                "in common. Use one reduction."
+            )
+        require_proportional(self.ratios, ratios)
+
+    def values(self) -> Iterator[tuple[str, Extension, Any]]:
+        """The value for all batches: path, extension, value.
+
+        Raises:
+            UnsupportedError: Some batch did not reach a parameter, and what is no sum needs all.
+        """
+        by_field = {extension.savefield: extension for extension in self.extensions}
+        for (path, name), state in self.table.items():
+            extension = by_field[name]
+            over = declaration(extension)
+            is_sum = all(over.part(key).way == "sum" for key in state.tensors)
+            if self.seen[path, name] != self.batches and not is_sum:
+                raise UnsupportedError(
+                    f"{self.seen[path, name]} of {self.batches} batches reached the parameter "
+                    f"{path!r}, and {type(extension).__name__} is no plain sum over samples: leave "
+                    "the parameter or the extension out."
+                )
+            state.normaliser = self.normaliser
+            yield path, extension, state.value(self.shapes[path])
+
+    # Files ---------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is a tensor, by name."""
+        found = {}
+        for (path, name), state in self.table.items():
+            for key, tensors in state.tensors.items():
+                for number, tensor in enumerate(tensors):
+                    found["|".join((path, name, key, str(number)))] = tensor.contiguous()
+        return found
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything else, for JSON."""
+        return {
+            "batches": self.batches,
+            "normaliser": self.normaliser,
+            "ratios": self.ratios,
+            "places": [[*p, self.seen[p], s.samples, s.normaliser] for p, s in self.table.items()],
+        }
+
+    def restore(
+        self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], model: Module
+    ) -> None:
+        """Go on from what :meth:`tensors` and :meth:`numbers` gave, on the devices of the model."""
+        devices = {path: parameter.device for path, parameter in model.named_parameters()}
+        by_field = {extension.savefield: extension for extension in self.extensions}
+        self.batches, self.normaliser = numbers["batches"], numbers["normaliser"]
+        self.ratios = tuple(numbers["ratios"])
+        for path, name, seen, samples, normaliser in numbers["places"]:
+            self.seen[path, name] = seen
+            self.table[path, name] = State(by_field[name], {}, normaliser, samples)
+        for key, tensor in sorted(tensors.items(), key=_by_number):
+            path, name, part, _ = key.split("|")
+            known = self.table[path, name].tensors
+            known.setdefault(part, []).append(tensor.to(devices[path]))
+
+
+def _by_number(item: tuple[str, Tensor]) -> tuple[str, int]:
+    start, _, number = item[0].rpartition("|")
+    return start, int(number)

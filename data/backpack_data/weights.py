@@ -1,0 +1,133 @@
+"""What a batch weighs: the normalisers of its losses, and how many samples reach a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf, isclose
+
+from torch import Tensor
+
+from backpack_core import LossRule, View
+from backpack_core._torch import graph_task_id
+from backpack_core.errors import UsageError
+
+
+class Weights:
+    """Watches one backward pass; the ``observer`` of a ``backpack(...)`` block.
+
+    Attributes:
+        normalisers: What the losses of the pass divide by, in the order of their visits.
+    """
+
+    def __init__(self, of_losses: bool = True) -> None:
+        """Begin with nothing.
+
+        Args:
+            of_losses: Whether losses are asked what they divide by.
+        """
+        self.normalisers: list[float | None] = []
+        self._of_losses = of_losses
+        self._samples: dict[int, int] = {}
+        self._passes: set[int] = set()
+
+    def __call__(self, view: View) -> None:
+        """Look at one output.
+
+        Raises:
+            UsageError: It is a loss of a second backward pass.
+        """
+        if not view.call.rule.is_loss:
+            for parameter in view.module.parameters(recurse=False):
+                self._samples[id(parameter)] = view.batch_size
+            return
+        self._passes.add(graph_task_id())
+        if len(self._passes) > 1:
+            raise UsageError(
+                "A second backward pass began inside of one block, and values of the first would "
+                "be lost: enter the block once for each backward pass."
+            )
+        if self._of_losses:
+            self.normalisers.append(normaliser_of(view))
+
+    def samples(self, parameter: Tensor, subsampling: tuple[int, ...] | None) -> int:
+        """How many samples take part at a parameter.
+
+        Raises:
+            UsageError: It is computed from others, at calls with batches of different sizes.
+        """
+        if subsampling is not None:
+            return len(subsampling)
+        if id(parameter) in self._samples:
+            return self._samples[id(parameter)]
+        sizes = set(self._samples.values())
+        if len(sizes) != 1:
+            raise UsageError(
+                f"A parameter of shape {list(parameter.shape)} belongs to no module that was "
+                f"called, and calls have batches of the sizes {sorted(sizes)}: it is not "
+                "known which counts."
+            )
+        return sizes.pop()
+
+
+def normaliser_of(view: View) -> float | None:
+    """What a loss divides by; ``None`` for a sum.
+
+    Args:
+        view: The loss call.
+
+    Raises:
+        UsageError: Its module or its rule does not tell, or it divides by zero.
+    """
+    rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
+    if reduction == "sum":
+        return None
+    assert isinstance(rule, LossRule)
+    is_told = type(rule).normalisation is not LossRule.normalisation
+    if reduction not in ("mean", "batchmean") or not is_told:
+        raise UsageError(
+            f"{view.path} has reduction {reduction!r}, and {type(rule).__name__} does not say what "
+            "that divides by, so the weight of a batch is not known: use reduction='mean' or "
+            "'sum', or give normaliser=, for a loss that is a sum normaliser=None."
+        )
+    factor = float(rule.normalisation(view))
+    if not 0 < factor < inf:
+        raise UsageError(
+            f"{view.path} divides by the weights of the targets of a batch, which are zero in this "
+            "one: leave the batch out, or use reduction='sum'."
+        )
+    return 1 / factor
+
+
+def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[float, ...]]:
+    """One normaliser for several losses, and the ratios of the others to it.
+
+    Raises:
+        UsageError: There is none, or some are sums and some are means.
+    """
+    found = list(normalisers)
+    if not found:
+        raise UsageError(
+            "No extended loss took part in the backward pass, so the weight of a batch is not "
+            "known: extend(lossfunc), or give normaliser=, what the loss divides by (the number "
+            "of samples for a mean, None for a sum)."
+        )
+    numbers = [number for number in found if number is not None]
+    if not numbers:
+        return None, ()
+    if len(numbers) < len(found):
+        raise UsageError(
+            "Some of the losses are sums and some are means, so batches have no weight in "
+            "common: give all of them one reduction."
+        )
+    return numbers[0], tuple(number / numbers[0] for number in numbers)
+
+
+def require_proportional(known: tuple[float, ...], new: tuple[float, ...]) -> None:
+    """Raise unless the normalisers of several losses are proportional to those before."""
+    pairs = zip(known, new, strict=False)
+    if len(known) != len(new) or not all(isclose(a, b, rel_tol=1e-9) for a, b in pairs):
+        raise UsageError(
+            f"The losses of a batch divide by numbers of the ratios {list(new)}, and those of an "
+            f"earlier one of {list(known)}: their sum over all samples is no weighted mean of the "
+            "batches. Use reduction='sum', or one loss at a time."
+        )

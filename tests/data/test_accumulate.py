@@ -1,0 +1,209 @@
+"""Quantities over a loader are those of one batch of all samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from backpack_core import is_extended
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.extensions import (
+    EKFAC,
+    GGNMP,
+    KFAC,
+    KFLR,
+    KFRA,
+    BatchDotGrad,
+    ClippedSumGrad,
+    DiagGGNExact,
+    DiagGGNMC,
+    GGNGram,
+    Variance,
+)
+from backpack_data import Quantities, accumulate
+from tests.data.problems import (
+    DETERMINISTIC,
+    assert_same,
+    batches,
+    data,
+    expected,
+    loss,
+    net,
+)
+
+
+def run(*extensions: Any, sizes: tuple[int, ...] = (3, 3, 1), reduction: str = "mean", **options):
+    return accumulate(
+        net(), loss(reduction), batches(*data(), *sizes), *extensions, progress=False, **options
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("extension", DETERMINISTIC)
+def test_equals_one_batch(extension, reduction):
+    wanted = expected([extension()], *data(), reduction)
+    found = run(extension(), reduction=reduction)
+    assert found.keys() == wanted.keys()
+    for place, value in wanted.items():
+        assert_same(found[place], value)
+
+
+@pytest.mark.parametrize("samples", [None])
+def test_ekfac_takes_two_passes(samples):
+    wanted = expected([EKFAC(mc_samples=samples)], *data())
+    found = run(EKFAC(mc_samples=samples))
+    for place, value in wanted.items():
+        assert_same(found[place].dense(), value.dense(), 1e-9)
+
+
+def test_clipped_sums_add_up_for_a_sum():
+    wanted = expected([ClippedSumGrad(0.1)], *data(), "sum")
+    found = run(ClippedSumGrad(0.1), reduction="sum")
+    for place, value in wanted.items():
+        assert_same(found[place], value)
+    with pytest.raises(UnsupportedError, match="no degree"):
+        run(ClippedSumGrad(0.1))
+
+
+@pytest.mark.parametrize("extension", [KFRA, GGNGram, BatchDotGrad, GGNMP])
+def test_what_does_not_combine_is_refused(extension):
+    with pytest.raises(UnsupportedError, match=f"{extension.__name__} was asked for its value"):
+        run(extension())
+
+
+def test_gradients_and_modules_are_left_alone():
+    model, lossfunc = net(), loss()
+    accumulate(model, lossfunc, batches(*data(), 4, 3), DiagGGNExact(), progress=False)
+    assert all(p.grad is None and not p.__dict__ for p in model.parameters())
+    assert not is_extended(model)
+    assert not is_extended(lossfunc)
+
+
+def test_batches_of_other_forms():
+    x, y = data()
+    wanted = run(DiagGGNExact())
+    model = net()
+    pairs = batches(x, y, 3, 3, 1)
+    by_name = [{"input": a, "labels": b} for a, b in pairs]
+    triples = [(a, b, None) for a, b in pairs]
+
+    def split(item):
+        return (item[0],), item[1]
+
+    for items, options in ((by_name, {}), (triples, {"batch": split})):
+        found = accumulate(model, loss(), items, DiagGGNExact(), progress=False, **options)
+        for place, value in wanted.items():
+            assert_same(found[place], value)
+    with pytest.raises(UsageError, match="give batch="):
+        accumulate(model, loss(), triples, DiagGGNExact(), progress=False)
+
+
+def test_functional_losses_say_what_they_divide_by():
+    from backpack_core.extensions import BatchGrad
+
+    def mean(output, y):
+        return nn.functional.cross_entropy(output, y)
+
+    x, y = data()
+    wanted = accumulate(net(), nn.CrossEntropyLoss(), [(x, y)], BatchGrad(), progress=False)
+    pairs = batches(x, y, 4, 3)
+    found = accumulate(
+        net(), mean, pairs, BatchGrad(), normaliser=lambda x, y: len(y), progress=False
+    )
+    for place, value in wanted.items():
+        assert_same(found[place], value)
+    with pytest.raises(UsageError, match="give normaliser="):
+        accumulate(net(), mean, pairs, BatchGrad(), progress=False)
+
+
+def test_weights_of_zero_are_refused():
+    x, _ = data(2)
+    with pytest.raises(UsageError, match="which are zero"):
+        accumulate(net(), loss(), [(x, torch.full((2,), 2))], DiagGGNExact(), progress=False)
+
+
+def test_results_are_saved_and_calculated_with(tmp_path: Path):
+    found = run(KFLR(), DiagGGNExact(), Variance())
+    found.save(tmp_path / "all.safetensors")
+    loaded = Quantities.load(tmp_path / "all.safetensors")
+    assert loaded.keys() == found.keys()
+    for place, value in found.items():
+        assert_same(loaded[place], value, 0.0)
+        assert type(loaded[place]) is type(value)
+    for name in ("0.weight", "2.weight"):  # the second has an order of its own
+        vector = torch.randn_like(net().get_parameter(name))
+        assert_same(loaded[name, "kflr"] @ vector, found[name, "kflr"] @ vector)
+    average = found.moving_average(3 * found, 0.5)
+    assert_same(average["4.bias", "variance"], 2 * found["4.bias", "variance"])
+    assert_same(average["4.bias", "kflr"].dense(), 2 * found["4.bias", "kflr"].dense())
+    single = found.to(dtype=torch.float32)
+    assert {t.dtype for t in single.tensors().values()} <= {torch.float32, torch.int64}
+    assert "0.weight" in found.summary()
+    assert list(found.field("variance")) == [n for n, _ in net().named_parameters()]
+    with pytest.raises(UsageError, match="cannot be added"):
+        found + run(KFLR())
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(TensorDataset(*data(40)), 3, shuffle=True, generator=generator)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_goes_on_with_the_same_numbers(tmp_path: Path):
+    torch.manual_seed(3)
+    asked = (KFAC(), DiagGGNMC(), EKFAC(savefield="other"), Variance())
+    wanted = accumulate(net(), loss(ignored=-100), loader(), *asked, progress=False)
+    torch.manual_seed(3)
+    file, left = tmp_path / "state.safetensors", [4, 7, 9, 12, 100]
+    found = None
+    while found is None:
+        steps = iter(range(left.pop(0)))
+
+        def split(item: Any) -> Any:
+            if next(steps, None) is None:  # noqa: B023
+                raise Interrupted
+            return item[0], item[1]
+
+        try:
+            found = accumulate(
+                net(),
+                loss(ignored=-100),
+                loader(),
+                *asked,
+                batch=split,
+                state_file=file,
+                every=2,
+                progress=False,
+            )
+        except Interrupted:
+            torch.manual_seed(len(left))  # another process starts otherwise
+    for name, tensor in wanted.tensors().items():
+        assert torch.equal(found.tensors()[name], tensor), name
+
+
+def test_states_of_others_are_refused(tmp_path: Path):
+    file = tmp_path / "state.safetensors"
+    run(DiagGGNExact(), state_file=file)
+    with pytest.raises(UsageError, match="state of another run"):
+        run(KFLR(), state_file=file)
+    model = net()
+    with torch.no_grad():
+        model.get_parameter("4.bias").add_(1)
+    with pytest.raises(UsageError, match="state of another run"):
+        accumulate(model, loss(), batches(*data(), 7), DiagGGNExact(), state_file=file)
+
+
+def test_killed_at_any_moment(tmp_path: Path):
+    """The same in other processes that are killed; ``python -m tests.data.crash`` has 50 kills."""
+    from tests.data.crash import crash
+
+    crash(tmp_path, kills=3, seed=0)

@@ -1,0 +1,117 @@
+"""Micro-batches, and gradient scalers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backpack_core import backpack, extend
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.extensions import (
+    EKFAC,
+    KFLR,
+    KFRA,
+    BatchGrad,
+    ClippedSumGrad,
+    GGNGram,
+    SqrtGGNExact,
+    Variance,
+)
+from backpack_data import combined, unscale
+from tests.data.problems import DETERMINISTIC, assert_same, batches, data, expected, loss, net
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_micro_batches_are_the_whole_batch(reduction: str):
+    asked = [e() for e in DETERMINISTIC]
+    wanted = expected(asked, *data(), reduction)
+    model, lossfunc = extend(net()), extend(loss(reduction))
+    total = combined(model, *[e() for e in DETERMINISTIC])
+    for round_ in range(2):
+        for x, y in batches(*data(), 2, 4, 1):
+            with total:
+                lossfunc(model(x), y).backward()
+        for (name, field), value in wanted.items():
+            assert_same(getattr(model.get_parameter(name), field), value)
+        if not round_:
+            total.reset()
+
+
+def test_one_block_for_one_pass():
+    model, lossfunc = extend(net()), extend(loss())
+    x, y = data()
+    total = combined(model, BatchGrad())
+    with total:
+        lossfunc(model(x), y).backward()
+        with pytest.raises(UsageError, match="once for each backward pass"):
+            lossfunc(model(x), y).backward()
+
+
+def test_two_passes_are_refused():
+    with pytest.raises(UnsupportedError, match="takes two passes"):
+        combined(net(), EKFAC())
+
+
+SCALE = 1024.0
+
+
+@pytest.mark.parametrize("extension", [*DETERMINISTIC, KFRA, SqrtGGNExact])
+def test_unscaled(extension):
+    if extension is KFRA:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(9, 3)).double()
+    else:
+        model = net()
+    x, y = data()
+    model, lossfunc = extend(model), extend(loss())
+    values = []
+    for factor in (1.0, SCALE):
+        value = lossfunc(model(x), y) * factor
+        with backpack(extension()):
+            value.backward()
+        if factor != 1:
+            unscale(model, [extension()], SCALE)
+        values.append([getattr(p, extension().savefield) for p in model.parameters()])
+    assert_same(values[1], values[0])
+
+
+def test_scalers_and_thresholds():
+    model, lossfunc = extend(net()), extend(loss())
+    x, y = data()
+    values = []
+    for factor in (1.0, SCALE):
+        value = lossfunc(model(x), y) * factor
+        with backpack(ClippedSumGrad(0.01, scale=factor)):
+            value.backward()
+        values.append([p.grad_clipped for p in model.parameters()])
+    assert_same(values[1], values[0])
+    with pytest.raises(UsageError, match=r"scale=scaler.get_scale\(\)"):
+        unscale(model, [ClippedSumGrad(0.01)], SCALE)
+    with pytest.raises(UsageError, match="positive and finite"):
+        unscale(model, [Variance()], 0.0)
+
+
+def test_nothing_is_unscaled_if_one_cannot_be():
+    model, lossfunc = extend(net()), extend(loss())
+    x, y = data()
+    with backpack(KFLR(), GGNGram()):
+        lossfunc(model(x), y).backward()
+    before = [p.kflr for p in model.parameters()]
+    with pytest.raises(UsageError, match="GGNGram holds no tensors"):
+        unscale(model, [KFLR(), GGNGram()], SCALE)
+    assert all(p.kflr is kept for p, kept in zip(model.parameters(), before, strict=True))
+
+
+def test_a_scaler():
+    model, lossfunc = extend(net()), extend(loss())
+    x, y = data()
+
+    class Scaler:
+        def get_scale(self) -> float:
+            return SCALE
+
+    value = lossfunc(model(x), y) * SCALE
+    with backpack(BatchGrad()):
+        value.backward()
+    unscale(model, BatchGrad(), Scaler())
+    for p in model.parameters():
+        assert_same(SCALE * p.grad_batch.sum(0), p.grad)

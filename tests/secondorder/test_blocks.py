@@ -1,0 +1,84 @@
+"""Block-diagonal matrices: the blocks of all parameters as one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from backpack_core.errors import ShapeError, UsageError
+from backpack_core.extensions import EKFAC, KFLR, DiagGGNExact
+from backpack_secondorder.blocks import BlockDiagonal
+from tests.oracle import assert_close
+from tests.secondorder.problems import make
+
+FIELDS = ["kflr", "ekfac", "diag_ggn_exact"]
+
+
+@pytest.fixture(params=FIELDS)
+def blocks(request: pytest.FixtureRequest) -> BlockDiagonal:
+    problem = make("transposed", 4)
+    problem.run(KFLR(), EKFAC(None), DiagGGNExact())
+    return BlockDiagonal.of(problem.model, request.param)
+
+
+def dense(blocks: BlockDiagonal) -> torch.Tensor:
+    return torch.block_diag(*[block.dense() for block in blocks.values()])
+
+
+def test_as_one_matrix(blocks: BlockDiagonal) -> None:
+    matrix = dense(blocks)
+    size = len(matrix)
+    damped = matrix + 0.1 * torch.eye(size)
+    vectors = torch.randn(size, 2)
+    assert blocks.shape == matrix.shape
+    assert_close(blocks.dense(), matrix)
+    assert_close(blocks @ vectors, matrix @ vectors)
+    assert_close(blocks.solve(vectors, 0.1), torch.linalg.solve(damped, vectors))
+    lists = blocks.split(vectors.T)
+    assert_close(
+        torch.cat([part.flatten(1) for part in blocks.solve(lists, 0.1)], 1),
+        torch.linalg.solve(damped, vectors).T,
+    )
+    assert_close(blocks.logdet(0.1), torch.logdet(damped))
+    assert_close(blocks.trace(), matrix.trace())
+    assert_close(blocks.eigenbasis().damped(0.1).dense(), damped)
+    assert_close(blocks.eigenbasis().inverse(0.1).dense(), torch.linalg.inv(damped))
+    assert_close(blocks.inverse(0.1).dense(), torch.linalg.inv(blocks.damped(0.1).dense()))
+    product = torch.from_numpy(blocks.to_scipy() @ vectors.numpy()[:, 0])
+    assert_close(product, matrix @ vectors[:, 0])
+
+
+def test_arithmetic_and_state(blocks: BlockDiagonal) -> None:
+    matrix = dense(blocks)
+    assert_close((blocks + 2 * blocks).dense(), 3 * matrix)
+    assert_close((sum([blocks, blocks]) / 2).dense(), matrix)
+    assert_close(blocks.moving_average(3 * blocks, 0.5).dense(), 2 * matrix)
+    assert blocks.to(torch.float32).dtype == torch.float32
+    other = BlockDiagonal.from_state_dict(blocks.state_dict())
+    assert [*other] == [*blocks]
+    assert torch.equal(other.dense(), blocks.dense())
+
+
+def test_draws(blocks: BlockDiagonal) -> None:
+    shapes = [block.order.shape for block in blocks.values()]
+    assert [draw.shape for draw in blocks.sample(damping=1.0)] == shapes
+    assert [draw.shape[1:] for draw in blocks.sample(3, 1.0)] == shapes
+    first = blocks.sample(3, 1.0, torch.Generator().manual_seed(1))
+    again = blocks.sample(3, 1.0, torch.Generator().manual_seed(1))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_what_is_refused(blocks: BlockDiagonal) -> None:
+    problem = make("mlp", 2)
+    with pytest.raises(UsageError, match=r"'0.weight' has no 'kfac'"):
+        BlockDiagonal.of(problem.model, "kfac")
+    with pytest.raises(UsageError, match="one block at least"):
+        BlockDiagonal({})
+    names = [*blocks]
+    fewer = BlockDiagonal({name: blocks[name] for name in names[:-1]})
+    with pytest.raises(UsageError, match="over the same parameters"):
+        blocks + fewer
+    with pytest.raises(UsageError, match="Got float"):
+        blocks + 1.0  # type: ignore[operator]
+    with pytest.raises(ShapeError):
+        blocks.solve(torch.ones(3))
