@@ -56,7 +56,7 @@ types: $(STAMP) ## check types
 # compatibility layer would take its import name: so neither is here.
 BENCH_PEERS := backpack-for-pytorch unfoldNd opacus
 BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy
-BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder
+BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data
 BENCH_STAMP := .venv-bench/.installed
 BENCH_INSTALL := .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt
