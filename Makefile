@@ -58,7 +58,7 @@ types: $(STAMP) ## check types
 BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einconv linear_operator
 BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm \
 	pytest pytest-cov hypothesis
-BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder
+BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data
 BENCH_STAMP := .venv-bench/.installed
 BENCH_INSTALL := .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt

@@ -1,6 +1,6 @@
 """``accumulate`` beside plain gradient passes over the same batches.
 
-``python -m benchmarks.over_data [SAMPLES]``: time, and the peak of memory against that of one batch.
+``python -m benchmarks.over_data [SAMPLES]``: time, and peak memory against that of one batch.
 """
 
 from __future__ import annotations

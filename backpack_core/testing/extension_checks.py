@@ -99,7 +99,8 @@ def _cached_problem(case: ExtensionCase, options: tuple[tuple[str, Any], ...]) -
     return _build(case, not _is_structural(case), **dict(options))
 
 
-def _problem(case: ExtensionCase, **options: Any) -> Problem:
+def problem_of(case: ExtensionCase, **options: Any) -> Problem:
+    """The kit's net for an extension, with a reduction, samples, a shape, and branches."""
     return _cached_problem(case, tuple(sorted(options.items())))
 
 
@@ -114,16 +115,17 @@ def _compare(
     """Run the extension on a net; each value against the oracle, or finite without one."""
     extension = extension or case.extension_factory()
     net, values = given.run([extension], **options)
-    _compare_values(case, net, values[extension.savefield], reference or given.reference, tolerance)
+    compare_values(case, net, values[extension.savefield], reference or given.reference, tolerance)
 
 
-def _compare_values(
+def compare_values(
     case: ExtensionCase,
     net: Module,
     values: dict[str, Any],
     reference: Reference,
     tolerance: float | None = None,
 ) -> None:
+    """The values of one extension against the oracle, or finite without one."""
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
     reference = reference.trained(name for name in reference.parameters if name in trained)
     allowed = tolerance or case.tolerances.float64
@@ -133,19 +135,19 @@ def _compare_values(
 @of_extension()
 def value_mean(case: ExtensionCase) -> None:
     """A mean loss."""
-    _compare(case, _problem(case))
+    _compare(case, problem_of(case))
 
 
 @of_extension()
 def value_sum(case: ExtensionCase) -> None:
     """A sum."""
-    _compare(case, _problem(case, reduction="sum"))
+    _compare(case, problem_of(case, reduction="sum"))
 
 
 @of_extension()
 def value_batch_of_one(case: ExtensionCase) -> None:
     """A single sample."""
-    _compare(case, _problem(case, samples=1))
+    _compare(case, problem_of(case, samples=1))
 
 
 class _Scaled(Module):
@@ -161,7 +163,7 @@ class _Scaled(Module):
 @of_extension()
 def value_loss_scaled(case: ExtensionCase) -> None:
     """``0.25 * loss``: everything scales as the loss does."""
-    given = _problem(case)
+    given = problem_of(case)
     whole = given.reference
     reference = Reference(whole.net, whole.arguments, _Scaled(whole.loss, 0.25))
     _compare(case, given, reference=reference, scale=0.25)
@@ -170,26 +172,26 @@ def value_loss_scaled(case: ExtensionCase) -> None:
 @of_extension()
 def value_residual(case: ExtensionCase) -> None:
     """A functional sum between modules; an extension of chains may refuse."""
-    _value_or_refusal(case, _problem(case, residual=True), "structure")
+    _value_or_refusal(case, problem_of(case, residual=True), "structure")
 
 
 @of_extension()
 def value_shared_positions(case: ExtensionCase) -> None:
     """An input ``[N, S, F]``."""
-    _compare(case, _problem(case, shape=(2, FEATURES)))
+    _compare(case, problem_of(case, shape=(2, FEATURES)))
 
 
 @of_extension()
 def value_overwritten(case: ExtensionCase) -> None:
     """Two passes through one graph."""
-    given, extension = _problem(case), case.extension_factory()
+    given, extension = problem_of(case), case.extension_factory()
     net, arguments, loss = given.extended()
     value = forward_loss(net, arguments, loss)
     for keep in (True, False):
         with backpack(extension, retain_graph=keep):
             value.backward(retain_graph=keep)
     stored = values_of(net, [extension])[extension.savefield]
-    _compare_values(case, net, stored, given.reference)
+    compare_values(case, net, stored, given.reference)
 
 
 @of_extension()
@@ -199,13 +201,13 @@ def value_frozen(case: ExtensionCase) -> None:
     def freeze(net: Module) -> None:
         net.get_submodule("mix").requires_grad_(False)
 
-    _compare(case, _problem(case), prepare=freeze)
+    _compare(case, problem_of(case), prepare=freeze)
 
 
 @of_extension()
 def value_called_twice(case: ExtensionCase) -> None:
     """A module that is called on its own output: the net is not linear in its parameters."""
-    _value_or_refusal(case, _problem(case, twice=True), "structure", "second derivative")
+    _value_or_refusal(case, problem_of(case, twice=True), "structure", "second derivative")
 
 
 def _value_or_refusal(case: ExtensionCase, given: Problem, *may: str) -> None:
@@ -221,13 +223,13 @@ def _value_or_refusal(case: ExtensionCase, given: Problem, *may: str) -> None:
 @of_extension()
 def value_float32(case: ExtensionCase) -> None:
     """Single precision, against the reference in double precision."""
-    _compare(case, _problem(case), dtype=torch.float32, tolerance=case.tolerances.float32)
+    _compare(case, problem_of(case), dtype=torch.float32, tolerance=case.tolerances.float32)
 
 
 @of_extension("subsampling")
 def value_subsampling(case: ExtensionCase) -> None:
     """Samples 2 and 0, in this order."""
-    given = _problem(case)
+    given = problem_of(case)
     extension = case.extension_factory(subsampling=[2, 0])
     require(extension.subsampling == (2, 0), "subsampling is not what was asked for.")
     _compare(case, given, extension, given.reference.restricted((2, 0)))
@@ -236,11 +238,11 @@ def value_subsampling(case: ExtensionCase) -> None:
 @of_extension()
 def beside_others(case: ExtensionCase) -> None:
     """All installed extensions in one pass."""
-    given, extension = _problem(case), case.extension_factory()
+    given, extension = problem_of(case), case.extension_factory()
     others = [e for e in installed_extensions() if e.savefield != extension.savefield]
     others = [e for e in others if _runs(given, e)]
     net, values = given.run([*others, extension])
-    _compare_values(case, net, values[extension.savefield], given.reference)
+    compare_values(case, net, values[extension.savefield], given.reference)
 
 
 def _runs(given: Problem, extension: Extension) -> bool:
@@ -255,13 +257,13 @@ def _runs(given: Problem, extension: Extension) -> bool:
 def savefield(case: ExtensionCase) -> None:
     """Under another name."""
     extension = case.extension_factory(savefield="another_name")
-    _compare(case, _problem(case), extension)
+    _compare(case, problem_of(case), extension)
 
 
 @of_extension()
 def leaves_gradient_alone(case: ExtensionCase) -> None:
     """``.grad`` with and without."""
-    given = _problem(case)
+    given = problem_of(case)
     net, _ = given.run([case.extension_factory()])
     plain, arguments, loss = given.build(torch.float64)
     forward_loss(plain, arguments, loss).backward()
@@ -278,13 +280,13 @@ def pickle_extension(case: ExtensionCase) -> None:
     restored = pickle.loads(pickle.dumps(extension))
     require(type(restored) is type(extension), "The restored extension has another type.")
     require(restored.propagator == extension.propagator, "The propagators differ: make it a value.")
-    _compare(case, _problem(case), restored)
+    _compare(case, problem_of(case), restored)
 
 
 @of_extension()
 def extension_no_live_calls(case: ExtensionCase) -> None:
     """After a backward pass, by reference count alone."""
-    given: Problem = _problem(case)
+    given: Problem = problem_of(case)
     with no_calls_left("After a backward pass"):
         net, values = given.run([case.extension_factory()])
         del values

@@ -14,7 +14,7 @@ from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import ExtensionCase
 from backpack_core.testing.checks import of_extension
 from backpack_core.testing.compare import close, require
-from backpack_core.testing.extension_checks import _compare_values, _problem
+from backpack_core.testing.extension_checks import compare_values, problem_of
 from backpack_core.testing.extensions_run import Problem, forget
 
 HALVES = slice(0, 1), slice(1, None)
@@ -23,7 +23,7 @@ HALVES = slice(0, 1), slice(1, None)
 @of_extension()
 def degree(case: ExtensionCase) -> None:
     """A quarter of the loss has values that are smaller by the declared powers of it."""
-    given, extension = _problem(case), case.extension_factory()
+    given, extension = problem_of(case), case.extension_factory()
     over = declaration(extension)
     if extension.degree is None or (over.refusal and getattr(over, "scaled_as", None) is None):
         return
@@ -53,7 +53,7 @@ def two_halves_sum(case: ExtensionCase) -> None:
 
 
 def _two_halves(case: ExtensionCase, reduction: str) -> None:
-    given, extension = _problem(case, reduction=reduction), case.extension_factory()
+    given, extension = problem_of(case, reduction=reduction), case.extension_factory()
     over = declaration(extension)
     if over.refusal:
         require(len(over.refusal.split()) > 5, f"{case.label()} refuses without a reason.")
@@ -67,7 +67,7 @@ def _two_halves(case: ExtensionCase, reduction: str) -> None:
     combined = _combined(net, loss, x, over.second_pass(extension, known), reduction)
     names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
     values = {names[parameter]: value for parameter, value in combined.items()}
-    _compare_values(case, net, values, given.reference)
+    compare_values(case, net, values, given.reference)
     if first is None:
         _require_equal(case, given, extension, values)
     forget(net)

@@ -1,0 +1,70 @@
+"""The kit sees wrong declarations of how values scale and combine."""
+
+from __future__ import annotations
+
+import pytest
+
+from backpack_core import FirstOrderExtension
+from backpack_core.contract.merging import OverBatches, Part, Refused
+from backpack_core.contract.operations import batch_sum
+from backpack_core.testing import ExtensionCase, Quantity, check_extension
+
+CHECKS = ("degree", "two_halves_mean", "two_halves_sum")
+
+
+class Gradient(FirstOrderExtension):
+    """The gradient once more."""
+
+    savefield = "same_gradient"
+    degree = 1
+    over_batches = "sum"
+    needs = (batch_sum,)
+
+    def read(self, product):
+        return batch_sum(product).squeeze(0)
+
+
+class Twice(Gradient):
+    degree = 2
+
+
+class Averaged(Gradient):
+    over_batches = OverBatches({"": Part("mean")})
+
+
+class BesideEachOther(Gradient):
+    over_batches = "concatenate"
+
+
+class Unexplained(Gradient):
+    over_batches = Refused("no")
+
+
+class Added(Gradient):
+    over_batches = staticmethod(lambda first, second: first + second)
+
+
+class Undeclared(Gradient):
+    degree = None
+    over_batches = FirstOrderExtension.over_batches
+
+
+QUANTITY = Quantity(lambda reference, name: reference.gradients(name).sum(0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed"),
+    [
+        (Gradient, ()),
+        (Added, ()),
+        (Undeclared, ()),
+        (Twice, ("degree", "two_halves_mean")),
+        (Averaged, ("two_halves_mean", "two_halves_sum")),
+        (BesideEachOther, ("two_halves_mean", "two_halves_sum")),
+        (Unexplained, ("two_halves_mean", "two_halves_sum")),
+    ],
+)
+def test_declarations_are_checked(kind, failed):
+    results = check_extension(ExtensionCase(kind, QUANTITY), CHECKS)
+    found = tuple(result.check for result in results if not result.ok)
+    assert found == failed, results
