@@ -5,11 +5,25 @@ Imports torch and backpack_core.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
 
 from backpack_core import View, disable
-from backpack_core._torch import parametrized
+
+
+class _Forward(Module):
+    """The forward pass of a module, without its hooks: those have run."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.forward(*args, **kwargs)
 
 
 def output_with(view: View, **parameters: Tensor) -> Tensor:
@@ -30,10 +44,9 @@ def output_with(view: View, **parameters: Tensor) -> Tensor:
     """
     for slot in range(len(view.stored.inputs)):
         view.tensor_input(slot)  # which looks whether it was changed
-    with (
-        disable(),
-        torch.set_grad_enabled(view.is_differentiable),
-        parametrized(view.module, parameters),
-    ):
-        output: Tensor = view.module.forward(*view.args, **view.kwargs)
+    others = {f"module.{name}": parameter for name, parameter in parameters.items()}
+    with disable(), torch.set_grad_enabled(view.is_differentiable):
+        output: Tensor = functional_call(
+            _Forward(view.module), others, view.args, view.kwargs, tie_weights=False
+        )
     return output
