@@ -82,5 +82,6 @@ def test_a_frozen_dataclass_stays_what_it_is() -> None:
 
     x = torch.randn(3, 4, requires_grad=True) * 2
     found = extend(Same())(x)
-    assert found.name == "same" and found.features is None
+    assert found.name == "same"
+    assert found.features is None
     assert torch.equal(found.logits, x)
