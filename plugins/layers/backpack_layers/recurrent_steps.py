@@ -37,7 +37,10 @@ class Carried:
 
 
 class StepRule(AffinePairsRule):
-    """``h' = cell(W_ih x + b_ih, W_hh h + b_hh)``; ``M(W_ih) = δ ⊗ x`` for columns ``δ`` at the gates."""
+    """``h' = cell(W_ih x + b_ih, W_hh h + b_hh)``.
+
+    With ``δ`` the columns at the gates: ``M(W_ih) = δ ⊗ x``; ``h`` for ``W_hh``.
+    """
 
     params = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
