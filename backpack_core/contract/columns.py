@@ -17,10 +17,12 @@ class Root:
     Attributes:
         name: For messages and debugging.
         signs: Sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
+        scale: What stands in front of each sample's loss, a number; ``None`` where that is unknown.
     """
 
     name: str
     signs: Tensor | None = None
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -37,9 +39,11 @@ class Columns:
     blocks: Mapping[Root, Tensor]
 
     @classmethod
-    def start(cls, name: str, mat: Tensor, signs: Tensor | None = None) -> Columns:
+    def start(
+        cls, name: str, mat: Tensor, signs: Tensor | None = None, scale: Tensor | None = None
+    ) -> Columns:
         """A single block with a root of its own."""
-        return cls({Root(name, signs): mat})
+        return cls({Root(name, signs, scale): mat})
 
     @cached_property
     def mat(self) -> Tensor:
@@ -95,7 +99,7 @@ class Columns:
             for start in range(0, len(block), size):
                 window = slice(start, start + size)
                 signs = None if root.signs is None else root.signs[window]
-                result.append(Columns({Root(root.name, signs): block[window]}))
+                result.append(Columns({Root(root.name, signs, root.scale): block[window]}))
         return result
 
     def widened(self, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:

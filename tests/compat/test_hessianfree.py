@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
 
-from backpack_compat.hessianfree import (
+from backpack_core import backpack, extend
+from backpack_core.extensions import BatchGrad
+from backpack_secondorder.hessianfree import (
     ggn_vector_product,
     ggn_vector_product_from_plist,
     hessian_vector_product,
     jacobian_vector_product,
     transposed_jacobian_vector_product,
 )
-from backpack_core import backpack, extend
-from backpack_core.extensions import BatchGrad
 from tests import oracle
 from tests.secondorder.problems import make
 

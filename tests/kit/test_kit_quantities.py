@@ -23,8 +23,9 @@ from backpack_core.testing import (
 )
 from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors
-from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors
+from backpack_secondorder.kronecker import KroneckerFactors
 
 
 class Largest(FirstOrderExtension):

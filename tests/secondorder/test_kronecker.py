@@ -11,7 +11,8 @@ from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.extensions import KFLR
-from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder
+from backpack_secondorder.kronecker import KroneckerFactors, diagonal_matrix
+from backpack_secondorder.matrix import ParameterOrder
 from tests import oracle
 from tests.oracle import assert_close
 from tests.secondorder.problems import make
@@ -33,10 +34,17 @@ def cases() -> dict[str, KroneckerFactors]:
         "turned": KroneckerFactors(
             [psd(3), psd(8)], ParameterOrder(torch.Size([4, 3, 2]), positions)
         ),
+        "diagonal": diagonal_matrix(torch.rand(3, 4) + 0.5),
+        "diagonal inner": KroneckerFactors(
+            [psd(3), torch.rand(8) + 0.5], ParameterOrder(torch.Size([4, 3, 2]), positions)
+        ),
+        "diagonal outer": KroneckerFactors(
+            [torch.rand(2, 3) + 0.5, psd(2, 4)], ParameterOrder(torch.Size([6, 4]))
+        ),
     }
 
 
-NAMES = ["two", "one", "three", "groups", "turned"]
+NAMES = [*cases()]
 
 
 @pytest.fixture(params=NAMES)
@@ -45,10 +53,11 @@ def factors(request: pytest.FixtureRequest) -> KroneckerFactors:
 
 
 def test_dense(factors: KroneckerFactors) -> None:
+    full = [torch.diag_embed(f) if factors.is_diagonal(f) else f for f in factors]
     if factors.groups == 1:
-        expected = reduce(torch.kron, list(factors))
+        expected = reduce(torch.kron, full)
     else:
-        expected = torch.block_diag(*[torch.kron(a, b) for a, b in zip(*factors, strict=True)])
+        expected = torch.block_diag(*[torch.kron(a, b) for a, b in zip(*full, strict=True)])
     if factors.order.positions is not None:
         rows = factors.order.positions
         turned = torch.zeros_like(expected)
@@ -92,21 +101,37 @@ def test_eigenbasis_is_computed_once_and_again_after_a_change(
     assert_close(factors.eigenbasis().values, first.values)
 
 
-@pytest.mark.parametrize("name", ["two", "one", "groups", "turned"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "three"])
 def test_factored_damping(name: str) -> None:
     factors = cases()[name]
     damped, inverse = factors.damped(0.2), factors.inverse(0.2)
     assert_close(inverse.dense() @ damped.dense(), torch.eye(len(damped.dense())))
     if len(factors) == 1:
-        assert_close(damped.dense(), factors.dense() + 0.2 * torch.eye(5))
+        assert_close(damped.dense(), factors.dense() + 0.2 * torch.eye(len(factors.dense())))
         return
     # Both parts of the damping that is added have the same trace.
+    full = [torch.diag_embed(f) if factors.is_diagonal(f) else f for f in factors]
+    shifted = [torch.diag_embed(f) if damped.is_diagonal(f) else f for f in damped]
     for g in range(factors.groups):
-        first, second = (f.reshape(-1, *f.shape[-2:])[g] for f in factors)
-        one, two = (f.reshape(-1, *f.shape[-2:])[g] for f in damped)
+        first, second = (f.reshape(-1, *f.shape[-2:])[g] for f in full)
+        one, two = (f.reshape(-1, *f.shape[-2:])[g] for f in shifted)
         left, right = one - first, two - second
         assert_close(left.trace() * right.trace() / len(left) / len(right), torch.tensor(0.2))
         assert_close(left.trace() * second.trace(), first.trace() * right.trace())
+
+
+def test_conventions_of_damping() -> None:
+    factors = cases()["two"]
+    for per_factor, shift in ((False, 0.2**0.5), (True, 0.2)):
+        damped = factors.damped(0.2, balanced=False, per_factor=per_factor)
+        inverse = factors.inverse(0.2, balanced=False, per_factor=per_factor)
+        balanced = factors.damped(0.2, per_factor=per_factor)
+        for factor, other in zip(factors, damped, strict=True):
+            assert_close(other, factor + shift * torch.eye(len(factor)))
+        for mine, other in zip(inverse, damped, strict=True):
+            assert_close(mine @ other, torch.eye(len(other)))
+        shifts = [(b - f)[0, 0] for f, b in zip(factors, balanced, strict=True)]
+        assert_close(shifts[0] * shifts[1], torch.tensor(shift**2))
 
 
 def test_bad_arguments() -> None:

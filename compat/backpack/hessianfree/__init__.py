@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from backpack.submodules import submodule
-from backpack_compat import hessianfree as products
-from backpack_compat.hessianfree import Tensors
+from backpack_secondorder import hessianfree as products
+from backpack_secondorder.hessianfree import Tensors
 
 
 def L_op(

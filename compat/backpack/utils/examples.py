@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from backpack.utils import mnist
 from backpack.utils.parameters import vector_to_parameter_list
-from backpack_compat.hessianfree import ggn_vector_product
+from backpack_secondorder.hessianfree import ggn_vector_product
 
 
 def load_mnist_dataset() -> Dataset[Any]:

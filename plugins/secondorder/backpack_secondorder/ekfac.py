@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from backpack_core import SampleProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis
+from backpack_core.errors import ShapeError, UsageError
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis, eigenvalues_in
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
-from backpack_secondorder.kronecker import KroneckerEigenbasis
+from backpack_secondorder.matrix import CurvatureMatrix
 from backpack_secondorder.propagators import LossSqrt
 
 
 class EKFAC(MatrixExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
-    Stored in ``ekfac``, a :class:`~backpack_secondorder.kronecker.KroneckerEigenbasis`: the
+    Stored in ``ekfac``, a :class:`~backpack_secondorder.eigenbasis.KroneckerEigenbasis`: the
     eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of
     products of their eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
     ``Σ_v Σ_n (Q_Bᵀ M[v, n] Q_A)²`` from the same columns, of shape ``[O, I]``. Of all matrices with
     these eigenvectors it is the closest to the block in the Frobenius norm. For biases it is the
     block itself. Scaled as the loss. George et al. (2018), arXiv:1806.03884.
+
+    The eigenvectors of two batches differ, so that what they give cannot be added. With ``basis``
+    they are fixed, eigenvalues are all that is computed, and sums over batches are exact: a first
+    pass over the data adds up the factors, a second one the eigenvalues.
     """
 
     savefield = "ekfac"
@@ -33,6 +41,7 @@ class EKFAC(MatrixExtension):
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
+        basis: Mapping[Tensor, CurvatureMatrix] | None = None,
     ) -> None:
         """Store the settings.
 
@@ -45,11 +54,41 @@ class EKFAC(MatrixExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+            basis: A matrix for each parameter, whose eigenvectors are used: factors of a data set,
+                say; default: those of the batch. Results share the memory of the eigenvectors.
         """
         propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
         super().__init__(propagator, savefield, fail_mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
+        self.basis = None if basis is None else {id(p): (p, m) for p, m in basis.items()}
 
     def read(self, product: SampleProduct) -> KroneckerEigenbasis:
-        """The basis and its eigenvalues."""
-        return corrected_eigenbasis(product, self.weight_sharing).clone()
+        """The basis and its eigenvalues.
+
+        Raises:
+            UsageError: A basis is given, but none for this parameter.
+            ShapeError: It is one of a parameter of another shape.
+        """
+        if self.basis is None:
+            return corrected_eigenbasis(product, self.weight_sharing).clone()
+        basis = self._given(product)
+        values = eigenvalues_in(product, basis.to(product.like.dtype))
+        return basis.with_values(values.to(basis.dtype))
+
+    def _given(self, product: SampleProduct) -> KroneckerEigenbasis:
+        assert self.basis is not None
+        parameter = getattr(product.module, product.name, None)
+        found = self.basis.get(id(parameter))
+        if found is None:
+            raise UsageError(
+                f"EKFAC was given a basis without eigenvectors for the parameter {product.name!r} "
+                f"of {product.path}: add Kronecker factors of it to the mapping, or freeze it."
+            )
+        basis = found[1].eigenbasis()
+        if basis.order.shape != product.shape:
+            raise ShapeError(
+                f"EKFAC was given eigenvectors for a parameter of shape {list(basis.order.shape)} "
+                f"in the place of {product.name!r} of {product.path}, which has "
+                f"{list(product.shape)}."
+            )
+        return basis

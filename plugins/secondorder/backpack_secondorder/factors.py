@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,7 +17,9 @@ from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.values import memory_of
 from backpack_secondorder import covariances
-from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors, ParameterOrder
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import ParameterOrder
 
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 
@@ -91,24 +94,36 @@ def corrected_eigenbasis(
     basis = kronecker_factors(product, sharing).eigenbasis()
     if len(basis.vectors) == 1:
         return basis  # of the block itself
-    total = torch.zeros_like(basis.values).flatten()
+    return basis.with_values(eigenvalues_in(product, basis))
+
+
+@singledispatch
+def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor:
+    """``diag(Qᵀ G Q)`` for given eigenvectors ``Q``, in the shape of ``basis.values``.
+
+    ``Σ_v Σ_n (Qᵀ M[v, n])²``, so that values of disjoint sets of samples or columns are added.
+
+    Args:
+        product: ``M``.
+        basis: Holds ``Q``; its eigenvalues do not matter.
+    """
+    total = product.new_zeros(basis.values.numel())
     for _, _, part in product.pieces():
         total = total + basis.rotate(part.flatten(0, 1)).square().sum(0)
-    return basis.with_values(total.reshape(basis.values.shape))
+    return total.reshape(basis.values.shape)
 
 
-@corrected_eigenbasis.register
-def corrected_eigenbasis_affine(
-    product: AffineProduct, sharing: WeightSharing = "kfc"
-) -> KroneckerEigenbasis:
+@eigenvalues_in.register
+def eigenvalues_in_affine(product: AffineProduct, basis: KroneckerEigenbasis) -> Tensor:
     """By :func:`contractions.square_sum` of rotated columns and inputs."""
-    basis = kronecker_factors(product, sharing).eigenbasis()
-    if len(basis.vectors) == 1 or product.inp is None:
-        return basis
+    if len(basis.vectors) != 2 or product.inp is None:
+        definition = eigenvalues_in.dispatch(SampleProduct)
+        values: Tensor = definition(product, basis)
+        return values
     outer, inner = basis.vectors
-    rotated = _rotate(product.out, outer)
-    values = contractions.square_sum(rotated, RotatedRows(product.inp, inner))
-    return basis.with_values(values.reshape(basis.values.shape))
+    columns = product.out if outer is None else _rotate(product.out, outer)
+    inputs = product.inp if inner is None else RotatedRows(product.inp, inner)
+    return contractions.square_sum(columns, inputs).reshape(basis.values.shape)
 
 
 class RotatedRows:

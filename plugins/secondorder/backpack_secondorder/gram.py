@@ -15,7 +15,7 @@ from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.operations import gram, weighted_sum
 from backpack_core.errors import UsageError
 from backpack_core.values import without_autocast
-from backpack_secondorder.kronecker import eigh
+from backpack_secondorder.linalg import eigh
 from backpack_secondorder.propagators import LossSqrt
 
 

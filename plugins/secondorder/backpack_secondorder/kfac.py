@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
 from backpack_secondorder.factors import WeightSharing, kronecker_factors
-from backpack_secondorder.kronecker import KroneckerEigenbasis, KroneckerFactors
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import CurvatureMatrix, Number
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
-Matrix = TypeVar("Matrix", KroneckerFactors, KroneckerEigenbasis)
+Matrix = TypeVar("Matrix", bound=CurvatureMatrix)
 
 
 class MatrixExtension(SecondOrderExtension):
@@ -35,7 +38,7 @@ class FactorsExtension(MatrixExtension):
     def read(self, product: SampleProduct) -> KroneckerFactors:
         """The factors."""
         factors = kronecker_factors(product, self.weight_sharing)
-        return factors.with_factors(factors)
+        return KroneckerFactors(factors, factors.order, weight_of(product))
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
         """Columns enter the first factor only."""
@@ -129,7 +132,16 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
 
     ``A`` is the same, unless the first columns did not reach all uses of the parameter.
     """
-    return first.with_factors([first[0] + second[0], *second[1:]])
+    return second.with_factors([first[0] + second[0], *second[1:]])
+
+
+def weight_of(product: SampleProduct) -> Number:
+    """``Σ_n s``: the number of samples times what stands in front of the loss of each.
+
+    That is one for a mean over the batch, and the number of samples for a sum. One if nobody knows.
+    """
+    scales = [root.scale for root in product.roots if root.scale is not None]
+    return product.samples * reduce(torch.maximum, scales) if scales else 1.0
 
 
 def as_weight_sharing(value: WeightSharing) -> WeightSharing:

@@ -31,7 +31,9 @@ from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
-from backpack_secondorder.kronecker import KroneckerFactors, ParameterOrder, eigh
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.linalg import eigh
+from backpack_secondorder.matrix import ParameterOrder
 from backpack_secondorder.propagators import warn_of_zero
 from backpack_secondorder.residual import (
     Residual,

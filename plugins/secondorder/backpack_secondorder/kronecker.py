@@ -1,305 +1,322 @@
-"""Kronecker-factored curvature as a matrix: products, solves, eigenvalues.
+"""Kronecker-factored curvature as a matrix: sums, products, solves, eigenvalues.
 
-What ``param.kfac`` is: still the list of factors, and an object one can multiply and solve with.
+What ``param.kfac`` is: still the list of factors, and a value one can compute with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import reduce
-from math import prod, sqrt
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.values import any_of, at_least_single, without_autocast
+from backpack_core.values import any_of, at_least_single
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.linalg import eigh, multiply
+from backpack_secondorder.matrix import (
+    CurvatureMatrix,
+    Number,
+    ParameterOrder,
+    check_damping,
+    check_same,
+    check_scalar,
+)
 
 
-@dataclass(frozen=True, eq=False)
-class ParameterOrder:
-    """How the entries of a parameter are numbered by the rows of a Kronecker product.
-
-    Attributes:
-        shape: Shape of the parameter, ``[*θ]``.
-        positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` where
-            rows follow the parameter's own order. (Transposed convolutions store ``[I, O]``.)
-    """
-
-    shape: torch.Size
-    positions: Tensor | None = None
-
-    def coordinates(self, vectors: Tensor) -> Tensor:
-        """``[*θ]`` or ``[V, *θ]`` to ``[V, P]``, in the order of the rows.
-
-        Raises:
-            ShapeError: The vectors do not have the parameter's shape.
-        """
-        single = vectors.shape == self.shape
-        if not single and vectors.shape[1:] != self.shape:
-            raise ShapeError(
-                f"Expected a vector of the parameter's shape {list(self.shape)}, or several as "
-                f"[V, *shape]. Got {list(vectors.shape)}."
-            )
-        flat = vectors.reshape(1 if single else len(vectors), self.shape.numel())
-        return flat if self.positions is None else flat[:, self.positions]
-
-    def vectors(self, coordinates: Tensor, like: Tensor) -> Tensor:
-        """Back from ``[V, P]`` to the shape of ``like``."""
-        if self.positions is not None:
-            coordinates = torch.empty_like(coordinates).index_copy(1, self.positions, coordinates)
-        return coordinates.reshape(like.shape)
-
-    def matrix(self, mat: Tensor) -> Tensor:
-        """Rows and columns of ``[P, P]``, put into the parameter's order."""
-        if self.positions is None:
-            return mat
-        inverse = self.positions.argsort()
-        return mat[inverse][:, inverse]
-
-
-class KroneckerEigenbasis:
-    """``Q diag(λ) Qᵀ`` with ``Q = Q₁ ⊗ Q₂ ⊗ …``, one block for each group of a layer.
-
-    Attributes:
-        vectors: Orthogonal factors ``Q_k``, of shape ``[D_k, D_k]``, or ``[G, D_k, D_k]`` for a
-            layer with groups.
-        values: The eigenvalues, ``[D_1, D_2, …]`` or ``[G, D_1, D_2, …]``.
-    """
-
-    def __init__(self, vectors: Sequence[Tensor], values: Tensor, order: ParameterOrder) -> None:
-        """Store the decomposition.
-
-        Args:
-            vectors: See the class.
-            values: See the class.
-            order: How the parameter's entries are numbered.
-        """
-        self.vectors = list(vectors)
-        self.values = values
-        self.order = order
-
-    def clone(self) -> KroneckerEigenbasis:
-        """The same in memory of its own."""
-        return KroneckerEigenbasis(
-            [q.clone() for q in self.vectors], self.values.clone(), self.order
-        )
-
-    def to(self, dtype: torch.dtype) -> KroneckerEigenbasis:
-        """The same in another precision."""
-        vectors = [q.to(dtype) for q in self.vectors]
-        return KroneckerEigenbasis(vectors, self.values.to(dtype), self.order)
-
-    def with_values(self, values: Tensor) -> KroneckerEigenbasis:
-        """Other eigenvalues for the same eigenvectors."""
-        return KroneckerEigenbasis(self.vectors, values, self.order)
-
-    def rotate(self, vectors: Tensor) -> Tensor:
-        """``Qᵀ`` times vectors, ``[*θ]`` or ``[V, *θ]``: coordinates ``[V, P]``."""
-        return multiply([q.mT for q in self.vectors], self.order.coordinates(vectors))
-
-    def matmul(self, vectors: Tensor) -> Tensor:
-        """Multiply. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
-        return self._apply(self.values, vectors)
-
-    def solve(self, vectors: Tensor, damping: float = 0.0) -> Tensor:
-        """Multiply with the inverse of the matrix plus ``damping`` times the identity.
-
-        Args:
-            vectors: Shape ``[*θ]`` or ``[V, *θ]``.
-            damping: Must be positive where the matrix is singular.
-        """
-        return self._apply((self.values + check_damping(damping)).reciprocal(), vectors)
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        """Logarithm of the determinant of the matrix plus ``damping`` times the identity."""
-        return (self.values + check_damping(damping)).log().sum()
-
-    def trace(self) -> Tensor:
-        """Sum of the eigenvalues."""
-        return self.values.sum()
-
-    def dense(self) -> Tensor:
-        """The matrix in the parameter's order, ``[P, P]``: for tests and small layers."""
-        size = self.order.shape.numel()
-        eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device)
-        return self.matmul(eye.reshape(size, *self.order.shape)).reshape(size, size)
-
-    def _apply(self, values: Tensor, vectors: Tensor) -> Tensor:
-        scaled = self.rotate(vectors) * values.flatten()
-        return self.order.vectors(multiply(self.vectors, scaled), vectors)
-
-
-class KroneckerFactors(list[Tensor]):
+class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     """The factors of a Kronecker product ``F₁ ⊗ F₂ ⊗ …``, which approximates a curvature block.
 
     A list: ``param.kfac[0]``, ``len(param.kfac)`` and loops work as they do on the list of factors.
-    A single factor is the block itself. The product has the order of the flattened parameter, with
-    input and output axes of a transposed convolution exchanged; the methods below take and return
-    vectors in the shape of the parameter, ``[*θ]`` or ``[V, *θ]``, whatever the order.
+    A single factor is the block itself. A factor that is diagonal may be stored as a vector. The
+    product has the order of the flattened parameter, with input and output axes of a transposed
+    convolution exchanged; the methods below take and return vectors in the shape of the parameter,
+    ``[*θ]`` or ``[V, *θ]``, whatever the order.
 
     For a layer with ``G > 1`` groups every factor of the weight has an axis ``[G, D, D]`` in front:
     one product for each group, and nothing between groups.
+
+    The factors are those of weighted samples, of weight ``s`` each (``1/N`` for a mean): a sum
+    ``F₁ = Σ_n s g gᵀ``, and averages ``F₂ = Σ_n s a aᵀ / Σ_n s``. Arithmetic is that of the
+    weights. ``scalar * F`` multiplies ``s``, that is ``F₁``. ``F + G`` has the samples of both,
+    each with its weight: ``F₁ + G₁``, and averages ``(w F₂ + v G₂) / (w + v)`` by the ``weight`` of
+    each. For a loss that is a sum, ``F + G`` is therefore what the joined batch gives; for a mean,
+    ``n/N * F + m/N * G`` is; ``0.9 * F + 0.1 * G`` is the moving average of each factor (Martens
+    and Grosse, 2015, section 5). The sum of the two matrices is in general no Kronecker product.
+
+    Attributes:
+        order: How the parameter's entries are numbered.
+        weight: ``Σ_n s``, the weight of the averages in sums; one for a mean over the batch.
     """
 
-    def __init__(self, factors: Iterable[Tensor], order: ParameterOrder) -> None:
+    def __init__(
+        self, factors: Iterable[Tensor], order: ParameterOrder, weight: Number = 1.0
+    ) -> None:
         """Store the factors.
 
         Args:
-            factors: Symmetric matrices ``[D_k, D_k]`` or ``[G, D_k, D_k]``.
+            factors: Symmetric matrices ``[D_k, D_k]`` or ``[G, D_k, D_k]``, or the diagonals of
+                diagonal ones, ``[D_k]`` or ``[G, D_k]``.
             order: How the parameter's entries are numbered.
+            weight: See the class.
 
         Raises:
-            ShapeError: The product of the sizes is not that of the parameter.
+            ShapeError: The product of the sizes is not that of the parameter, or a factor is not
+                square.
         """
         super().__init__(factors)
         self.order = order
+        self.weight = weight
         self._eigen: tuple[object, KroneckerEigenbasis] | None = None
-        size = prod(f.shape[-1] for f in self) * self.groups
+        shapes = [list(factor.shape) for factor in self]
+        if any(not self.is_diagonal(f) and f.shape[-1] != f.shape[-2] for f in self):
+            raise ShapeError(f"Kronecker factors are square, or vectors. Got shapes {shapes}.")
+        size = prod(self.sizes)
         if size != order.shape.numel():
             raise ShapeError(
-                f"Kronecker factors of sizes {[list(f.shape) for f in self]} make a matrix of size "
-                f"{size}, but the parameter of shape {list(order.shape)} has {order.shape.numel()} "
-                "entries."
+                f"Kronecker factors of sizes {shapes} make a matrix of size {size}, but the "
+                f"parameter of shape {list(order.shape)} has {order.shape.numel()} entries."
             )
 
     @property
     def groups(self) -> int:
         """Number of blocks ``G``."""
-        return len(self[0]) if self[0].dim() == 3 else 1
+        return next((len(factor) for factor in self if factor.dim() == 3), 1)
 
-    def to(self, dtype: torch.dtype) -> KroneckerFactors:
-        """The same in another precision."""
-        if all(factor.dtype == dtype for factor in self):
-            return self
-        return self.with_factors(factor.to(dtype) for factor in self)
+    @property
+    def sizes(self) -> list[int]:
+        """The number of groups, and the size of every factor."""
+        return [self.groups, *(factor.shape[-1] for factor in self)]
+
+    def is_diagonal(self, factor: Tensor) -> bool:
+        """Whether a factor is diagonal, and stored as a vector."""
+        return factor.dim() - (self.groups > 1) == 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The factors."""
+        return {f"factors.{k}": factor for k, factor in enumerate(self)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> KroneckerFactors:
+        """Other factors."""
+        return self.with_factors(tensors[f"factors.{k}"] for k in range(len(self)))
 
     def with_factors(self, factors: Iterable[Tensor]) -> KroneckerFactors:
-        """Other factors for the same parameter."""
-        return KroneckerFactors(factors, self.order)
+        """Other factors for the same parameter, of the same weight."""
+        found = [*factors]
+        device = found[0].device
+        weight = self.weight.to(device) if isinstance(self.weight, Tensor) else self.weight
+        return KroneckerFactors(found, self.order.on(device), weight)
+
+    def with_weight(self, weight: Number) -> KroneckerFactors:
+        """The same factors, with averages of another weight in sums."""
+        return KroneckerFactors(self, self.order, weight)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Factors, weight and order."""
+        weight = torch.as_tensor(self.weight, dtype=torch.float64).detach().cpu()
+        return {**super().state_dict(), "weight": weight}
 
     def matmul(self, vectors: Tensor) -> Tensor:
         """Multiply with the Kronecker product, without forming it."""
-        return self.order.vectors(multiply(self, self.order.coordinates(vectors)), vectors)
+        coordinates = self.order.coordinates(vectors)
+        return self.order.vectors(multiply(self, self.sizes, coordinates), vectors)
 
     def eigenbasis(self) -> KroneckerEigenbasis:
         """The eigendecomposition; computed once, and again where a factor was changed."""
         state = [(id(factor), factor._version) for factor in self]
         if self._eigen is None or self._eigen[0] != state:
-            decompositions = [eigh(factor) for factor in self]
-            values = reduce(_outer, [values for values, _ in decompositions])
-            vectors = [vectors for _, vectors in decompositions]
-            self._eigen = (state, KroneckerEigenbasis(vectors, values, self.order))
+            pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f) for f in self]
+            values = reduce(_outer, [values for values, _ in pairs])
+            basis = KroneckerEigenbasis([vectors for _, vectors in pairs], values, self.order)
+            self._eigen = (state, basis)
         return self._eigen[1]
 
-    def solve(self, vectors: Tensor, damping: float = 0.0) -> Tensor:
-        """``(F₁ ⊗ F₂ + damping · I)⁻¹`` times vectors: exact, by the eigendecomposition.
+    def scaled(self, scalar: Number) -> KroneckerFactors:
+        """``scalar · F₁ ⊗ F₂ ⊗ …``: the first factor is multiplied, and the weight in sums."""
+        number = check_scalar(scalar)
+        return KroneckerFactors([self[0] * number, *self[1:]], self.order, self.weight * number)
 
-        Args:
-            vectors: Shape ``[*θ]`` or ``[V, *θ]``.
-            damping: Must be positive where a factor is singular.
+    def plus(self, other: KroneckerFactors) -> KroneckerFactors:
+        """The factors of all samples: the sum of the first ones, averages of the others.
+
+        Raises:
+            UsageError: The other one is something else.
+            ShapeError: The factors have other sizes.
         """
-        return self.eigenbasis().solve(vectors, damping)
+        check_same(self, other)
+        if self.sizes != other.sizes:
+            raise ShapeError(
+                f"Kronecker factors are added one by one. Got sizes {self.sizes[1:]} and "
+                f"{other.sizes[1:]}."
+            )
+        first, second = [], []
+        for a, b in zip(self, other, strict=True):
+            is_mixed = self.is_diagonal(a) != other.is_diagonal(b)
+            first.append(self._full(a) if is_mixed else a)
+            second.append(other._full(b) if is_mixed else b)
+        weight = self.weight + other.weight
+        share = _share(self.weight, weight)
+        averages = [share * a + (1 - share) * b for a, b in zip(first[1:], second[1:], strict=True)]
+        return KroneckerFactors([first[0] + second[0], *averages], self.order, weight)
 
-    def damped(self, damping: float) -> KroneckerFactors:
+    def damped(
+        self, damping: Number, balanced: bool = True, per_factor: bool = False
+    ) -> KroneckerFactors:
         """Factored damping: factors of a product close to ``F₁ ⊗ F₂ + damping · I``.
 
-        ``(F₁ + √damping / π · I) ⊗ (F₂ + √damping · π · I)`` with ``π²`` the mean diagonal entry of
-        ``F₂`` divided by that of ``F₁`` (Martens and Grosse, 2015, section 6.3). A single factor
-        gets ``damping`` itself.
+        ``(F₁ + γ / π · I) ⊗ (F₂ + γ π · I)`` with ``γ = √damping``, and ``π²`` the mean diagonal
+        entry of ``F₂`` divided by that of ``F₁`` (Martens and Grosse, 2015, section 6.3, where the
+        factors come in the other order). A single factor gets ``damping`` itself, which is exact.
 
         Args:
             damping: Not negative.
+            balanced: Whether to use ``π``; otherwise it is one, and both factors get the same.
+            per_factor: Whether ``damping`` is meant for the factors: ``γ = damping``.
 
         Raises:
             UsageError: There are more than two factors, or the damping is negative.
         """
         check_damping(damping)
         if len(self) == 1:
-            return self.with_factors([_add(self[0], self[0].new_tensor(damping))])
+            return self.with_factors([self._shifted(self[0], damping)])
         if len(self) != 2:
-            raise UsageError(f"Factored damping is defined for two factors. Got {len(self)}.")
-        first, second = (factor.diagonal(dim1=-2, dim2=-1).mean(-1) for factor in self)
-        balance = torch.where((first > 0) & (second > 0), (second / first).sqrt(), 1.0)
-        shift = sqrt(damping)
-        return self.with_factors([_add(self[0], shift / balance), _add(self[1], shift * balance)])
+            raise UsageError(
+                f"Factored damping is defined for two factors, and this product has {len(self)}: "
+                "take eigenbasis().damped(...), which is exact."
+            )
+        shift = damping if per_factor else damping**0.5
+        balance: Number = 1.0
+        if balanced:
+            first, second = (at_least_single(self._diagonal(f)).mean(-1) for f in self)
+            balance = torch.where((first > 0) & (second > 0), (second / first).sqrt(), 1.0)
+        shifts = (shift / balance, shift * balance)
+        return self.with_factors(self._shifted(f, s) for f, s in zip(self, shifts, strict=True))
 
-    def inverse(self, damping: float = 0.0) -> KroneckerFactors:
+    def inverse(
+        self, damping: Number = 0.0, balanced: bool = True, per_factor: bool = False
+    ) -> KroneckerFactors:
         """Factors of the inverse, ``F₁⁻¹ ⊗ F₂⁻¹``, after factored damping.
+
+        For the inverse of ``F₁ ⊗ F₂ + damping · I`` itself, take ``eigenbasis().inverse(damping)``.
 
         Args:
             damping: Must be positive where a factor is singular.
+            balanced: As for :meth:`damped`.
+            per_factor: As for :meth:`damped`.
 
         Raises:
             UsageError: A factor is singular, or the damping is negative.
         """
         factors = []
-        for factor in self.damped(damping):
-            triangle, failed = torch.linalg.cholesky_ex(at_least_single(factor))
+        is_zero = not isinstance(damping, Tensor) and damping == 0
+        for factor in self if is_zero else self.damped(damping, balanced, per_factor):
+            if self.is_diagonal(factor):
+                inverse, failed = factor.reciprocal(), factor <= 0
+            else:
+                triangle, failed = torch.linalg.cholesky_ex(at_least_single(factor))
             if any_of(failed):
                 raise UsageError(
                     f"A Kronecker factor is singular with a damping of {damping}: increase it."
                 )
-            factors.append(torch.cholesky_inverse(triangle).to(factor.dtype))
+            if not self.is_diagonal(factor):
+                inverse = torch.cholesky_inverse(triangle).to(factor.dtype)
+            factors.append(inverse)
         return self.with_factors(factors)
 
     def trace(self) -> Tensor:
         """Trace of the product: no product is formed."""
-        traces = [factor.diagonal(dim1=-2, dim2=-1).sum(-1) for factor in self]
-        return reduce(torch.mul, traces).sum()
-
-    def logdet(self, damping: float = 0.0) -> Tensor:
-        """Logarithm of the determinant of the product plus ``damping`` times the identity."""
-        return self.eigenbasis().logdet(damping)
+        traces = [at_least_single(self._diagonal(factor)).sum(-1) for factor in self]
+        return reduce(torch.mul, traces).sum().to(self.dtype)
 
     def diagonal(self) -> Tensor:
         """Diagonal of the product. Shape ``[*θ]``."""
-        diagonals = [factor.diagonal(dim1=-2, dim2=-1) for factor in self]
+        diagonals = [self._diagonal(factor) for factor in self]
         flat = reduce(_outer, diagonals).reshape(1, self.order.shape.numel())
         return self.order.vectors(flat, flat.new_empty(self.order.shape))
 
     def dense(self) -> Tensor:
         """The product itself, in the order of the flattened parameter. Shape ``[P, P]``."""
+        factors = [self._full(factor).contiguous() for factor in self]
         if self.groups == 1:
-            full = reduce(torch.kron, [f.reshape(f.shape[-2:]) for f in self])
+            full = reduce(torch.kron, [f.reshape(f.shape[-2:]) for f in factors])
         else:
-            blocks = [reduce(torch.kron, [f[g] for f in self]) for g in range(self.groups)]
+            blocks = [reduce(torch.kron, [f[g] for f in factors]) for g in range(self.groups)]
             full = torch.block_diag(*blocks)
         return self.order.matrix(full)
 
+    def _diagonal(self, factor: Tensor) -> Tensor:
+        return factor if self.is_diagonal(factor) else factor.diagonal(dim1=-2, dim2=-1)
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype.
+    def _full(self, factor: Tensor) -> Tensor:
+        return torch.diag_embed(factor) if self.is_diagonal(factor) else factor
 
-    Computed in single precision at least: torch knows no decomposition in half precision.
-    """
-    values, vectors = torch.linalg.eigh(at_least_single(matrix))
-    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+    def _shifted(self, factor: Tensor, shift: Number) -> Tensor:
+        """``factor + shift · I``, one shift for each group."""
+        shift = torch.as_tensor(shift, device=factor.device).to(factor.dtype).unsqueeze(-1)
+        if self.is_diagonal(factor):
+            return factor + shift
+        return factor + torch.diag_embed(shift.expand(*shift.shape[:-1], factor.shape[-1]))
 
-
-def multiply(factors: Sequence[Tensor], coordinates: Tensor) -> Tensor:
-    """``(F₁ ⊗ F₂ ⊗ …) coordinates`` for each block. Shape ``[V, P] → [V, P]``."""
-    groups = len(factors[0]) if factors[0].dim() == 3 else 1
-    sizes = [factor.shape[-1] for factor in factors]
-    product = coordinates.reshape(len(coordinates), groups, *sizes).transpose(0, 1)
-    for axis, factor in enumerate(factors, start=2):
-        last = product.movedim(axis, -1)
-        flat = last.flatten(1, -2)
-        with without_autocast():
-            product = (flat @ factor.mT).reshape(last.shape).movedim(-1, axis)
-    return product.transpose(0, 1).reshape(coordinates.shape)
+    def __repr__(self) -> str:
+        """Shapes of the factors and of the parameter."""
+        shapes = " ⊗ ".join(str(list(factor.shape)) for factor in self)
+        return f"<KroneckerFactors {shapes} for {list(self.order.shape)}>"
 
 
-def check_damping(damping: float) -> float:
-    """The damping, if it is a number that is not negative.
+def diagonal_matrix(values: Tensor) -> KroneckerFactors:
+    """A diagonal, ``[*θ]``, with the interface of Kronecker factors: its only one is a vector."""
+    return KroneckerFactors([values.reshape(-1)], ParameterOrder(values.shape))
+
+
+def as_matrix(value: Any) -> CurvatureMatrix:
+    """What an extension left on a parameter, as a matrix: a tensor is a diagonal.
+
+    Args:
+        value: ``param.kfac``, ``param.ekfac``, ``param.diag_ggn_exact`` and their like.
 
     Raises:
-        UsageError: It is negative.
+        UsageError: It is neither a tensor nor a matrix.
     """
-    if not damping >= 0:
-        raise UsageError(f"The damping must not be negative. Got {damping}.")
-    return damping
+    if isinstance(value, CurvatureMatrix):
+        return value
+    if isinstance(value, Tensor):
+        return diagonal_matrix(value)
+    raise UsageError(
+        "A curvature matrix is what KFAC, KFLR, KFRA and EKFAC store, or a tensor in the shape of "
+        f"the parameter for a diagonal. Got {type(value).__name__}."
+    )
+
+
+def matrix_from_state(state: Mapping[str, Tensor]) -> KroneckerFactors | KroneckerEigenbasis:
+    """What ``state_dict()`` of a matrix was taken of.
+
+    Raises:
+        UsageError: It is the state of something else.
+    """
+    if "shape" not in state or not {"factors.0", "values"} & set(state):
+        raise UsageError(f"This is not the state of a curvature matrix. Got {sorted(state)}.")
+    order = ParameterOrder.from_state(state)
+    if "values" in state:
+        has_groups = any(n.startswith("vectors.") and q.dim() == 3 for n, q in state.items())
+        count = state["values"].dim() - has_groups
+        vectors = [state.get(f"vectors.{k}") for k in range(count)]
+        return KroneckerEigenbasis(vectors, state["values"], order)
+    factors = [state[n] for n in sorted(state, key=_number) if n.startswith("factors.")]
+    return KroneckerFactors(factors, order, float(state["weight"]))
+
+
+def _number(name: str) -> int:
+    return int(name.split(".")[1]) if "." in name else -1
+
+
+def _share(weight: Number, total: Number) -> Number:
+    """``weight / total``; one half where both have none."""
+    if isinstance(total, Tensor):
+        return torch.where(total > 0, weight / total, 0.5)
+    return weight / total if total else 0.5
 
 
 def _outer(first: Tensor, second: Tensor) -> Tensor:
@@ -307,9 +324,3 @@ def _outer(first: Tensor, second: Tensor) -> Tensor:
     return first.unsqueeze(-1) * second.reshape(
         *second.shape[:-1], *[1] * (first.dim() - second.dim() + 1), second.shape[-1]
     )
-
-
-def _add(factor: Tensor, shift: Tensor) -> Tensor:
-    """``factor + shift · I``, one shift for each group."""
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    return factor + shift[..., None, None] * eye

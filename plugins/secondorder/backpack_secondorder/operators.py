@@ -57,7 +57,7 @@ class Operator(ABC):
 
     def multiply(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Vectors ``[V, *θ]`` times the block of a parameter."""
-        with suspended(), without_autocast(), _explained():
+        with suspended(), without_autocast(), explained():
             products = [self._one(parameter, vector) for vector in vectors]
         result = torch.stack(products) if products else torch.zeros_like(vectors)
         return result if self._is_differentiable else result.detach()
@@ -258,7 +258,7 @@ def _grad(
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Say what torch's own errors mean here."""
     try:
         yield

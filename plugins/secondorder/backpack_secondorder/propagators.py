@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from backpack_core import ColumnPropagator, Columns, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
+from backpack_core.values import at_least_single
 
 
 def warn_of_zero(rule: LossRule, view: View) -> None:
@@ -47,7 +48,10 @@ class LossSqrt(ColumnPropagator):
 
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
+        factor = at_least_single(rule.factor(view).detach())
+        scale = factor.sum() / max(1, factor.numel())
         if self.samples is None:
             warn_of_zero(rule, view)
-            return Columns.start("loss", rule.sqrt_hessian(view))
-        return Columns.start("loss", rule.sqrt_hessian_sampled(view, self.samples))
+            return Columns.start("loss", rule.sqrt_hessian(view), scale=scale)
+        root = rule.sqrt_hessian_sampled(view, self.samples)
+        return Columns.start("loss", root, scale=scale)

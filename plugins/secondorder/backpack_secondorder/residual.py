@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backpack_core import Columns, ElementwiseRule, LayerRule, View
 from backpack_core.errors import UnsupportedError
-from backpack_secondorder.kronecker import eigh
+from backpack_secondorder.linalg import eigh
 
 Residual: TypeAlias = Literal["exact", "clip", "abs"]
 

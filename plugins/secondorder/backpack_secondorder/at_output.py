@@ -1,0 +1,173 @@
+"""A loss as a function of the model's output: derivatives there, and what it divides by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import GraphExtension, GraphReading, LossGraph, View, backpack, extend
+from backpack_core.contract.loss import LossRule
+from backpack_core.engine.active import suspended
+from backpack_core.errors import ShapeError, UsageError
+
+Normaliser: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, Any], float | Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class AtOutput:
+    """The loss of one batch at an output.
+
+    Attributes:
+        output: The output, detached, ``[N, *]``.
+        loss: The loss, a number, without graph.
+        gradient: ``∂ℓ/∂output`` with its graph, ``[N, *]``.
+        normaliser: What the loss divides the sum over samples by: ``N`` for a mean, ``None`` for a
+            sum.
+        root: Columns ``S[m, n]`` whose outer products are asked for, ``[M, N, *]``, or ``None``.
+    """
+
+    output: Tensor
+    loss: Tensor
+    gradient: Tensor
+    normaliser: float | None
+    root: Tensor | None
+
+    def hessian_product(self, vector: Tensor) -> Tensor:
+        """``∂²ℓ/∂output²`` times a vector ``[N, *]``."""
+        if not self.gradient.requires_grad:
+            return torch.zeros_like(vector)
+        with suspended():
+            (product,) = torch.autograd.grad(
+                self.gradient, self.output, vector, retain_graph=True, materialize_grads=True
+            )
+        return product
+
+    def root_product(self, vector: Tensor) -> Tensor:
+        """``Σ_m S[m, n] ⟨S[m, n], vector[n]⟩``, shape ``[N, *]``."""
+        assert self.root is not None
+        root = self.root.flatten(2)
+        inner = torch.einsum("mni,ni->mn", root, vector.flatten(1))
+        return torch.einsum("mn,mni->ni", inner, root).reshape(vector.shape)
+
+
+class LossAtOutput:
+    """A loss function, asked for its derivatives at outputs of a model.
+
+    Attributes:
+        function: The loss as it was given.
+    """
+
+    def __init__(self, lossfunc: Callable[..., Tensor], normaliser: Normaliser | None) -> None:
+        """Keep the loss.
+
+        Args:
+            lossfunc: A module, or a function, of output and target.
+            normaliser: What the loss of a batch divides by, as a function of output and target;
+                ``"sum"`` for nothing, ``"mean"`` for the number of samples; ``None`` to ask the
+                rule of the loss.
+        """
+        self._normaliser = normaliser
+        self.function = lossfunc
+        self._has_rule = False
+        # A copy: that of the user shall not be extended by this.
+        self._lossfunc: Any = lossfunc
+        if isinstance(lossfunc, Module):
+            self._lossfunc = extend(copy.deepcopy(lossfunc))
+            self._has_rule = _OfReading(_Reading(None, 0)).has_rule_for(type(lossfunc))
+
+    def at(self, output: Tensor, target: Any, samples: int | None = None) -> AtOutput:
+        """Everything at an output.
+
+        Args:
+            output: Of the model, ``[N, *]``.
+            target: As the loss expects it.
+            samples: How many targets to draw from the likelihood for ``root``; zero for the
+                gradients of the samples themselves; ``None`` for no root.
+
+        Raises:
+            ShapeError: The loss is no number.
+            UsageError: The loss has no rule, which would be needed.
+            UnsupportedError: There is no likelihood to draw from.
+        """
+        reading = _Reading(self._lossfunc, samples or 0)
+        with torch.enable_grad():
+            z = output.detach().requires_grad_()
+            loss = self._lossfunc(z, target)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ShapeError(f"The loss has to be a number: reduce it. Got {found}.")
+            asked = backpack(_OfReading(reading), check="never")
+            with asked if self._has_rule else nullcontext():
+                (gradient,) = torch.autograd.grad(
+                    loss, z, create_graph=True, materialize_grads=True
+                )
+        normaliser = self._normaliser_of(z, target, reading)
+        root = reading.root
+        if samples == 0:
+            root = (gradient.detach() * (normaliser or 1.0) ** 0.5).unsqueeze(0)
+        elif samples is not None and root is None:
+            raise self._unknown("a likelihood to draw targets from", 'or kind="empirical".')
+        return AtOutput(z, loss.detach(), gradient, normaliser, root)
+
+    def _normaliser_of(self, output: Tensor, target: Any, reading: _Reading) -> float | None:
+        if self._normaliser == "sum":
+            return None
+        if self._normaliser == "mean":
+            return float(len(output))
+        if callable(self._normaliser):
+            return float(self._normaliser(output, target))
+        if reading.scale is None:
+            raise self._unknown(
+                "what it divides by, so that batches can be weighted",
+                'or say it: normaliser="sum", normaliser="mean", or a function of output and '
+                "target.",
+            )
+        return None if reading.is_sum else 1 / float(reading.scale)
+
+    def _unknown(self, what: str, instead: str) -> UsageError:
+        name = getattr(self._lossfunc, "__name__", type(self._lossfunc).__name__)
+        return UsageError(
+            f"The loss {name} has no loss rule, which would tell {what}: use a loss module of "
+            f"torch.nn, {instead}"
+        )
+
+
+class _Reading(GraphReading):
+    def __init__(self, module: Any, samples: int) -> None:
+        self._module, self._samples = module, samples
+        self.scale: float | Tensor | None = None
+        self.is_sum = False
+        self.root: Tensor | None = None
+
+    def observe(self, view: View) -> None:
+        """Ask the rule of the loss, while everything is there."""
+        rule = view.call.rule
+        if view.call.module is self._module and isinstance(rule, LossRule):
+            self.scale = rule.normalisation(view)
+            is_plain = type(rule).normalisation is LossRule.normalisation
+            self.is_sum = getattr(view.module, "reduction", "sum" if is_plain else "") == "sum"
+            if self._samples:
+                self.root = rule.sqrt_hessian_sampled(view, self._samples).detach()
+
+    def results(self, graph: LossGraph) -> Mapping[Tensor, Any]:
+        """Nothing is stored."""
+        return {}
+
+
+class _OfReading(GraphExtension):
+    savefield = "at_output"
+
+    def __init__(self, reading: _Reading) -> None:
+        super().__init__()
+        self._reading = reading
+
+    def begin(self) -> GraphReading:
+        """The one of the batch."""
+        return self._reading

@@ -1,0 +1,201 @@
+"""Block-diagonal curvature: a matrix for each parameter, and nothing between parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.errors import UsageError
+from backpack_secondorder.kronecker import as_matrix, matrix_from_state
+from backpack_secondorder.linear import LinearOperator
+from backpack_secondorder.matrix import CurvatureMatrix, Number
+
+
+class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
+    """The matrices of all parameters as one, with the same methods.
+
+    A mapping from names of parameters to their matrices, in the order of the rows. ``+``, multiples
+    and moving averages go block by block; vectors come in the forms of
+    :mod:`~backpack_secondorder.linear`.
+    """
+
+    __array_ufunc__ = None
+
+    def __init__(self, blocks: Mapping[str, CurvatureMatrix | Tensor]) -> None:
+        """Store the matrices.
+
+        Args:
+            blocks: A matrix for each parameter, or a tensor in its shape for a diagonal.
+
+        Raises:
+            UsageError: There are none, or one is something else.
+        """
+        if not blocks:
+            raise UsageError("A block-diagonal matrix has one block at least. Got none.")
+        self._blocks = {name: as_matrix(value) for name, value in blocks.items()}
+        self.shapes = tuple(block.order.shape for block in self._blocks.values())
+
+    @classmethod
+    def of(cls, model: Module, field: str) -> BlockDiagonal:
+        """What an extension left on the trained parameters of a model.
+
+        Args:
+            model: The model.
+            field: The extension's ``savefield``: ``"kfac"``, ``"ekfac"``, ``"diag_ggn_exact"``.
+
+        Raises:
+            UsageError: A trained parameter has no such attribute.
+        """
+        blocks = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                if not hasattr(parameter, field):
+                    raise UsageError(
+                        f"The parameter {name!r} has no {field!r}: run a backward pass with the "
+                        "extension that stores it, or freeze the parameter."
+                    )
+                blocks[name] = getattr(parameter, field)
+        return cls(blocks)
+
+    def __getitem__(self, name: str) -> CurvatureMatrix:
+        """The block of a parameter."""
+        return self._blocks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of parameters."""
+        return iter(self._blocks)
+
+    def __len__(self) -> int:
+        """Number of parameters."""
+        return len(self._blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the blocks."""
+        return next(iter(self.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the blocks are."""
+        return next(iter(self.values())).device
+
+    def products(self, vectors: list[Tensor]) -> list[Tensor]:
+        """Block by block."""
+        return [block.matmul(v) for block, v in zip(self.values(), vectors, strict=True)]
+
+    @overload
+    def solve(self, vectors: Tensor, damping: Number = 0.0) -> Tensor: ...
+
+    @overload
+    def solve(self, vectors: Sequence[Tensor], damping: Number = 0.0) -> list[Tensor]: ...
+
+    def solve(
+        self, vectors: Tensor | Sequence[Tensor], damping: Number = 0.0
+    ) -> Tensor | list[Tensor]:
+        """The inverse of the matrix plus ``damping`` times the identity, times vectors."""
+
+        def solved(parts: list[Tensor]) -> list[Tensor]:
+            return [b.solve(v, damping) for b, v in zip(self.values(), parts, strict=True)]
+
+        if isinstance(vectors, Tensor):
+            return self._flat(vectors, solved)
+        return self._lists(list(vectors), solved)
+
+    def map(self, function: Callable[[Any], CurvatureMatrix | Tensor]) -> BlockDiagonal:
+        """A function of every block: ``blocks.map(lambda block: block.inverse(0.1))``."""
+        return BlockDiagonal({name: function(block) for name, block in self.items()})
+
+    def inverse(self, damping: Number = 0.0) -> BlockDiagonal:
+        """The inverse of every block, after damping of its form."""
+        return self.map(lambda block: block.inverse(damping))
+
+    def damped(self, damping: Number) -> BlockDiagonal:
+        """Every block, damped in its form."""
+        return self.map(lambda block: block.damped(damping))
+
+    def eigenbasis(self) -> BlockDiagonal:
+        """The eigendecomposition of every block."""
+        return self.map(lambda block: block.eigenbasis())
+
+    def logdet(self, damping: Number = 0.0) -> Tensor:
+        """``log det`` of the matrix plus ``damping`` times the identity."""
+        return torch.stack([block.logdet(damping) for block in self.values()]).sum()
+
+    def trace(self) -> Tensor:
+        """Sum of the traces."""
+        return torch.stack([block.trace() for block in self.values()]).sum()
+
+    def sample(
+        self,
+        count: int | None = None,
+        damping: Number = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> list[Tensor]:
+        """Draws from the Gaussian with this precision; see :meth:`CurvatureMatrix.sample`.
+
+        Returns:
+            For each parameter ``[*θ]``, or ``[count, *θ]``.
+        """
+        return [block.sample(count, damping, generator) for block in self.values()]
+
+    def moving_average(self, other: BlockDiagonal, decay: float) -> BlockDiagonal:
+        """``decay · F + (1 - decay) · G``, with ``F`` the average so far."""
+        return self._with(other, lambda a, b: a.moving_average(b, decay))
+
+    def to(self, *args: Any, **kwargs: Any) -> BlockDiagonal:
+        """On another device or in another precision; arguments as of :meth:`torch.Tensor.to`."""
+        return self.map(lambda block: block.to(*args, **kwargs))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything as tensors, for ``torch.save`` or safetensors."""
+        return {
+            f"{name}/{key}": tensor
+            for name, block in self.items()
+            for key, tensor in block.state_dict().items()
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:
+        """What :meth:`state_dict` was taken of."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for full, tensor in state.items():
+            name, key = full.rsplit("/", 1)
+            parts.setdefault(name, {})[key] = tensor
+        return cls({name: matrix_from_state(part) for name, part in parts.items()})
+
+    def __mul__(self, scalar: Number) -> BlockDiagonal:
+        """Block by block."""
+        return self.map(lambda block: block.scaled(scalar))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, scalar: Number) -> BlockDiagonal:
+        """Block by block."""
+        return self.map(lambda block: block / scalar)
+
+    def __add__(self, other: BlockDiagonal) -> BlockDiagonal:
+        """Block by block."""
+        return self._with(other, lambda a, b: a + b)
+
+    def __radd__(self, other: Any) -> BlockDiagonal:
+        """The start of :func:`sum` is the number zero."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    def _with(
+        self, other: Any, function: Callable[[Any, Any], CurvatureMatrix | Tensor]
+    ) -> BlockDiagonal:
+        if not isinstance(other, BlockDiagonal) or [*self] != [*other]:
+            names = [*other] if isinstance(other, BlockDiagonal) else type(other).__name__
+            raise UsageError(
+                "Block-diagonal matrices are added if they are over the same parameters, in one "
+                f"order: {[*self]}. Got {names}."
+            )
+        return BlockDiagonal({n: function(self[n], other[n]) for n in self})
+
+    def __repr__(self) -> str:
+        """Names and blocks."""
+        return f"<BlockDiagonal {dict(self)}>"

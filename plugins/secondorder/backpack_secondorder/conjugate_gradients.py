@@ -1,0 +1,95 @@
+"""Linear systems with a matrix that is known by its products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from backpack_core.errors import BackpackError, UsageError
+from backpack_secondorder.linear import LinearOperator
+from backpack_secondorder.matrix import check_damping
+
+
+class ConvergenceError(BackpackError, ArithmeticError):
+    """A method of iterations has not reached the accuracy that was asked for."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What conjugate gradients found.
+
+    Attributes:
+        x: The solution, flat, ``[P]``.
+        iterations: How many products it took.
+        residual: ``‖b - (F + damping · I) x‖ / ‖b‖``.
+    """
+
+    x: Tensor
+    iterations: int
+    residual: float
+
+
+def conjugate_gradients(
+    operator: LinearOperator,
+    rhs: Tensor,
+    damping: float = 0.0,
+    preconditioner: Callable[[Tensor], Tensor] | None = None,
+    rtol: float = 1e-5,
+    max_iterations: int | None = None,
+    strict: bool = True,
+) -> Solution:
+    """Solve ``(F + damping · I) x = b`` by preconditioned conjugate gradients.
+
+    Hestenes and Stiefel (1952). The matrix has to be positive definite.
+
+    Args:
+        operator: ``F``.
+        rhs: ``b``, flat, ``[P]``.
+        damping: Not negative.
+        preconditioner: An approximate inverse, symmetric and positive definite, as a function of a
+            flat vector: ``lambda v: factors.solve(v, damping)``.
+        rtol: Bound on the residual, relative to ``‖b‖``.
+        max_iterations: How many products at most; default: ten times the number of entries.
+        strict: Whether to raise where ``rtol`` is not reached; otherwise the solution so far is
+            returned, with its residual.
+
+    Returns:
+        The solution.
+
+    Raises:
+        ConvergenceError: ``rtol`` is not reached.
+        UsageError: The matrix is not positive definite.
+    """
+    check_damping(damping)
+    precondition = preconditioner or (lambda vector: vector)
+    x, residual = rhs.new_zeros(rhs.shape), rhs.clone()
+    bound = rtol * float(rhs.norm())
+    norm, iterations = float(rhs.norm()), 0
+    most = 10 * len(rhs) if max_iterations is None else max_iterations
+    direction = precondition(residual)
+    product = residual @ direction
+    while norm > bound and iterations < most:
+        image = operator @ direction + damping * direction
+        curvature = direction @ image
+        if not curvature > 0:
+            raise UsageError(
+                "Conjugate gradients need a positive definite matrix, and this one has the "
+                f"curvature {float(curvature):.2e} along a direction: increase the damping of "
+                f"{damping}, or take a generalised Gauss-Newton matrix in the place of a Hessian."
+            )
+        step = product / curvature
+        x, residual = x + step * direction, residual - step * image
+        norm, iterations = float(residual.norm()), iterations + 1
+        preconditioned = precondition(residual)
+        product, before = residual @ preconditioned, product
+        direction = preconditioned + product / before * direction
+    relative = norm / float(rhs.norm()) if norm else 0.0
+    if strict and not norm <= bound:
+        raise ConvergenceError(
+            f"Conjugate gradients reached a residual of {relative:.1e} in {iterations} steps, and "
+            f"{rtol:.1e} was asked for: increase max_iterations or the damping, precondition, or "
+            "pass strict=False."
+        )
+    return Solution(x, iterations, relative)

@@ -1,0 +1,128 @@
+"""Products with the Jacobian of a model's output in parameters, for one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.errors import ShapeError, UsageError
+
+Forward: TypeAlias = Callable[[Module, Any], tuple[Tensor, Any]]
+
+
+class Jacobian:
+    """``J``, ``[N, *] × [*θ]`` for each parameter, at the output for a batch.
+
+    Attributes:
+        output: The output with its graph, ``[N, *]``.
+        target: What came with it.
+    """
+
+    def __init__(
+        self, model: Module, forward: Forward, batch: Any, parameters: Sequence[Tensor]
+    ) -> None:
+        """Run the model."""
+        self.output, self.target = checked(forward(model, batch))
+        self._parameters = parameters
+
+    def product(self, vectors: Sequence[Tensor | None]) -> Tensor:
+        """``Σ_θ J_θ v_θ`` for one vector ``[*θ]`` of each parameter, ``[N, *]``; ``None`` is zero.
+
+        By differentiating the transposed product, which is linear in what it multiplies.
+        """
+        dummy, images = self._transposed
+        pairs = [
+            (image, vector)
+            for image, vector in zip(images, vectors, strict=True)
+            if vector is not None
+        ]
+        return combined(pairs, [dummy])[0]
+
+    def transposed_product(
+        self, vector: Tensor, parameters: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """``J_θᵀ u`` for ``u`` of shape ``[N, *]``: ``[*θ]`` for each parameter, or some."""
+        chosen = self._parameters if parameters is None else parameters
+        return differentiated(self.output, chosen, vector)
+
+    @cached_property
+    def _transposed(self) -> tuple[Tensor, Sequence[Tensor]]:
+        dummy = torch.zeros_like(self.output, requires_grad=True)
+        return dummy, differentiated(self.output, self._parameters, dummy, create_graph=True)
+
+
+def differentiated(
+    output: Tensor,
+    parameters: Sequence[Tensor],
+    vector: Tensor | None = None,
+    create_graph: bool = False,
+) -> list[Tensor]:
+    """``Jᵀ vector``; zeros where the output does not depend on a parameter."""
+    return combined([(output, vector)], parameters, create_graph)
+
+
+def combined(
+    pairs: Sequence[tuple[Tensor, Tensor | None]],
+    parameters: Sequence[Tensor],
+    create_graph: bool = False,
+) -> list[Tensor]:
+    """``Σ_k J_kᵀ v_k`` for outputs ``y_k`` and vectors ``v_k``."""
+    live = [(output, vector) for output, vector in pairs if output.requires_grad]
+    if not live:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    outputs, vectors = zip(*live, strict=True)
+    found = torch.autograd.grad(
+        outputs,
+        [*parameters],
+        vectors,
+        retain_graph=True,
+        create_graph=create_graph,
+        materialize_grads=True,
+    )
+    return [*found]
+
+
+def inputs_and_target(model: Module, batch: Any) -> tuple[Tensor, Any]:
+    """Output and target of a batch ``(inputs, target)``, on the device of the model."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise UsageError(
+            "A batch is a pair (inputs, target); of another kind, say what to make of it: "
+            f"forward=lambda model, batch: (output, target). Got {type(batch).__name__}."
+        )
+    device = next(model.parameters()).device
+    inputs, target = (on_device(part, device) for part in batch)
+    if isinstance(inputs, Mapping):
+        return model(**inputs), target
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs), target
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Tensors in dictionaries, tuples and lists on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: on_device(part, device) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [on_device(part, device) for part in value]
+    return value
+
+
+def checked(found: Any) -> tuple[Tensor, Any]:
+    """Output and target, if they are.
+
+    Raises:
+        ShapeError: There is no tensor with an axis of samples.
+    """
+    output, target = found
+    if not isinstance(output, Tensor) or not output.dim():
+        raise ShapeError(
+            "The output of the model has to be a tensor [N, *]; of a model that returns something "
+            "else, take it out: forward=lambda model, batch: (model(**batch).logits, "
+            f"batch['labels']). Got {type(output).__name__}."
+        )
+    return output, target

@@ -1,0 +1,44 @@
+"""Decompositions and products of Kronecker factors as tensors. Imports torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backpack_core.values import at_least_single, without_autocast
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype.
+
+    Computed in single precision at least: torch knows no decomposition in half precision.
+    """
+    values, vectors = torch.linalg.eigh(at_least_single(matrix))
+    return values.to(matrix.dtype), vectors.to(matrix.dtype)
+
+
+def multiply(factors: Sequence[Tensor | None], sizes: Sequence[int], coordinates: Tensor) -> Tensor:
+    """``(F₁ ⊗ F₂ ⊗ …) coordinates`` for each block. Shape ``[V, P] → [V, P]``.
+
+    Args:
+        factors: Matrices ``[D_k, D_k]`` or ``[G, D_k, D_k]``, diagonals ``[D_k]`` or ``[G, D_k]``;
+            ``None`` for the identity.
+        sizes: ``G`` and every ``D_k``.
+        coordinates: Vectors.
+    """
+    product = coordinates.reshape(len(coordinates), *sizes).transpose(0, 1)  # [G, V, D_1, D_2, …]
+    has_groups = sizes[0] > 1
+    for axis, factor in enumerate(factors, start=2):
+        if factor is None:
+            continue
+        last = product.movedim(axis, -1)
+        flat = last.flatten(1, -2)
+        with without_autocast():
+            if factor.dim() - has_groups == 1:
+                flat = flat * factor.unsqueeze(-2)
+            else:
+                flat = flat @ factor.mT
+        product = flat.reshape(last.shape).movedim(-1, axis)
+    return product.transpose(0, 1).reshape(coordinates.shape)

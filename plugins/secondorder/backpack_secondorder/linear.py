@@ -1,0 +1,149 @@
+"""Symmetric matrices over several parameters that are known by their products.
+
+Vectors come in four forms, and results in the form of what was given: flat, ``[P]``; flat ones as
+columns of a matrix, ``[P, V]``; a list with a tensor ``[*θ]`` for each parameter; a list with
+several, ``[V, *θ]``. Imports torch; scipy where it is asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import ShapeError, UsageError
+
+if TYPE_CHECKING:
+    import scipy.sparse.linalg
+
+
+class LinearOperator(ABC):
+    """A symmetric matrix ``[P, P]`` over parameters with ``P`` entries in all.
+
+    Attributes:
+        shapes: Shape of each parameter, in the order of the rows.
+    """
+
+    shapes: tuple[torch.Size, ...]
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The precision of the parameters."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+
+    @abstractmethod
+    def products(self, vectors: list[Tensor]) -> list[Tensor]:
+        """The matrix times vectors ``[V, *θ]`` for each parameter, in the same form."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[P, P]``."""
+        size = sum(shape.numel() for shape in self.shapes)
+        return torch.Size([size, size])
+
+    @overload
+    def __matmul__(self, vectors: Tensor) -> Tensor: ...
+
+    @overload
+    def __matmul__(self, vectors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def __matmul__(self, vectors: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """Multiply.
+
+        Args:
+            vectors: In one of the forms of this module.
+
+        Returns:
+            The products in the same form.
+
+        Raises:
+            ShapeError: The shapes fit none of the forms.
+            UsageError: They have another precision than the parameters, or are elsewhere.
+        """
+        if isinstance(vectors, Tensor):
+            return self._flat(vectors, self.products)
+        return self._lists(list(vectors), self.products)
+
+    def dense(self) -> Tensor:
+        """The matrix, ``[P, P]``: for tests and small models."""
+        return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
+
+    def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
+        """For ``scipy.sparse.linalg``: ``eigsh``, ``cg`` and others.
+
+        Vectors are converted from numpy to the parameters' precision and device, and back.
+
+        Raises:
+            ModuleNotFoundError: scipy is not installed.
+        """
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+        def multiply(array: Any) -> Any:
+            vectors = torch.from_numpy(array.copy()).to(self.device, self.dtype)
+            return (self @ vectors).detach().cpu().to(wide).numpy()
+
+        # numpy knows no bfloat16.
+        wide = self.dtype if self.dtype.itemsize >= 4 else torch.float32
+        return ScipyOperator(
+            shape=tuple(self.shape),
+            matvec=lambda x: multiply(x.reshape(-1)),
+            rmatvec=lambda x: multiply(x.reshape(-1)),
+            matmat=multiply,
+            rmatmat=multiply,
+            dtype=torch.empty(0, dtype=wide).numpy().dtype,
+        )
+
+    def _flat(self, vectors: Tensor, function: Any) -> Tensor:
+        """A function of lists ``[V, *θ]``, for ``[P]`` or ``[P, V]``."""
+        if vectors.dim() not in (1, 2) or len(vectors) != self.shape[0]:
+            raise ShapeError(
+                f"Expected a vector [{self.shape[0]}], a matrix [{self.shape[0]}, V], or a list "
+                f"of tensors, one for each parameter. Got a tensor {list(vectors.shape)}."
+            )
+        self._check([vectors])
+        rows = vectors.reshape(self.shape[0], -1).T
+        found = torch.cat([part.flatten(1) for part in function(self.split(rows))], 1)
+        return found.T.reshape(vectors.shape)
+
+    def _lists(self, vectors: list[Tensor], function: Any) -> list[Tensor]:
+        """A function of lists ``[V, *θ]``, for lists of ``[*θ]`` or ``[V, *θ]``."""
+        shapes = tuple(vector.shape for vector in vectors)
+        if shapes == self.shapes:
+            self._check(vectors)
+            return [part.squeeze(0) for part in function([v.unsqueeze(0) for v in vectors])]
+        counts = {shape[0] for shape in shapes if len(shape)}
+        if tuple(shape[1:] for shape in shapes) != self.shapes or len(counts) != 1:
+            raise ShapeError(
+                "Expected a tensor for each parameter, of shapes "
+                f"{[list(shape) for shape in self.shapes]}, or several as [V, *shape]. Got "
+                f"{[list(shape) for shape in shapes]}."
+            )
+        self._check(vectors)
+        found: list[Tensor] = function(vectors)
+        return found
+
+    def split(self, rows: Tensor) -> list[Tensor]:
+        """Flat vectors ``[V, P]`` as a list of ``[V, *θ]``."""
+        ends = [0, *accumulate(shape.numel() for shape in self.shapes)]
+        pairs = pairwise(ends)
+        return [
+            rows[:, start:stop].reshape(len(rows), *shape)
+            for (start, stop), shape in zip(pairs, self.shapes, strict=True)
+        ]
+
+    def _check(self, vectors: Sequence[Tensor]) -> None:
+        for vector in vectors:
+            if vector.dtype != self.dtype or vector.device != self.device:
+                raise UsageError(
+                    f"The matrix is in {self.dtype} on {self.device}, the vectors are in "
+                    f"{vector.dtype} on {vector.device}: convert them with .to(...)."
+                )

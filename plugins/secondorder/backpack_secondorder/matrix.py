@@ -1,0 +1,348 @@
+"""What all curvature matrices of one parameter can do, whatever form they are stored in.
+
+Vectors are tensors in the shape of the parameter, ``[*θ]``, or several of them, ``[V, *θ]``. So an
+optimiser, or a Laplace approximation, is written once and takes Kronecker factors, corrected
+eigenvalues and diagonals. Imports torch only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import ShapeError, UsageError
+from backpack_core.values import at_least_single
+
+if TYPE_CHECKING:
+    from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+
+Number: TypeAlias = float | Tensor
+Matrix = TypeVar("Matrix", bound="CurvatureMatrix")
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterOrder:
+    """How the entries of a parameter are numbered by the rows of a Kronecker product.
+
+    Attributes:
+        shape: Shape of the parameter, ``[*θ]``.
+        positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` where
+            rows follow the parameter's own order. (Transposed convolutions store ``[I, O]``.)
+    """
+
+    shape: torch.Size
+    positions: Tensor | None = None
+
+    def coordinates(self, vectors: Tensor) -> Tensor:
+        """``[*θ]`` or ``[V, *θ]`` to ``[V, P]``, in the order of the rows.
+
+        Raises:
+            ShapeError: The vectors do not have the parameter's shape.
+        """
+        single = vectors.shape == self.shape
+        if not single and vectors.shape[1:] != self.shape:
+            raise ShapeError(
+                f"Expected a vector of the parameter's shape {list(self.shape)}, or several as "
+                f"[V, *shape]. Got {list(vectors.shape)}."
+            )
+        flat = vectors.reshape(1 if single else len(vectors), self.shape.numel())
+        return flat if self.positions is None else flat[:, self.positions]
+
+    def vectors(self, coordinates: Tensor, like: Tensor) -> Tensor:
+        """Back from ``[V, P]`` to the shape of ``like``."""
+        if self.positions is not None:
+            coordinates = torch.empty_like(coordinates).index_copy(1, self.positions, coordinates)
+        return coordinates.reshape(like.shape)
+
+    def matrix(self, mat: Tensor) -> Tensor:
+        """Rows and columns of ``[P, P]``, put into the parameter's order."""
+        if self.positions is None:
+            return mat
+        inverse = self.positions.argsort()
+        return mat[inverse][:, inverse]
+
+    def on(self, device: torch.device) -> ParameterOrder:
+        """The same on a device."""
+        if self.positions is None or self.positions.device == device:
+            return self
+        return ParameterOrder(self.shape, self.positions.to(device))
+
+    def equals(self, other: ParameterOrder) -> bool:
+        """Whether both number a parameter of one shape in one way."""
+        if self.shape != other.shape or (self.positions is None) != (other.positions is None):
+            return False
+        if self.positions is None or other.positions is None or self.positions is other.positions:
+            return True
+        return torch.equal(self.positions, other.positions)
+
+    def state(self) -> dict[str, Tensor]:
+        """As tensors, to be saved."""
+        state = {"shape": torch.tensor(self.shape, dtype=torch.int64)}
+        return state if self.positions is None else {**state, "positions": self.positions}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> ParameterOrder:
+        """From what :meth:`state` gave."""
+        return cls(torch.Size(state["shape"].tolist()), state.get("positions"))
+
+
+class CurvatureMatrix(ABC):
+    """A symmetric matrix ``F`` over the ``P`` entries of one parameter.
+
+    ``scalar * F``, ``F / scalar`` and ``F @ vectors`` are what they say. ``F + G`` is the matrix of
+    the data behind both: for a diagonal, a block, or corrected eigenvalues in one basis that is the
+    sum of the matrices; for several Kronecker factors see
+    :class:`~backpack_secondorder.kronecker.KroneckerFactors`.
+
+    Attributes:
+        order: How the parameter's entries are numbered.
+    """
+
+    order: ParameterOrder
+
+    # Numpy scalars must leave multiplication to us, and not make arrays.
+    __array_ufunc__ = None
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What determines the matrix, by name, besides the order."""
+
+    @abstractmethod
+    def with_tensors(self: Matrix, tensors: Mapping[str, Tensor]) -> Matrix:
+        """The same form with other values of :meth:`tensors`."""
+
+    @abstractmethod
+    def matmul(self, vectors: Tensor) -> Tensor:
+        """``F`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
+
+    @abstractmethod
+    def eigenbasis(self) -> KroneckerEigenbasis:
+        """The eigendecomposition."""
+
+    @abstractmethod
+    def diagonal(self) -> Tensor:
+        """The diagonal. Shape ``[*θ]``."""
+
+    @abstractmethod
+    def trace(self) -> Tensor:
+        """The trace, a number; no matrix is formed."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """The matrix in the order of the flattened parameter, ``[P, P]``: for small layers."""
+
+    @abstractmethod
+    def damped(self: Matrix, damping: Number) -> Matrix:
+        """A matrix of the same form for ``F + damping · I``."""
+
+    @abstractmethod
+    def inverse(self: Matrix, damping: Number = 0.0) -> Matrix:
+        """The inverse of :meth:`damped`, in the same form.
+
+        Raises:
+            UsageError: The damped matrix is singular, or the damping is negative.
+        """
+
+    @abstractmethod
+    def scaled(self: Matrix, scalar: Number) -> Matrix:
+        """``scalar · F``.
+
+        Raises:
+            UsageError: The scalar is no number, or is negative.
+        """
+
+    @abstractmethod
+    def plus(self: Matrix, other: Matrix) -> Matrix:
+        """``F + G``; see the class.
+
+        Raises:
+            UsageError: The sum has no such form.
+            ShapeError: The matrices are of other sizes.
+        """
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[P, P]``."""
+        size = self.order.shape.numel()
+        return torch.Size([size, size])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of what is stored."""
+        return next(iter(self.tensors().values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is stored."""
+        return next(iter(self.tensors().values())).device
+
+    def solve(self, vectors: Tensor, damping: Number = 0.0) -> Tensor:
+        """``(F + damping · I)⁻¹`` times vectors: exact, by the eigendecomposition.
+
+        Args:
+            vectors: Shape ``[*θ]`` or ``[V, *θ]``.
+            damping: Must be positive where the matrix is singular.
+
+        Raises:
+            UsageError: The damped matrix is singular, or the damping is negative.
+        """
+        return self.eigenbasis().inverse(damping).matmul(vectors)
+
+    def logdet(self, damping: Number = 0.0) -> Tensor:
+        """``log det(F + damping · I)``; ``-inf`` where that is singular."""
+        values = self.eigenbasis().values
+        return at_least_single(values + check_damping(damping)).log().sum()
+
+    def sample(
+        self,
+        count: int | None = None,
+        damping: Number = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draws from the Gaussian of which ``F + damping · I`` is the precision.
+
+        ``𝒩(0, (F + damping · I)⁻¹)``: for a Laplace approximation with the curvature ``F`` of a
+        summed loss and a prior of precision ``damping``, the posterior about the parameter. For the
+        Gaussian with covariance ``F``, draw from ``F.eigenbasis().inverse()``.
+
+        Args:
+            count: How many; ``None`` for one, without axis ``V``.
+            damping: Must be positive where the matrix is singular.
+            generator: Where random numbers come from; default: torch's.
+
+        Returns:
+            Shape ``[*θ]``, or ``[count, *θ]``.
+
+        Raises:
+            UsageError: The damped matrix is singular or not positive, or the damping is negative.
+        """
+        return self.eigenbasis().inverse(damping).root_times_noise(count, generator)
+
+    def moving_average(self: Matrix, other: Matrix, decay: float) -> Matrix:
+        """``decay · F + (1 - decay) · G``, with ``F`` the average so far.
+
+        Args:
+            other: ``G``, of the latest data.
+            decay: Between 0 and 1.
+
+        Raises:
+            UsageError: It is not.
+        """
+        if not 0 <= decay <= 1:
+            raise UsageError(f"The decay of a moving average lies between 0 and 1. Got {decay}.")
+        return self.scaled(decay).plus(other.scaled(1 - decay))
+
+    def map(self: Matrix, function: Any) -> Matrix:
+        """The same form with a function of each tensor."""
+        return self.with_tensors({name: function(t) for name, t in self.tensors().items()})
+
+    def to(self: Matrix, *args: Any, **kwargs: Any) -> Matrix:
+        """On another device or in another precision; arguments as of :meth:`torch.Tensor.to`."""
+        tensors = self.tensors()
+        moved = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
+        return self if all(moved[n] is tensors[n] for n in moved) else self.with_tensors(moved)
+
+    def clone(self: Matrix) -> Matrix:
+        """The same in memory of its own."""
+        return self.map(torch.clone)
+
+    def detach(self: Matrix) -> Matrix:
+        """The same, cut off from the graph."""
+        return self.map(torch.Tensor.detach)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything as tensors by name, to be saved; :func:`matrix_from_state` reads it."""
+        return {**self.tensors(), **self.order.state()}
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        """See :meth:`matmul`."""
+        return self.matmul(vectors)
+
+    def __mul__(self: Matrix, scalar: Number) -> Matrix:
+        """See :meth:`scaled`."""
+        return self.scaled(scalar)
+
+    def __rmul__(self: Matrix, scalar: Number) -> Matrix:
+        """See :meth:`scaled`."""
+        return self.scaled(scalar)
+
+    def __imul__(self: Matrix, scalar: Number) -> Matrix:
+        """Not in place: what others hold stays as it is."""
+        return self.scaled(scalar)
+
+    def __truediv__(self: Matrix, scalar: Number) -> Matrix:
+        """See :meth:`scaled`."""
+        return self.scaled(1 / scalar)
+
+    def __add__(self: Matrix, other: Matrix) -> Matrix:
+        """See :meth:`plus`."""
+        return self.plus(other)
+
+    def __iadd__(self: Matrix, other: Matrix) -> Matrix:
+        """Not in place: what others hold stays as it is."""
+        return self.plus(other)
+
+    def __radd__(self: Matrix, other: Any) -> Matrix:
+        """The start of :func:`sum` is the number zero."""
+        if isinstance(other, int) and other == 0:
+            return self
+        raise UsageError(
+            f"{type(self).__name__} is a matrix, which is added to another one. Got "
+            f"{type(other).__name__}; for a list of factors, use list(factors)."
+        )
+
+
+def check_same(first: CurvatureMatrix, second: Any) -> None:
+    """Raise unless both are matrices of one form for one parameter.
+
+    Raises:
+        UsageError: They are of two kinds.
+        ShapeError: They belong to parameters of two shapes, or number entries differently.
+    """
+    if type(first) is not type(second):
+        raise UsageError(
+            f"{type(first).__name__} can be added to its own kind. Got {type(second).__name__}."
+        )
+    if not first.order.equals(second.order):
+        raise ShapeError(
+            "Matrices are added for one parameter. Got some of a parameter of shape "
+            f"{list(first.order.shape)} and of one of shape {list(second.order.shape)}"
+            f"{', in another order' * (first.order.shape == second.order.shape)}."
+        )
+
+
+def check_scalar(scalar: Any) -> Number:
+    """The factor, if it is a number that is not negative.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if isinstance(scalar, Tensor) and scalar.dim() == 0:
+        return scalar
+    try:
+        number = float(scalar) if not isinstance(scalar, (Tensor, str)) else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise UsageError(
+            f"A curvature matrix is multiplied by a number; for vectors, use @. Got {scalar!r}."
+        )
+    if not number >= 0:
+        raise UsageError(f"Curvature is scaled by numbers that are not negative. Got {number}.")
+    return number
+
+
+def check_damping(damping: Number) -> Number:
+    """The damping, if it is not negative.
+
+    Raises:
+        UsageError: It is negative.
+    """
+    if not isinstance(damping, Tensor) and not damping >= 0:
+        raise UsageError(f"The damping must not be negative. Got {damping}.")
+    return damping

@@ -1,0 +1,351 @@
+"""Matrices over a data set as linear operators, against dense ones of all samples at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from backpack_core import backpack, extend
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError
+from backpack_core.extensions import KFLR
+from backpack_secondorder.blocks import BlockDiagonal
+from backpack_secondorder.conjugate_gradients import ConvergenceError, conjugate_gradients
+from backpack_secondorder.over_data import GGN, DataOperator, Fisher, Hessian
+from tests.oracle import assert_close
+
+SIZES = (2, 3, 1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 2, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(4, 3))
+
+
+Given = tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "cross entropy": nn.CrossEntropyLoss,
+    "sum": lambda: nn.CrossEntropyLoss(reduction="sum"),
+    "weighted": lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5])),
+    "squares": nn.MSELoss,
+    "sum of squares": lambda: nn.MSELoss(reduction="sum"),
+    "binary": nn.BCEWithLogitsLoss,
+}
+
+
+def make(net: Callable[[], nn.Module] = mlp, loss: str = "cross entropy") -> Given:
+    torch.manual_seed(0)
+    model, lossfunc = net(), LOSSES[loss]()
+    shape = (3,) if net is mlp else (1, 3)
+    loader = []
+    for size in SIZES:
+        target = torch.randint(0, 3, (size,))
+        if not isinstance(lossfunc, nn.CrossEntropyLoss):
+            target = torch.rand(size, 3)
+        elif size == 3:
+            target[1] = -100
+        loader.append((torch.randn(size, *shape), target))
+    return model, lossfunc, loader
+
+
+def whole(loader: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    inputs, targets = zip(*loader, strict=True)
+    return torch.cat(inputs), torch.cat(targets)
+
+
+def function_of(model: nn.Module) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:
+    """Output as a function of a flat vector of parameters."""
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    sizes = [p.numel() for p in parameters]
+
+    def run(flat: Tensor, inputs: Tensor) -> Tensor:
+        parts = [f.reshape(p.shape) for f, p in zip(flat.split(sizes), parameters, strict=True)]
+        result: Tensor = functional_call(model, dict(zip(names, parts, strict=True)), (inputs,))
+        return result
+
+    return run, torch.cat([p.detach().flatten() for p in parameters])
+
+
+def dense_ggn(given: Given) -> Tensor:
+    model, lossfunc, loader = given
+    inputs, target = whole(loader)
+    run, flat = function_of(model)
+    jacobian = torch.autograd.functional.jacobian(lambda f: run(f, inputs), flat)
+    jacobian = jacobian.reshape(-1, len(flat))
+    output = run(flat, inputs)
+    hessian = torch.autograd.functional.hessian(lambda z: lossfunc(z, target), output)
+    return jacobian.T @ hessian.reshape(len(jacobian), -1) @ jacobian
+
+
+def dense_hessian(given: Given) -> Tensor:
+    model, lossfunc, loader = given
+    inputs, target = whole(loader)
+    run, flat = function_of(model)
+    return torch.autograd.functional.hessian(lambda f: lossfunc(run(f, inputs), target), flat)
+
+
+def by_blocks(matrix: Tensor, model: nn.Module) -> Tensor:
+    sizes = [p.numel() for p in model.parameters()]
+    blocks, start = [], 0
+    for size in sizes:
+        blocks.append(matrix[start : start + size, start : start + size])
+        start += size
+    return torch.block_diag(*blocks)
+
+
+KINDS: dict[str, tuple[type[DataOperator], Callable[[Given], Tensor]]] = {
+    "ggn": (GGN, dense_ggn),
+    "hessian": (Hessian, dense_hessian),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("net", [mlp, conv])
+def test_dense(net: Callable[[], nn.Module], loss: str, kind: str) -> None:
+    given = make(net, loss)
+    make_operator, expected = KINDS[kind]
+    found = make_operator(*given)
+    dense = expected(given)
+    assert found.shape == dense.shape
+    assert found.dtype == torch.float64
+    assert_close(found.dense(), dense)
+    assert_close(make_operator(*given, by_parameter=True).dense(), by_blocks(dense, given[0]))
+    assert all(p.grad is None and not vars(p) for p in given[0].parameters())
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "sum", "weighted", "squares"])
+def test_empirical_fisher(loss: str) -> None:
+    given = make(loss=loss)
+    model, lossfunc, loader = given
+    inputs, target = whole(loader)
+    run, flat = function_of(model)
+    each = type(lossfunc)(
+        reduction="sum", **({"weight": lossfunc.weight} if loss == "weighted" else {})
+    )
+    rows = torch.autograd.functional.jacobian(
+        lambda f: torch.stack(
+            [each(run(f, x[None]), t[None]) for x, t in zip(inputs, target, strict=True)]
+        ),
+        flat,
+    )
+    loss_sum = each(model(inputs), target)
+    scale = (lossfunc(model(inputs), target) / loss_sum).detach()
+    operator = Fisher(*given, kind="empirical")
+    assert_close(operator.dense(), scale * rows.T @ rows)
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "sum", "squares", "binary"])
+def test_sampled_fisher(loss: str) -> None:
+    given = make(loss=loss)
+    state = torch.random.get_rng_state()
+    operator = Fisher(*given, mc_samples=20_000)
+    expected, vector = dense_ggn(given), torch.randn(operator.shape[0])
+    found = operator @ vector
+    assert (found - expected @ vector).norm() < 0.05 * (expected @ vector).norm()
+    torch.testing.assert_close(operator @ vector, found, rtol=0, atol=0)
+    other = Fisher(*given, mc_samples=20_000, seed=1) @ vector
+    assert not torch.equal(other, found)
+    torch.random.set_rng_state(state)
+    few = Fisher(*given)
+    before = torch.random.get_rng_state()
+    dense = few.dense()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert_close(dense, dense.T)
+    assert torch.linalg.matrix_rank(dense) <= sum(SIZES)
+
+
+def test_forms_of_vectors() -> None:
+    given = make()
+    operator, dense = GGN(*given), dense_ggn(given)
+    matrix = torch.randn(len(dense), 3)
+    assert_close(operator @ matrix, dense @ matrix)
+    assert_close(operator @ matrix[:, 0], dense @ matrix[:, 0])
+    lists = operator.split(matrix.T)
+    found = torch.cat([part.flatten(1) for part in operator @ lists], 1)
+    assert_close(found, matrix.T @ dense)
+    single = [part[0] for part in lists]
+    assert [part.shape for part in operator @ single] == [p.shape for p in given[0].parameters()]
+    assert_close(torch.cat([p.flatten() for p in operator @ single]), dense @ matrix[:, 0])
+    assert (operator @ matrix[:, :0]).shape == (len(dense), 0)
+
+
+def test_scipy() -> None:
+    given = make()
+    dense = dense_ggn(given)
+    operator = GGN(*given).to_scipy()
+    values = scipy.sparse.linalg.eigsh(operator, k=3, return_eigenvectors=False)
+    np.testing.assert_allclose(values, np.linalg.eigvalsh(dense.numpy())[-3:], rtol=1e-8)
+    eye = np.eye(len(dense))
+    np.testing.assert_allclose(operator @ eye, dense.numpy(), atol=1e-14)
+    single = GGN(given[0].float(), given[1], [(x.float(), y) for x, y in given[2]])
+    assert single.to_scipy().dtype == np.float32
+
+
+@pytest.mark.parametrize("is_preconditioned", [False, True])
+def test_conjugate_gradients(is_preconditioned: bool) -> None:
+    given = make()
+    model, lossfunc, loader = given
+    operator, rhs = GGN(*given), torch.cat([g.flatten() for g in GGN(*given).gradient()])
+    factors = None
+    if is_preconditioned:
+        extend(model), extend(lossfunc)
+        inputs, target = whole(loader)
+        with backpack(KFLR()):
+            lossfunc(model(inputs), target).backward()
+        factors = BlockDiagonal.of(model, "kflr")
+    precondition = None if factors is None else lambda v: factors.solve(v, 0.01)
+    found = conjugate_gradients(operator, rhs, 0.01, precondition, rtol=1e-10)
+    expected = torch.linalg.solve(dense_ggn(given) + 0.01 * torch.eye(len(rhs)), rhs)
+    assert_close(found.x, expected, 1e-8)
+    assert found.residual <= 1e-10
+    with pytest.raises(ConvergenceError, match="in 2 steps"):
+        conjugate_gradients(operator, rhs, 0.01, precondition, max_iterations=2)
+    early = conjugate_gradients(operator, rhs, 0.01, precondition, max_iterations=2, strict=False)
+    assert early.iterations == 2
+    nothing = conjugate_gradients(operator, 0 * rhs)
+    assert nothing.iterations == 0
+    assert not nothing.x.any()
+    with pytest.raises(UsageError, match="positive definite"):
+        conjugate_gradients(Hessian(*given), torch.randn(len(rhs)))
+
+
+def test_gradient() -> None:
+    model, lossfunc, loader = make(loss="weighted")
+    inputs, target = whole(loader)
+    expected = torch.autograd.grad(lossfunc(model(inputs), target), [*model.parameters()])
+    for found, other in zip(GGN(model, lossfunc, loader).gradient(), expected, strict=True):
+        assert_close(found, other)
+
+
+def test_some_parameters() -> None:
+    given = make()
+    model = given[0]
+    chosen = [model[2].bias, model[0].weight]
+    rows = torch.cat([torch.arange(28, 31), torch.arange(12)])
+    assert_close(GGN(*given, parameters=chosen).dense(), dense_ggn(given)[rows][:, rows])
+    with pytest.raises(UsageError, match="at position 0 of parameters is no parameter"):
+        GGN(*given, parameters=[torch.ones(2)])
+    model[0].weight.requires_grad_(False)
+    assert GGN(*given).shape == (19, 19)
+    with pytest.raises(UsageError, match=r"'0.weight' is frozen"):
+        GGN(*given, parameters=chosen)
+
+
+def test_batches_of_other_kinds_and_functions() -> None:
+    given = make()
+    model, _, loader = given
+    expected = dense_ggn(given)
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return model(batch["x"]), batch["y"]
+
+    batches = [{"x": x, "y": y} for x, y in loader]
+    assert_close(GGN(model, given[1], batches, forward=forward).dense(), expected)
+    with pytest.raises(UsageError, match="say what to make of it"):
+        GGN(model, given[1], batches).dense()
+    named = [({"input": x}, y) for x, y in loader]
+    assert_close(GGN(model, given[1], named).dense(), expected)
+    assert_close(GGN(model, given[1], [((x,), y) for x, y in loader]).dense(), expected)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+    def count(output: Tensor, target: Tensor) -> Tensor:
+        return (target >= 0).sum()
+
+    assert_close(GGN(model, loss, loader, normaliser=count).dense(), expected)
+    for name, other in (("mean", "squares"), ("sum", "sum of squares")):
+        functional = partial(nn.functional.mse_loss, reduction=name)
+        data = make(loss=other)
+        assert_close(GGN(model, functional, data[2], normaliser=name).dense(), dense_ggn(data))
+    with pytest.raises(UsageError, match="loss has no loss rule, which would tell what it divides"):
+        GGN(model, loss, loader).dense()
+    with pytest.raises(UsageError, match=r'tell a likelihood .* kind="empirical"'):
+        Fisher(model, loss, loader, normaliser=count).dense()
+    with pytest.raises(ShapeError, match="has to be a number"):
+        GGN(model, nn.CrossEntropyLoss(reduction="none"), loader).dense()
+    with pytest.raises(UnsupportedError, match="likelihood"):
+        Fisher(model, nn.L1Loss(), make(loss="squares")[2]).dense()
+    with pytest.raises(ShapeError, match="take it out"):
+        GGN(model, given[1], loader, forward=lambda m, b: ({}, b[1])).dense()
+
+
+def test_everything_at_random_is_refused() -> None:
+    model, lossfunc, loader = make()
+    random = nn.Sequential(model, nn.Dropout(0.5))
+    with pytest.raises(UsageError, match=r"'1', Dropout, is in train mode: call model.eval"):
+        GGN(random, lossfunc, loader)
+    assert_close(GGN(random.eval(), lossfunc, loader).dense(), GGN(model, lossfunc, loader).dense())
+    with pytest.raises(UsageError, match="BatchNorm1d"):
+        GGN(nn.Sequential(model, nn.BatchNorm1d(3)), lossfunc, loader)
+
+    class Augmented(list[Any]):
+        def __iter__(self) -> Any:
+            return ((x + 0.01 * torch.randn_like(x), y) for x, y in super().__iter__())
+
+    operator = GGN(model, lossfunc, Augmented(loader))
+    vector = torch.ones(operator.shape[0])
+    operator @ vector
+    with pytest.raises(UsageError, match="Two passes over the loader differ"):
+        operator @ vector
+
+    class Shuffled(list[Any]):
+        def __iter__(self) -> Any:
+            self.reverse()
+            return super().__iter__()
+
+    shuffled = GGN(model, lossfunc, Shuffled(loader))
+    assert_close(shuffled @ vector, shuffled @ vector)
+    sampled = Fisher(model, lossfunc, Shuffled(loader))
+    sampled @ vector
+    with pytest.raises(UsageError, match="does not shuffle"):
+        sampled @ vector
+    once = GGN(model, lossfunc, iter(loader))
+    once @ vector
+    with pytest.raises(UsageError, match="gave no batch"):
+        once @ vector
+
+
+def test_parameters_may_change_between_products() -> None:
+    given = make()
+    operator = GGN(*given)
+    operator.dense()
+    with torch.no_grad():
+        given[0][0].weight.mul_(1.5)
+    assert_close(operator.dense(), dense_ggn(given))
+
+
+def test_of_extended_models_inside_of_a_context() -> None:
+    given = make()
+    extend(given[0]), extend(given[1])
+    expected = dense_ggn(given)
+    with backpack(KFLR()):
+        assert_close(GGN(*given).dense(), expected)
+        assert all(not vars(p) for p in given[0].parameters())
+        given[1](given[0](given[2][0][0]), given[2][0][1]).backward()
+
+
+def test_bad_vectors() -> None:
+    operator = GGN(*make())
+    size = operator.shape[0]
+    with pytest.raises(ShapeError, match=rf"vector \[{size}\], a matrix"):
+        operator @ torch.ones(size + 1)
+    with pytest.raises(ShapeError, match="a tensor for each parameter"):
+        operator @ [torch.ones(size)]
+    with pytest.raises(UsageError, match="convert them"):
+        operator @ torch.ones(size, dtype=torch.float32)
+    with pytest.raises(UsageError, match="kind must be one of"):
+        Fisher(*make(), kind="exact")
+    with pytest.raises(UsageError, match="mc_samples"):
+        Fisher(*make(), mc_samples=0)
