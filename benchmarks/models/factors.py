@@ -35,10 +35,7 @@ class Owner:
         """What the weight multiplies, one row for each position. Shape ``[S, I]``."""
         module = self.module
         if isinstance(module, nn.Embedding):
-            hot = nn.functional.one_hot(x.flatten(), module.num_embeddings).double()
-            if module.padding_idx is not None:
-                hot[:, module.padding_idx] = 0
-            return hot
+            return nn.functional.one_hot(x.flatten(), module.num_embeddings).double()
         if isinstance(module, nn.Conv2d):
             unfold: Any = nn.functional.unfold
             patches: Tensor = unfold(
@@ -97,7 +94,7 @@ def factors(oracle: Oracle) -> dict[int, tuple[Tensor, Tensor]]:
         outputs = [owner.calls[0][1] for owner in used.values()]
         size = output.numel()
         eye = torch.eye(size, dtype=output.dtype).reshape(size, *output.shape)
-        columns = [gradients(output, outputs, column) for column in eye]
+        columns = [gradients(output, outputs, column) for column in eye] if used else []
         for (index, owner), slopes in zip(used.items(), zip(*columns, strict=True), strict=True):
             moved = [slope.movedim(owner.channel, -1) for slope in slopes]
             change = torch.stack([m.reshape(-1, m.shape[-1]).sum(0) for m in moved]).double()

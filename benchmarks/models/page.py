@@ -19,10 +19,11 @@ computes a part in single precision whatever it is given, as many norms and soft
 
 Sampled diagonals are compared for the columns that were drawn. Kronecker factors are those of the
 exact loss Hessian, compared with their definition; where a parameter has a single factor, it is
-compared with the block. Factors of weights that several modules use, or one module in several
-calls, are not compared. Products are those with the Gauss-Newton matrix (all entries) and with the
-Hessian (one entry for each parameter). Of the Hessian diagonal, six entries of each parameter are
-compared.
+compared with the block. "By block" counts the weights that have no factors, for which
+`fail_mode="block"` stores the block itself. Factors of weights that several modules use, or one
+module in several calls, are not compared. Products are those with the Gauss-Newton matrix (all
+entries) and with the Hessian (one entry for each parameter). Of the Hessian diagonal, six entries
+of each parameter are compared.
 
 {count} cells of {all} are exact. The other numbers point to reasons below: what the error says.
 
@@ -51,7 +52,7 @@ def _cell(cell: Cell | None, reasons: list[str]) -> str:
     if cell is None:
         return ""
     if not cell.reason:
-        return f"✓ {cell.error:.0e}"
+        return f"✓ {cell.error:.0e}" + (f", {cell.note}" if cell.note else "")
     if cell.reason not in reasons:
         reasons.append(cell.reason)
     return f"[{reasons.index(cell.reason) + 1}](#reasons)"
