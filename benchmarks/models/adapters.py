@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn import Module
 
 from benchmarks.models.text import GPT2, GROUPED, PLAIN, build, tokens
-from benchmarks.models.trial import STEPS, Trial, ids, logits
+from benchmarks.models.trial import STEPS, Trial, ids, logits, shifted
 
 
 def adapt(make: Callable[[], Module], config: str, **options: Any) -> Callable[[], Module]:
@@ -33,7 +33,7 @@ def trial(name: str, config: str, llama: bool = True, **options: Any) -> Trial:
         else build("GPT2", "LMHeadModel", **GPT2)
     )
     make = adapt(plain, config, **options)
-    return Trial(name, make, tokens, logits, ids)
+    return Trial(name, make, tokens, logits, ids, shifted)
 
 
 PROJECTIONS = ["q_proj", "v_proj"]

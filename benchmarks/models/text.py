@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from benchmarks.models.trial import CLASSES, STEPS, VOCABULARY, Trial, classes, ids, logits
+from benchmarks.models.trial import (
+    CLASSES,
+    STEPS,
+    VOCABULARY,
+    Trial,
+    classes,
+    ids,
+    logits,
+    shifted,
+    unshifted,
+)
 
 WIDTH = 8
 # How configurations call the sizes.
@@ -69,7 +79,7 @@ def causal(name: str, config: str, head: str = "ForCausalLM", **options: Any) ->
     """A model that predicts a token at each position."""
     inputs = options.pop("inputs", tokens)
     make = build(config, head, **options)
-    return Trial(name, make, inputs, logits, ids)
+    return Trial(name, make, inputs, logits, ids, shifted)
 
 
 def classifier(name: str, config: str, **options: Any) -> Trial:
@@ -83,7 +93,7 @@ def classifier(name: str, config: str, **options: Any) -> Trial:
 def seq2seq(name: str, config: str, **options: Any) -> Trial:
     """A model with an encoder and a decoder."""
     make = build(config, "ForConditionalGeneration", **options)
-    return Trial(name, make, both, logits, lambda: ids(4))
+    return Trial(name, make, both, logits, lambda: ids(4), unshifted)
 
 
 GPT2: dict[str, Any] = {

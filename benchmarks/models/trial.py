@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from backpack_layers.language import CausalLMLoss
+
 SAMPLES, STEPS, VOCABULARY, CLASSES = 3, 5, 11, 4
 
 
@@ -94,6 +96,16 @@ def classes(*shape: int, among: int = CLASSES) -> Tensor:
 
 
 def logits(result: Any) -> Tensor:
-    """The logits, classes on axis 1 as the cross entropy wants them."""
+    """The logits, as the model gives them."""
     found: Tensor = result.logits
-    return found.movedim(-1, 1)
+    return found
+
+
+def shifted() -> Module:
+    """The loss of a model that predicts the next token."""
+    return CausalLMLoss("sum")
+
+
+def unshifted() -> Module:
+    """The loss of a model that predicts a token for each position of its decoder."""
+    return CausalLMLoss("sum", shift=False)

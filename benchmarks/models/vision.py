@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.models.text import BART, build
-from benchmarks.models.trial import CLASSES, SAMPLES, Trial, classes, ids, images, logits
+from benchmarks.models.trial import (
+    CLASSES,
+    SAMPLES,
+    Trial,
+    classes,
+    ids,
+    images,
+    logits,
+    unshifted,
+)
 
 SIZES: dict[str, Any] = {
     "hidden_size": 8,
@@ -76,5 +85,6 @@ TRIALS: list[Trial] = [
         spectrogram,
         logits,
         lambda: ids(4),
+        unshifted,
     ),
 ]
