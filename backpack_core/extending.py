@@ -6,7 +6,11 @@ from typing import TypeVar
 
 from torch.nn import Module
 
-from backpack_core._torch import ModuleHooks, parametrizations_of
+from backpack_core._torch import (
+    ModuleHooks,
+    let_checkpoints_give_again,
+    parametrizations_of,
+)
 from backpack_core.engine.active import logger
 from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError
@@ -45,6 +49,7 @@ def extend(module: M, debug: bool = False) -> M:
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
         raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
     ensure_loaded()
+    let_checkpoints_give_again()
     _extend(module, "", Owner(module), debug)
     return module
 

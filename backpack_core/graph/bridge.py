@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
+from backpack_core._torch import (
+    Node,
+    is_symbolic,
+    metadata_of,
+    quiet_vmap,
+    unpacking_again,
+)
 from backpack_core.errors import BridgeError
 from backpack_core.graph import nodes
 from backpack_core.values import largest
@@ -44,12 +50,13 @@ def push(node: Node, mats: Columns) -> Columns:
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     formula = _formula(node, list(mats), metadata)
     columns = list(mats.values())
-    if nodes.is_vmap_exact(node):
-        products = _over_columns(formula, columns)
-    else:
-        # Some formulas take it that a gradient begins where its memory does.
-        fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
-        products = _checked(formula, fresh)
+    with unpacking_again(node):  # autograd itself comes after us
+        if nodes.is_vmap_exact(node):
+            products = _over_columns(formula, columns)
+        else:
+            # Some formulas take it that a gradient begins where its memory does.
+            fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
+            products = _checked(formula, fresh)
     return {
         position: _fit(product, *node.next_functions[position])
         for position, product in products.items()

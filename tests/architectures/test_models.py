@@ -10,12 +10,11 @@ import pytest
 pytest.importorskip("transformers", reason="the package whose models these are is not installed")
 pytest.importorskip("peft", reason="the package whose adapters these are is not installed")
 
-from benchmarks.models import adapters, plain, text, vision  # noqa: E402
-from benchmarks.models.judge import Judge  # noqa: E402
+from benchmarks.models import adapters, plain, text, vision
+from benchmarks.models.judge import Judge
 
 TRIALS = {
-    trial.name: trial
-    for trial in (*plain.TRIALS, *text.TRIALS, *vision.TRIALS, *adapters.TRIALS)
+    trial.name: trial for trial in (*plain.TRIALS, *text.TRIALS, *vision.TRIALS, *adapters.TRIALS)
 }
 FAMILIES = ("Llama", "Gemma", "Falcon", "RoBERTa", "DINOv2", "Whisper", "GPT-2, LoRA", "GRUCell")
 QUANTITIES = ("first order", "GGN diagonal", "GGN, sampled", "Kronecker", "products")
