@@ -42,10 +42,17 @@ def push(node: Node, mats: Columns) -> Columns:
         Columns by position in ``node.next_functions``; those that are zero may be missing.
 
     Raises:
-        BridgeError: The node runs a backward pass of its own, or draws random numbers.
+        BridgeError: The node runs a backward pass of its own, draws random numbers, or was
+            compiled.
     """
     if nodes.is_leaf(node):
         return {}
+    if nodes.is_compiled(node):
+        raise nodes.refuse(
+            node,
+            "it was compiled by torch.compile, and what is compiled carries one gradient, once; "
+            "run the model that was compiled, not the compiled one, in passes with extensions",
+        )
     metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     formula = _formula(node, list(mats), metadata)
