@@ -275,7 +275,7 @@ def test_batches_of_other_kinds_and_functions() -> None:
         Fisher(model, loss, loader, normaliser=count).dense()
     with pytest.raises(ShapeError, match="has to be a number"):
         GGN(model, nn.CrossEntropyLoss(reduction="none"), loader).dense()
-    with pytest.raises(UnsupportedError, match="likelihood"):
+    with pytest.raises(UnsupportedError, match="nothing to sample"):
         Fisher(model, nn.L1Loss(), make(loss="squares")[2]).dense()
     with pytest.raises(ShapeError, match="take it out"):
         GGN(model, given[1], loader, forward=lambda m, b: ({}, b[1])).dense()
