@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Folders of the distributions, and of the packages that they hold.
-DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data compat
+DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder plugins/transformers data compat
 PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
-	plugins/secondorder/backpack_secondorder data/backpack_data compat/backpack
+	plugins/secondorder/backpack_secondorder plugins/transformers/backpack_transformers \
+	data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
@@ -18,7 +19,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
 
-.PHONY: help env demo test lint format types bench-env bench support build clean
+.PHONY: help env env-models models demo test lint format types bench-env bench support build clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -74,6 +75,19 @@ $(BENCH_STAMP): $(PYPROJECTS) constraints.txt
 
 bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d --quantity BatchGrad"
 	.venv-bench/bin/python -m benchmarks $(ARGS)
+
+# Packages whose models are tried. Without them, the tests that need them are skipped.
+MODEL_PEERS := transformers peft
+MODELS_STAMP := $(VENV)/.models
+
+env-models: $(MODELS_STAMP) ## add the packages whose models are tried to .venv
+
+$(MODELS_STAMP): $(STAMP)
+	$(PIP_INSTALL) $(MODEL_PEERS)
+	@touch $@
+
+models: $(MODELS_STAMP) ## try every quantity on every model, and write docs/models.md
+	$(BIN)/python -m benchmarks.models --write docs/models.md $(ARGS)
 
 support: $(STAMP) ## regenerate the support matrix of the documentation
 	$(BIN)/python -m backpack_core.testing.support --write docs/support-matrix.md

@@ -6,7 +6,12 @@ from typing import TypeVar
 
 from torch.nn import Module
 
-from backpack_core._torch import MODEL_KEY, ModuleHooks, parametrizations_of
+from backpack_core._torch import (
+    MODEL_KEY,
+    ModuleHooks,
+    let_checkpoints_give_again,
+    parametrizations_of,
+)
 from backpack_core.engine.active import logger
 from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError
@@ -47,6 +52,7 @@ def extend(module: M, debug: bool = False) -> M:
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
         raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
     ensure_loaded()
+    let_checkpoints_give_again()
     owner = Owner(module)
     module.__dict__[OWNER_ATTRIBUTE] = owner
     ModuleHooks.install(module, before_model, after_model, MODEL_KEY)

@@ -143,8 +143,11 @@ class LossRule(LayerRule):
 def _align(view: View, grad: Tensor) -> Tensor:
     """Give the gradient of an unreduced loss the number of axes of the input.
 
-    An elementwise loss has the input's shape. Otherwise the class axis 1 is missing.
+    An elementwise loss has the input's shape, or one number for each sample. Otherwise the class
+    axis 1 is missing.
     """
     if grad.shape == view.input_shape:
         return grad
+    if grad.dim() == 1:
+        return grad.reshape(-1, *[1] * (len(view.input_shape) - 1))
     return grad.unsqueeze(1)

@@ -56,7 +56,17 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
                     "that it belongs to, make it a parameter of the module whose forward() uses "
                     "it, or freeze it."
                 )
+        if nodes.is_compiled(node):
+            warn_once(("compiled",), _COMPILED, UncoveredParameterWarning)
+            continue
         _warn_of_bare(parameter, operation, [call.module for call, _ in survey.sites])
+
+
+_COMPILED = (
+    "A part of the graph was compiled by torch.compile, where no module is seen: its parameters "
+    "get no quantity. Run the model that was compiled, not the compiled one, in passes with "
+    "extensions."
+)
 
 
 def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> None:

@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
+from backpack_core._torch import (
+    Node,
+    is_symbolic,
+    metadata_of,
+    quiet_vmap,
+    unpacking_again,
+)
 from backpack_core.errors import BridgeError
 from backpack_core.graph import nodes
 from backpack_core.values import largest
@@ -36,20 +42,28 @@ def push(node: Node, mats: Columns) -> Columns:
         Columns by position in ``node.next_functions``; those that are zero may be missing.
 
     Raises:
-        BridgeError: The node runs a backward pass of its own, or draws random numbers.
+        BridgeError: The node runs a backward pass of its own, draws random numbers, or was
+            compiled.
     """
     if nodes.is_leaf(node):
         return {}
+    if nodes.is_compiled(node):
+        raise nodes.refuse(
+            node,
+            "it was compiled by torch.compile, and what is compiled carries one gradient, once; "
+            "run the model that was compiled, not the compiled one, in passes with extensions",
+        )
     metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
     formula = _formula(node, list(mats), metadata)
     columns = list(mats.values())
-    if nodes.is_vmap_exact(node):
-        products = _over_columns(formula, columns)
-    else:
-        # Some formulas take it that a gradient begins where its memory does.
-        fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
-        products = _checked(formula, fresh)
+    with unpacking_again(node):  # autograd itself comes after us
+        if nodes.is_vmap_exact(node):
+            products = _over_columns(formula, columns)
+        else:
+            # Some formulas take it that a gradient begins where its memory does.
+            fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
+            products = _checked(formula, fresh)
     return {
         position: _fit(product, *node.next_functions[position])
         for position, product in products.items()

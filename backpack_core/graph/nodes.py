@@ -85,6 +85,11 @@ def is_function(node: Node) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
+def is_compiled(node: Node) -> bool:
+    """Whether a node is what ``torch.compile`` made of a part of the graph."""
+    return is_function(node) and hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
+
+
 def is_hook(node: Node) -> bool:
     """Whether a node is where torch calls a module's full backward hooks."""
     return getattr(type(node), "_forward_cls", None) is BackwardHookFunction

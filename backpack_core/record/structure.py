@@ -1,16 +1,21 @@
-"""Tensors inside the arguments and return values of modules: nested tuples, lists and dicts."""
+"""Tensors inside the arguments and return values of modules.
+
+They are looked for in nested tuples, lists, dicts, dataclasses, and distributions of torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Distribution
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply ``function`` to every tensor in nested tuples, lists and dicts."""
+    """Apply ``function`` to every tensor in a structure, and return another one like it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -25,11 +30,17 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
         for key, item in value.items():
             mapped[key] = map_tensors(item, function)
         return mapped
-    return value
+    held = _attributes(value)
+    if not held:
+        return value
+    mapped = copy(value)
+    for name, item in held.items():
+        object.__setattr__(mapped, name, map_tensors(item, function))  # it may be frozen
+    return mapped
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts, in order."""
+    """Every tensor in a structure, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -38,6 +49,18 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from iter_tensors(item)
+    else:
+        for item in _attributes(value).values():
+            yield from iter_tensors(item)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, if it is one that is made to hold values."""
+    if isinstance(value, Distribution):
+        return dict(vars(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    return {}
 
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:

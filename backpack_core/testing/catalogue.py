@@ -125,6 +125,18 @@ def _known(name: str) -> Any:
     return next(k for k in registry.rules if isinstance(k, type) and k.__name__ == name)
 
 
+class WithoutRule(nn.Module):
+    """What users write: differentiated automatically."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """A linear map that nobody knows to be one."""
+        return input @ self.weight
+
+
 def _named(name: str, factory: Callable[[], nn.Module], inputs: Callable[[int], Any]) -> RuleCase:
     return RuleCase(factory, inputs, name=name)
 
@@ -183,7 +195,10 @@ _OTHERS: dict[str, list[RuleCase]] = {
         _named("RNN", lambda: nn.RNN(2, 2, batch_first=True), _sequence),
         _named("LSTM", lambda: nn.LSTM(2, 2, batch_first=True), _sequence),
         _named("GRU", lambda: nn.GRU(2, 2, batch_first=True), _sequence),
-        _named("GRUCell", lambda: nn.GRUCell(2, 2), lambda n: torch.randn(n, 2)),
+        *(
+            _named(kind.__name__, lambda kind=kind: kind(2, 2), lambda n: torch.randn(n, 2))  # type: ignore[misc]
+            for kind in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+        ),
         _named(
             "MultiheadAttention",
             lambda: nn.MultiheadAttention(2, 1, batch_first=True),
@@ -206,6 +221,7 @@ _OTHERS: dict[str, list[RuleCase]] = {
             lambda: _known("ReduceTuple")(),
             lambda n: ((_sequence(n), torch.rand(n, 2)),),
         ),
+        _named("A module without a rule", WithoutRule, lambda n: torch.randn(n, 2)),
     ],
 }
 
@@ -250,4 +266,9 @@ LOSSES: list[LossCase] = [
     _loss(nn.SoftMarginLoss, lambda n: 2.0 * (_unit(n) > 0.5) - 1),
     _loss(nn.MultiLabelSoftMarginLoss, lambda n: 1.0 * (_unit(n) > 0.5)),
     _loss(nn.HingeEmbeddingLoss, lambda n: 2.0 * (_unit(n) > 0.5) - 1),
+    LossCase(
+        lambda **options: _known("CausalLMLoss")(**options),
+        lambda n: (torch.randn(n, 3, 2), torch.randint(0, 2, (n, 3))),
+        name="CausalLMLoss",
+    ),
 ]

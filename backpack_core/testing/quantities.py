@@ -132,6 +132,8 @@ def _factor_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
     """
 
     def observed(value: Any, reference: Reference, name: str) -> Tensor:
+        # A diagonal may be stored as a vector.
+        value = [torch.diag(factor) if factor.dim() == 1 else factor for factor in value]
         size = math.prod(factor.shape[-1] for factor in value)
         size *= len(value[0]) if value[0].dim() == 3 else 1
         errors = [float(size != reference.parameters[name].numel())]

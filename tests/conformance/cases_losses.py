@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core.testing import LossCase
+from backpack_layers.language import CausalLMLoss
 
 WEIGHT = torch.tensor([0.5, 1.5], dtype=torch.float64)
 
@@ -48,7 +49,18 @@ def probability(*shape: int) -> Tensor:
     return 0.1 + 0.8 * torch.rand(*shape)
 
 
+def tokens(n: int) -> Tensor:
+    """Tokens of which some do not count, all of them in one sequence."""
+    found = torch.randint(0, 2, (n, 4))
+    found[0, 2] = -100
+    found[n // 2, 1:] = -100
+    return found
+
+
 CASES: list[LossCase] = [
+    loss(CausalLMLoss, tokens, 4, 2),
+    loss(partial(CausalLMLoss, average="sequence"), tokens, 4, 2),
+    loss(partial(CausalLMLoss, shift=False), tokens, 4, 2),
     loss(nn.MSELoss, real),
     loss(nn.MSELoss, lambda n: torch.randn(n, 2, 2), 2, 2, name="MSELoss, positions"),
     loss(nn.L1Loss, real, sampled=False),

@@ -78,6 +78,28 @@ CASES: list[RuleCase] = [
             "subsampled_call": "initial states that require a gradient refuse subsampling"
         },
     ),
+    layer(lambda: nn.RNNCell(2, 4), 2, name="RNNCell"),
+    layer(lambda: nn.LSTMCell(2, 4), 2, name="LSTMCell"),
+    layer(lambda: nn.GRUCell(2, 4), 2, name="GRUCell"),
+    RuleCase(
+        lambda: nn.RNNCell(2, 4, bias=False, nonlinearity="relu"),
+        lambda n: (torch.randn(n, 2), torch.randn(n, 4)),
+        name="RNNCell, state",
+    ),
+    RuleCase(
+        lambda: nn.GRUCell(2, 4),
+        lambda n: (torch.randn(n, 2), torch.randn(n, 4)),
+        name="GRUCell, state",
+    ),
+    *(
+        RuleCase(
+            lambda: nn.LSTMCell(2, 4),
+            lambda n: (torch.randn(n, 2), (torch.randn(n, 4), torch.randn(n, 4))),
+            name=f"LSTMCell, {('hidden', 'cell')[number]} state",
+            output_nr=number,
+        )
+        for number in (0, 1)
+    ),
     RuleCase(
         attention(),
         lambda n: (*[torch.randn(n, 2, 4)] * 3,),

@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("backpack_layers", "backpack_firstorder", "backpack_secondorder")
+FAMILIES = (
+    "backpack_layers",
+    "backpack_firstorder",
+    "backpack_secondorder",
+    "backpack_transformers",
+)
 PACKAGES = {
     "backpack_core": ROOT / "backpack_core",
     **{name: ROOT / "plugins" / name.removeprefix("backpack_") / name for name in FAMILIES},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -23,21 +25,67 @@ from backpack_layers._loss import (
 from backpack_layers.arguments import tensor
 
 
-class CrossEntropyLossRule(LossRule):
-    """``ℓ = -Σ_c q_c log p_c`` at each position, with ``p = softmax(x)`` over axis 1.
+class SoftmaxLossRule(LossRule):
+    """``ℓ = -Σ_c q_c log p_c`` at each position, with ``p = softmax(x)``.
 
-    ``q_c = w_c t_c`` for the class weights ``w`` and the smoothed target ``t``, which is one-hot or
-    holds probabilities. The Hessian ``(Σ_c q_c) (diag p - p pᵀ)`` depends on the target only by its
-    total weight, so every option is a factor in front of the Fisher information of the softmax.
-    Labels are therefore sampled from ``p``, and the total weight is that of the actual target.
+    The Hessian ``(Σ_c q_c) (diag p - p pᵀ)`` depends on the target only by its total weight, so
+    every option is a factor in front of the Fisher information of the softmax. Labels are therefore
+    sampled from ``p``, and the total weight is that of the actual target.
 
-    Positions (axes 2, 3, ...) do not mix: the exact square root has ``V = C · positions`` columns.
-    One sampled column serves all positions, because their draws are independent.
+    Positions do not mix: the exact square root has ``V = C · positions`` columns. One sampled
+    column serves all positions, because their draws are independent.
+    """
+
+    hessian_is_psd = True
+    likelihood = "categorical with probabilities softmax(x)"
+
+    @abstractmethod
+    def by_position(self, view: View, x: Tensor) -> Tensor:
+        """Numbers at the input, by position: ``[..., N, *in] → [..., N, C, S]``."""
+
+    @abstractmethod
+    def at_input(self, view: View, mat: Tensor) -> Tensor:
+        """Back from there: ``[..., N, C, S] → [..., N, *in]``."""
+
+    @abstractmethod
+    def weight(self, view: View) -> Tensor:
+        """What stands in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, S]``."""
+
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        log_p = F.log_softmax(self.by_position(view, view.input), 1)
+        _, classes, positions = log_p.shape
+        eye = torch.eye(classes, dtype=log_p.dtype, device=log_p.device)[:, None, :, None]
+        # Half the logarithm, not the square root of p: its derivative is finite where p underflows.
+        half_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
+        half = half_p * (eye - log_p.exp()) * real_sqrt(view, self.weight(view))  # [C, N, C, S]
+        if positions != 1:
+            half = torch.diag_embed(half, dim1=1, dim2=-1).flatten(0, 1)
+        return self.at_input(view, half)
+
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        p = self.by_position(view, view.input).softmax(1)
+        _, classes, positions = p.shape
+        rows = rearrange(p.detach(), "n c s -> (n s) c")
+        drawn = torch.multinomial(rows, samples, replacement=True)  # [N · S, samples]
+        labels = rearrange(drawn, "(n s) k -> k n 1 s", s=positions)
+        index = torch.arange(classes, device=p.device)[:, None]
+        gradient = p - (labels == index).to(p.dtype)
+        return self.at_input(view, gradient * real_sqrt(view, self.weight(view) / samples))
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        p = self.by_position(view, view.input).softmax(1)
+        weighted = p * self.by_position(view, mat)
+        product = weighted - p * weighted.sum(2, keepdim=True)
+        return self.at_input(view, product * self.weight(view))
+
+
+class CrossEntropyLossRule(SoftmaxLossRule):
+    """Classes on axis 1; ``q_c = w_c t_c`` for class weights ``w`` and the smoothed target ``t``.
+
+    ``t`` is one-hot or holds probabilities. Axes 2, 3, ... are positions.
     """
 
     module_types = (nn.CrossEntropyLoss,)
-    hessian_is_psd = True
-    likelihood = "categorical with probabilities softmax(x)"
 
     def check(self, view: View) -> None:
         """The input needs a batch and a class axis; the target must not require a gradient."""
@@ -47,33 +95,18 @@ class CrossEntropyLossRule(LossRule):
         """A mean divides by the weights of the targets, or counts positions for probabilities."""
         return _mean_over_targets(view, setting(view, "label_smoothing"))
 
-    def _sqrt_hessian(self, view: View) -> Tensor:
-        log_p = _by_position(F.log_softmax(view.input, 1))
-        _, classes, positions = log_p.shape
-        eye = torch.eye(classes, dtype=log_p.dtype, device=log_p.device)[:, None, :, None]
-        # Half the logarithm, not the square root of p: its derivative is finite where p underflows.
-        half_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
-        half = half_p * (eye - log_p.exp()) * real_sqrt(view, _factor(view))  # [C, N, C, positions]
-        if positions > 1:
-            half = torch.diag_embed(half, dim1=1, dim2=-1)
-        return half.reshape(classes * positions, *view.input_shape)
+    def by_position(self, view: View, x: Tensor) -> Tensor:
+        """Axes 2, 3, ... as one."""
+        lead = x.dim() - len(view.input_shape) + 2
+        return x.reshape(*x.shape[:lead], x.shape[lead:].numel())
 
-    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
-        p = _by_position(view.input.softmax(1))
-        _, classes, positions = p.shape
-        rows = rearrange(p.detach(), "n c s -> (n s) c")
-        drawn = torch.multinomial(rows, samples, replacement=True)  # [N · positions, samples]
-        labels = rearrange(drawn, "(n s) k -> k n 1 s", s=positions)
-        index = torch.arange(classes, device=p.device)[:, None]
-        gradient = p - (labels == index).to(p.dtype)
-        scaled = gradient * real_sqrt(view, _factor(view) / samples)
-        return scaled.reshape(samples, *view.input_shape)
+    def at_input(self, view: View, mat: Tensor) -> Tensor:
+        """As several again."""
+        return mat.reshape(*mat.shape[:-3], *view.input_shape)
 
-    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        p = view.input.softmax(1)
-        weighted = p * mat
-        product = weighted - p * weighted.sum(2, keepdim=True)
-        return product * _factor(view).reshape(len(p), 1, *p.shape[2:])
+    def weight(self, view: View) -> Tensor:
+        """The total weight of the target, and the mean."""
+        return _factor(view)
 
     def sum_hessian(self, view: View) -> Tensor:
         """Summed over samples before positions are set apart."""

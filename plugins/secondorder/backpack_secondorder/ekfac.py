@@ -8,11 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core import SampleProduct
-from backpack_core.contract.extension import Extension, FailMode, as_subsampling
+from backpack_core.contract.extension import Extension, as_subsampling
 from backpack_core.errors import ShapeError, UsageError
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis, eigenvalues_in
-from backpack_secondorder.kfac import KFAC, KFLR, MatrixExtension, as_weight_sharing
+from backpack_secondorder.kfac import (
+    KFAC,
+    KFLR,
+    MatrixExtension,
+    StructureMode,
+    as_weight_sharing,
+    split_mode,
+)
 from backpack_secondorder.matrix import CurvatureMatrix
 from backpack_secondorder.merging import OfEigenbasis
 from backpack_secondorder.propagators import LossSqrt
@@ -28,7 +35,8 @@ class OfCorrected(OfEigenbasis):
         if extension.basis is not None:
             return None
         samples, sharing = extension.propagator.samples, extension.weight_sharing
-        settings = extension.subsampling, extension.savefield, extension.fail_mode
+        mode = extension.fallback or extension.fail_mode
+        settings = extension.subsampling, extension.savefield, mode
         return KFLR(sharing, *settings) if samples is None else KFAC(samples, sharing, *settings)
 
     def second_pass(self, extension: Extension, known: Mapping[Tensor, Any]) -> Extension:
@@ -42,7 +50,7 @@ class OfCorrected(OfEigenbasis):
             extension.weight_sharing,
             extension.subsampling,
             extension.savefield,
-            extension.fail_mode,
+            extension.fallback or extension.fail_mode,
             basis=known,
         )
 
@@ -73,7 +81,7 @@ class EKFAC(MatrixExtension):
         weight_sharing: WeightSharing = "kfc",
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
-        fail_mode: FailMode = "autodiff",
+        fail_mode: StructureMode = "autodiff",
         basis: Mapping[Tensor, CurvatureMatrix] | None = None,
     ) -> None:
         """Store the settings.
@@ -86,12 +94,14 @@ class EKFAC(MatrixExtension):
                 all.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+            fail_mode: For parameters without structure; see
+                :class:`~backpack_secondorder.kfac.KFAC`.
             basis: A matrix for each parameter, whose eigenvectors are used: factors of a data set,
                 say; default: those of the batch. Results share the memory of the eigenvectors.
         """
         propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
-        super().__init__(propagator, savefield, fail_mode)
+        self.fallback, mode = split_mode(fail_mode)
+        super().__init__(propagator, savefield, mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
         self.basis = None if basis is None else {id(p): (p, m) for p, m in basis.items()}
 
@@ -103,6 +113,9 @@ class EKFAC(MatrixExtension):
             ShapeError: It is one of a parameter of another shape.
         """
         if self.basis is None:
+            factors = self.factors(product, self.weight_sharing)
+            if factors.structure != "kronecker":
+                return factors.eigenbasis().clone()  # of the block, or diagonal, itself
             return corrected_eigenbasis(product, self.weight_sharing).clone()
         basis = self._given(product)
         values = eigenvalues_in(product, basis.to(product.like.dtype))

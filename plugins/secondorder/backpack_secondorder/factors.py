@@ -24,6 +24,10 @@ from backpack_secondorder.matrix import ParameterOrder
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 
 
+class StructureError(UnsupportedError):
+    """A parameter has no Kronecker factors."""
+
+
 @Operation
 def block(product: SampleProduct) -> Tensor:
     """``Σ_v Σ_n M[v, n] M[v, n]ᵀ`` itself. Shape ``[P, P]``."""
@@ -39,7 +43,7 @@ def block(product: SampleProduct) -> Tensor:
 def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
     """Factors whose Kronecker product approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
 
-    A vector that the layer is linear in (the scale of a normalisation, say) is small enough for its
+    A vector that the layer is linear in (the gain of a normalisation, say) is small enough for its
     block: the only factor, exact.
 
     Args:
@@ -47,19 +51,22 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         sharing: How positions that share the weight are treated; see :func:`input_covariance`.
 
     Raises:
-        UnsupportedError: The product has no such structure, or is a sum of several.
+        StructureError: The product has no such structure, or is a sum of several.
     """
     if product.is_linear and len(product.shape) == 1:
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
-    instead = "or use DiagGGNExact or DiagGGNMC, which need no structure."
+    instead = (
+        "use fail_mode='block' or 'diagonal', which store these in its place, or DiagGGNExact, "
+        "which needs no structure."
+    )
     if isinstance(product, SumProduct):
         forms = ", ".join(type(part).__name__ for part in product.parts)
-        raise UnsupportedError(
+        raise StructureError(
             f"The uses of the parameter {product.name!r} of {product.path} have no Kronecker "
             f"factors in common: they are of {len(product.parts)} forms ({forms}), or store the "
             f"entries in different orders. Untie the uses, freeze the parameter, {instead}"
         )
-    raise UnsupportedError(
+    raise StructureError(
         f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
         f"{product.rule.__name__} declares none: derive the rule from AffineRule, freeze the "
         f"parameter, {instead}"

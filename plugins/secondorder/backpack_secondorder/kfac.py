@@ -4,25 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import TypeVar, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.extension import FailMode
+from backpack_core.contract.operations import square_sum
 from backpack_core.errors import UsageError
-from backpack_secondorder.factors import WeightSharing, kronecker_factors
-from backpack_secondorder.kronecker import KroneckerFactors
-from backpack_secondorder.matrix import CurvatureMatrix, Number
+from backpack_secondorder import lookup_factors  # noqa: F401 - registers its operations
+from backpack_secondorder.factors import (
+    StructureError,
+    WeightSharing,
+    block,
+    kronecker_factors,
+)
+from backpack_secondorder.kronecker import KroneckerFactors, diagonal_matrix
+from backpack_secondorder.matrix import CurvatureMatrix, Number, ParameterOrder
 from backpack_secondorder.merging import OF_FACTORS
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 Matrix = TypeVar("Matrix", bound=CurvatureMatrix)
+Fallback: TypeAlias = Literal["block", "diagonal"]
+StructureMode: TypeAlias = Literal[FailMode, Fallback]
 
 
 class MatrixExtension(SecondOrderExtension):
-    """An extension that stores a matrix in Kronecker form."""
+    """An extension that stores a matrix in Kronecker form.
+
+    Where a parameter has none (no layer rule, or uses of several forms), ``fail_mode`` may also be
+
+    - ``"block"``: the block of the generalised Gauss-Newton matrix itself, ``[P, P]``, exact;
+    - ``"diagonal"``: its diagonal, exact, a vector ``[P]``.
+
+    It is then the only factor, and ``structure`` of what is stored says which it is. Modules
+    without a rule are differentiated automatically, as with ``"autodiff"``.
+
+    Attributes:
+        fallback: Which of both, if any.
+    """
+
+    fallback: Fallback | None = None
+
+    def factors(self, product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
+        """The factors, or what takes their place where there are none.
+
+        Raises:
+            StructureError: There are none, and nothing takes their place.
+        """
+        try:
+            return kronecker_factors(product, sharing)
+        except StructureError:
+            if self.fallback is None:
+                raise
+        if self.fallback == "block":
+            return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+        return diagonal_matrix(square_sum(product))
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
         """In the dtype of the parameter, which under autocast is not that of the columns."""
@@ -38,7 +76,7 @@ class FactorsExtension(MatrixExtension):
 
     def read(self, product: SampleProduct) -> KroneckerFactors:
         """The factors."""
-        factors = kronecker_factors(product, self.weight_sharing)
+        factors = self.factors(product, self.weight_sharing)
         return KroneckerFactors(factors, factors.order, weight_of(product))
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
@@ -56,6 +94,8 @@ class KFAC(FactorsExtension, SampledExtension):
     - weights of affine layers (``Linear``, convolutions): ``[B, A]``, of shapes ``[O, O]`` and
       ``[I, I]``. ``B = Σ_v Σ_n g gᵀ`` from the columns at the layer's output, with the scale of the
       loss (``1/N`` for a mean); ``A`` is an average over samples.
+    - tables (``Embedding``): the same for inputs that are unit vectors, so ``A`` is diagonal, a
+      vector ``[num]``; features come first, as for other weights.
     - biases, and vectors that a layer is linear in (``LayerNorm``): ``[B]``, the block itself.
 
     With positions ``s`` that share the weight (pixels, tokens), ``weight_sharing`` chooses between
@@ -84,7 +124,7 @@ class KFAC(FactorsExtension, SampledExtension):
         weight_sharing: WeightSharing = "kfc",
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
-        fail_mode: FailMode = "autodiff",
+        fail_mode: StructureMode = "autodiff",
     ) -> None:
         """Store the settings.
 
@@ -94,9 +134,11 @@ class KFAC(FactorsExtension, SampledExtension):
             subsampling: Indices of the samples to take; default: all. ``B`` sums over them with the
                 scale of the whole batch, ``A`` averages over them.
             savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+            fail_mode: For parameters without structure, ``"warning"`` and ``"silent"`` leave them
+                out, ``"block"`` and ``"diagonal"`` store these; see :class:`MatrixExtension`.
         """
-        super().__init__(mc_samples, subsampling, savefield, fail_mode)
+        self.fallback, mode = split_mode(fail_mode)
+        super().__init__(mc_samples, subsampling, savefield, mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
 
 
@@ -116,7 +158,7 @@ class KFLR(FactorsExtension, ExactExtension):
         weight_sharing: WeightSharing = "kfc",
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
-        fail_mode: FailMode = "autodiff",
+        fail_mode: StructureMode = "autodiff",
         chunk_size: int | None = None,
     ) -> None:
         """Store the settings.
@@ -125,11 +167,20 @@ class KFLR(FactorsExtension, ExactExtension):
             weight_sharing: ``"kfc"``, ``"expand"`` or ``"reduce"``; see :class:`KFAC`.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: ``"warning"`` and ``"silent"`` leave out parameters without structure.
+            fail_mode: For parameters without structure, ``"warning"`` and ``"silent"`` leave them
+                out, ``"block"`` and ``"diagonal"`` store these; see :class:`MatrixExtension`.
             chunk_size: How many columns to carry at once; default: by the memory budget.
         """
-        super().__init__(subsampling, savefield, fail_mode, chunk_size)
+        self.fallback, mode = split_mode(fail_mode)
+        super().__init__(subsampling, savefield, mode, chunk_size)
         self.weight_sharing = as_weight_sharing(weight_sharing)
+
+
+def split_mode(fail_mode: StructureMode) -> tuple[Fallback | None, FailMode]:
+    """What takes the place of factors, and what core is told of modules without a rule."""
+    if fail_mode == "block" or fail_mode == "diagonal":
+        return fail_mode, "autodiff"
+    return None, fail_mode
 
 
 def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -90,6 +90,13 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     def sizes(self) -> list[int]:
         """The number of groups, and the size of every factor."""
         return [self.groups, *(factor.shape[-1] for factor in self)]
+
+    @property
+    def structure(self) -> Literal["kronecker", "block", "diagonal"]:
+        """What is stored: a product of factors, or the block itself, or its diagonal."""
+        if len(self) > 1:
+            return "kronecker"
+        return "diagonal" if self.is_diagonal(self[0]) else "block"
 
     def is_diagonal(self, factor: Tensor) -> bool:
         """Whether a factor is diagonal, and stored as a vector."""

@@ -1,0 +1,76 @@
+"""Kronecker factors of tables whose rows are looked up: that of the inputs is diagonal.
+
+To look up row ``r`` is to multiply the table with ``e_r``, and ``M[v, n] = Σ_k e_{r[n, k]}
+⊗ g[v, n, k]`` is an affine product whose inputs are unit vectors, and ``Σ_k e eᵀ`` is a diagonal of
+counts. Registers its operations.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from backpack_core import LookupProduct
+from backpack_core.contract.operations import square_sum
+from backpack_secondorder import covariances
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+from backpack_secondorder.factors import WeightSharing, eigenvalues_in, kronecker_factors
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import ParameterOrder
+
+
+@kronecker_factors.register
+def kronecker_factors_lookup(
+    product: LookupProduct, sharing: WeightSharing = "kfc"
+) -> KroneckerFactors:
+    """``[B, A]`` as for a linear layer, ``A`` a vector ``[num]``: the diagonal, times ``1/N``.
+
+    With ``"reduce"``, the mean over positions is no unit vector, and ``A`` has ``[num, num]``.
+    Padding is counted like every other row.
+    """
+    out = product.out  # [V, N, K, dim]
+    expanded = sharing == "expand"
+    vectors = rearrange(out, "v n k d -> (v n k) d") if expanded else out.sum(2).flatten(0, 1)
+    outer = covariances.outer(vectors.unsqueeze(1)).squeeze(0)
+    return KroneckerFactors([outer, _inputs(product, sharing)], _order(product))
+
+
+@eigenvalues_in.register
+def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) -> Tensor:
+    """Of rotated columns, where the rows of the table are the eigenvectors of ``A``."""
+    if len(basis.vectors) != 2 or basis.vectors[1] is not None:
+        definition = eigenvalues_in.dispatch(object)
+        values: Tensor = definition(product, basis)
+        return values
+    outer = basis.vectors[0]
+    columns = product.out if outer is None else product.out @ outer
+    rotated = LookupProduct(columns, product.row, product.shape)
+    return square_sum(rotated).T.reshape(basis.values.shape)
+
+
+def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:
+    """``A``, by the call alone: columns may come in chunks."""
+    key = ("lookups", product.name, product.row.shape, sharing, product.like.dtype)
+    if key not in product.kept:
+        product.kept[key] = _count(product, sharing)
+    factor: Tensor = product.kept[key]
+    return factor
+
+
+def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
+    row = product.row
+    samples, positions = row.shape
+    if sharing != "reduce":
+        counts = torch.bincount(row.flatten(), minlength=product.shape[0]).to(product.like.dtype)
+        return counts / max(1, samples * positions if sharing == "expand" else samples)
+    means = product.new_zeros(samples, product.shape[0])
+    share = torch.full_like(row, 1, dtype=means.dtype) / max(1, positions)
+    means = means.scatter_add(1, row, share)
+    return means.T @ means / max(1, samples)
+
+
+def _order(product: LookupProduct) -> ParameterOrder:
+    """Features first, as for every other weight; the table has the rows first."""
+    numbers = torch.arange(product.shape.numel(), device=product.like.device)
+    return ParameterOrder(product.shape, numbers.reshape(product.shape).T.flatten())

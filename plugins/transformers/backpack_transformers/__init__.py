@@ -1,0 +1,1 @@
+"""Layer rules for backpack-core: layers of the transformers package."""

@@ -1,0 +1,63 @@
+"""Rule of embeddings that scale what they look up, or find the rows themselves."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding
+
+from backpack_core import LookupProduct, View
+from backpack_core.contract.parametric import ProductRule
+from backpack_core.errors import UnsupportedError
+from backpack_transformers.names import EMBEDDINGS
+from backpack_transformers.probe import output_with
+
+
+class EmbeddingRule(ProductRule):
+    """``y[n, k] = c W[row[n, k]]`` with one number ``c``.
+
+    Which rows are looked up (positions are counted from a mask, or start at an offset) is what the
+    module says for a table that holds the numbers of its rows.
+    """
+
+    module_types = EMBEDDINGS
+    params = ("weight",)
+    linear_in_params = params
+
+    def check(self, view: View) -> None:
+        """Refuse what makes a sample's gradient depend on the batch, and rows without samples."""
+        module = cast(Embedding, view.module)
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, option):
+                raise UnsupportedError(f"{view.path} has {option} set: leave {option} out.")
+        if len(view.output_shape) < 2:
+            raise UnsupportedError(
+                f"{view.path} returned a tensor of shape {list(view.output_shape)}, which has no "
+                "batch axis, so there are no samples to speak of: look up rows [N, ...]."
+            )
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        return (None,) * len(view.stored.inputs)  # row numbers, masks, or the shape alone
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> LookupProduct:
+        row, scale = view.once("rows", lambda: _rows(view))
+        out = mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), mat.shape[-1]) * scale
+        padding = cast(Embedding, view.module).padding_idx
+        if padding is not None:  # which torch gives no gradient
+            out = out * (row != padding).unsqueeze(-1)
+        return LookupProduct(out, row, view.parameter_itself(name).shape)
+
+
+def _rows(view: View) -> tuple[Tensor, Tensor]:
+    """Which rows were looked up, ``[N, K]``, and what they are multiplied by."""
+    table = view.parameter_itself("weight")
+    numbers = torch.arange(len(table), dtype=torch.float64, device=table.device).unsqueeze(1)
+    with torch.no_grad():
+        scaled = output_with(view, weight=1 + numbers).squeeze(-1)
+        scale = output_with(view, weight=torch.ones_like(numbers)).flatten()[:1]
+    rows = (scaled / scale).round().long() - 1
+    # In the precision of the table, in which many a module rounds the number.
+    exact = output_with(view, weight=torch.ones_like(table[:, :1])).detach().flatten()[:1]
+    return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1), exact.to(view.dtype)

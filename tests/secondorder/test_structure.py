@@ -1,0 +1,145 @@
+"""Kronecker factors of tables, and what takes the place of factors where there are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.contract.extension import Extension
+from backpack_core.errors import UnsupportedError
+from backpack_core.extensions import EKFAC, KFAC, KFLR, DiagGGNExact
+from tests import oracle
+from tests.cases import Net, Problem
+
+pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+
+
+class Token(nn.Module):
+    """A module without a rule, whose parameter has no structure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.token.sum(0))
+
+
+def table(samples: int = 4, words: int = 3, **options: int) -> Problem:
+    """A table of five rows, and a linear map of the mean over words."""
+    model = Net(
+        lambda net, x: net.head(net.table(x).tanh().mean(1)),
+        table=nn.Embedding(5, 3, **options),
+        head=nn.Linear(3, 4),
+    )
+    words_ = torch.randint(0, 5, (samples, words))
+    return Problem(model, (words_,), nn.CrossEntropyLoss(), torch.randint(0, 4, (samples,)))
+
+
+def plain() -> Problem:
+    model = nn.Sequential(nn.Linear(3, 3), Token(), nn.Linear(3, 4))
+    return Problem(model, (torch.randn(3, 3),), nn.CrossEntropyLoss(), torch.randint(0, 4, (3,)))
+
+
+def blocks(problem: Problem) -> list[Tensor]:
+    return [ggn.sum(0) for ggn in problem.expected(oracle.ggn)]
+
+
+def test_a_single_look_up_is_exact() -> None:
+    problem = table(samples=1, words=1)
+    expected = blocks(problem)
+    problem.run(KFLR(), EKFAC(mc_samples=None))
+    weight = problem.parameters[0]
+    assert [list(factor.shape) for factor in weight.kflr] == [[3, 3], [5]]
+    oracle.assert_close(weight.kflr.dense(), expected[0])
+    oracle.assert_close(weight.ekfac.dense(), expected[0])
+
+
+@pytest.mark.parametrize("sharing", ["kfc", "expand", "reduce"])
+def test_factors_are_those_of_the_linear_map_of_unit_vectors(sharing: str) -> None:
+    problem = table()
+    problem.run(KFLR(sharing), EKFAC(None, sharing))
+    ours = problem.parameters[0]
+    linear = nn.Linear(5, 3, bias=False)
+    linear.weight.data = ours.detach().T.clone()
+    model = Net(
+        lambda net, x: net.head(net.table(x).tanh().mean(1)),
+        table=linear,
+        head=problem.model.head,
+    )
+    hot = nn.functional.one_hot(problem.inputs[0], 5).double()
+    other = Problem(model, (hot,), nn.CrossEntropyLoss(), problem.target)
+    other.run(KFLR(sharing), EKFAC(None, sharing))
+    for mine, theirs in zip(ours.kflr, linear.weight.kflr, strict=True):
+        oracle.assert_close(torch.diag(mine) if mine.dim() == 1 else mine, theirs)
+    vector = torch.randn_like(ours)
+    for name in ("kflr", "ekfac"):
+        expected = getattr(linear.weight, name).matmul(vector.T).T
+        oracle.assert_close(getattr(ours, name).matmul(vector), expected)
+    solved = linear.weight.kflr.solve(vector.T, damping=0.1).T
+    oracle.assert_close(ours.kflr.solve(vector, damping=0.1), solved)
+    oracle.assert_close(ours.kflr.diagonal(), linear.weight.kflr.diagonal().T)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_columns_in_chunks(chunk: int) -> None:
+    problem = table()
+    problem.run(KFLR())
+    whole = [factor.clone() for factor in problem.parameters[0].kflr]
+    problem.run(KFLR(chunk_size=chunk))
+    for mine, theirs in zip(problem.parameters[0].kflr, whole, strict=True):
+        oracle.assert_close(mine, theirs)
+
+
+EXTENSIONS: dict[str, type[Extension]] = {"kfac": KFAC, "kflr": KFLR, "ekfac": EKFAC}
+
+
+@pytest.mark.parametrize("field", EXTENSIONS)
+def test_without_structure_it_says_what_to_do(field: str) -> None:
+    with pytest.raises(UnsupportedError, match="fail_mode='block' or 'diagonal'"):
+        plain().run(EXTENSIONS[field]())
+
+
+@pytest.mark.parametrize("mode", ["block", "diagonal"])
+def test_what_takes_the_place_of_factors(mode: str) -> None:
+    problem = plain()
+    expected = blocks(problem)[2]
+    problem.run(KFLR(fail_mode=mode), EKFAC(mc_samples=None, fail_mode=mode), DiagGGNExact())
+    token = problem.parameters[2]
+    assert token.kflr.structure == mode
+    right = expected if mode == "block" else torch.diag(expected.diagonal())
+    oracle.assert_close(token.kflr.dense(), right)
+    oracle.assert_close(token.ekfac.dense(), right)
+    oracle.assert_close(token.kflr.diagonal(), token.diag_ggn_exact)
+    first = problem.parameters[0].kflr
+    assert first.structure == "kronecker"
+    assert [list(factor.shape) for factor in first] == [[3, 3], [3, 3]]
+    vector = torch.randn_like(token)
+    oracle.assert_close(token.kflr.matmul(vector).flatten(), right @ vector.flatten())
+
+
+@pytest.mark.parametrize("mode", ["block", "diagonal"])
+def test_tied_weights_of_two_forms(mode: str) -> None:
+    """A table that is also the weight of the last layer."""
+    problem = table(samples=2)
+    problem.model.head = nn.Linear(3, 5)
+    problem.model.head.weight = problem.model.table.weight
+    extend(problem.model)
+    with pytest.raises(UnsupportedError, match="2 forms"):
+        problem.run(KFLR())
+    expected = blocks(problem)[0]
+    problem.run(KFLR(fail_mode=mode))
+    found = problem.parameters[0].kflr.dense()
+    oracle.assert_close(found, expected if mode == "block" else torch.diag(expected.diagonal()))
+
+
+def test_a_fallback_adds_up_over_chunks() -> None:
+    problem = plain()
+    problem.run(KFLR(fail_mode="block"))
+    whole = problem.parameters[2].kflr[0].clone()
+    loss = problem.loss()
+    with backpack(KFLR(fail_mode="block", chunk_size=1)):
+        loss.backward()
+    oracle.assert_close(problem.parameters[2].kflr[0], whole)
