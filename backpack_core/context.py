@@ -125,6 +125,12 @@ class backpack:
 
 def _check_extension(extension: object) -> None:
     if isinstance(extension, Extension):
+        if "module_extensions" not in vars(extension):
+            kind = type(extension)
+            raise UsageError(
+                f"{kind.__name__} has not been initialised: call super().__init__(...) in "
+                f"{kind.__name__}.__init__ (of {kind.__module__}), before anything else."
+            )
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(

@@ -15,6 +15,7 @@
         ├── PluginLoadError
         ├── PluginConflictError
         ├── PluginVersionError
+        ├── PluginCodeError
         └── MissingPluginError (ImportError)
 
     BackpackWarning           (UserWarning)
@@ -101,6 +102,16 @@ class PluginConflictError(PluginError):
 
 class PluginVersionError(PluginError):
     """A plugin was written for another version of the plugin interface."""
+
+
+class PluginCodeError(PluginError):
+    """Code of a plugin raised something of its own, which is the cause (``__cause__``).
+
+    Attributes:
+        backpack_context: Where: extension, module, rule, and who provided them.
+    """
+
+    backpack_context = ""
 
 
 class MissingPluginError(PluginError, ImportError):

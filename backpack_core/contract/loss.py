@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.switch import disable
@@ -92,15 +92,17 @@ class LossRule(LayerRule):
         Raises:
             UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
         """
-        return self._sqrt_hessian(view) * self._root_scale(view)
+        return self._shaped(view, "_sqrt_hessian", self._sqrt_hessian(view), self._root_scale(view))
 
     def sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         """Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
-        return self._sqrt_hessian_sampled(view, samples) * self._root_scale(view)
+        columns = self._sqrt_hessian_sampled(view, samples)
+        return self._shaped(view, "_sqrt_hessian_sampled", columns, self._root_scale(view))
 
     def hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         """Loss Hessian times columns ``[V, N, *in]``, with the arriving gradient as factor."""
-        return self._hessian_mat_prod(view, mat) * self._scale(view)
+        product = self._hessian_mat_prod(view, mat)
+        return self._shaped(view, "_hessian_mat_prod", product, self._scale(view))
 
     def sum_hessian(self, view: View) -> Tensor:
         """The Hessian summed over samples. Shape ``[D, D]`` with ``D`` the size of one input."""
@@ -115,6 +117,10 @@ class LossRule(LayerRule):
         raise UnsupportedError(
             f"{view.path} is a loss: quantities start there, none is carried through it."
         )
+
+    def _shaped(self, view: View, method: str, mat: Tensor, scale: Tensor) -> Tensor:
+        expect(view, self, f"{method} returned", mat, view.input_shape)
+        return mat * scale
 
     def _scale(self, view: View) -> Tensor:
         """The arriving gradient, shaped to multiply ``[V, N, *in]``."""

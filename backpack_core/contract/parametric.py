@@ -50,7 +50,12 @@ class ParametricRule(LayerRule):
             ShapeError: ``mat`` or the product has the wrong shape.
         """
         expect(view, self, "_param_product is given", mat, view.output_shape)
-        product = self._param_product(view, name, mat)
+        product: object = self._param_product(view, name, mat)
+        if not isinstance(product, SampleProduct):
+            raise ShapeError(
+                f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
+                f"{view.path}, expected a SampleProduct."
+            )
         found = (product.columns, product.samples, *product.shape)
         expected = (*mat.shape[:2], *view.parameter_itself(name).shape)
         if found != expected:
@@ -91,11 +96,12 @@ class ParametricRule(LayerRule):
             part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
             result = self._param_jac_t_mat_prod(part, name, mat[columns, rows])
             expected = (*mat[columns, rows].shape[:2], *shape)
-            if tuple(result.shape) != expected:
+            if not isinstance(result, Tensor) or tuple(result.shape) != expected:
+                is_tensor = isinstance(result, Tensor)
+                got = f"shape {list(result.shape)}" if is_tensor else repr(result)
                 raise ShapeError(
-                    f"{type(self).__name__}._param_jac_t_mat_prod returned shape "
-                    f"{list(result.shape)} for {name!r} of {view.path}, expected [V, N, *{name}] "
-                    f"= {list(expected)}."
+                    f"{type(self).__name__}._param_jac_t_mat_prod returned {got} for {name!r} of "
+                    f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
                 )
             return result
 

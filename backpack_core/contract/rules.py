@@ -122,7 +122,7 @@ class LayerRule(ABC):
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):
             product = products[slot]
-            if product is None:
+            if product is None and isinstance(result, tuple):
                 continue
             if view.indices is not None and not view.has_batch(view.full.inputs[slot]):
                 _refuse_uncut(view, tensor)
@@ -237,11 +237,16 @@ def expect(
     view: View,
     rule: LayerRule,
     what: str,
-    mat: Tensor,
+    mat: Any,
     shape: torch.Size,
     columns: int | None = None,
 ) -> None:
     """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
+    if not isinstance(mat, Tensor):
+        raise ShapeError(
+            f"{type(rule).__name__}.{what} {mat!r} at {view.path}, expected a tensor "
+            f"[V, {', '.join(map(str, shape))}]."
+        )
     if mat.shape[1:] == shape and (columns is None or len(mat) == columns):
         return
     found = list(mat.shape)

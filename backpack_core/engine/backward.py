@@ -18,7 +18,7 @@ from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, logger
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
-from backpack_core.engine.location import place
+from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
     changed_gradient,
     refuse_function_of_loss,
@@ -108,7 +108,11 @@ class BackwardPass:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
         survey, viewed = self.survey, {node for node, _ in self.survey.viewed}
         is_first, bare = not survey.sites, set(survey.bare)
-        survey.add(edges)
+        try:
+            survey.add(edges)
+        except Exception as error:
+            place_between(error, survey, None)
+            raise
         if survey.faults and any(group.propagator.per_sample for group in self._groups):
             fault = survey.fault()
             if fault is not None:
@@ -247,7 +251,7 @@ class BackwardPass:
         if self._measurement is not None:
             self._measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            finished = [(e, e.finish(values)) for e, values in self._sink.deferred.items()]
+            finished = self._sink.finished()
             for extension, values in (*finished, *self._graph.results(self.survey)):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pluggy
 
+from backpack_core.contract.extension import Extension
 from backpack_core.contract.hook import PROJECT
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import (
     PluginConflictError,
     PluginError,
@@ -18,6 +20,7 @@ from backpack_core.errors import (
     add_library_folder,
 )
 from backpack_core.plugins import hookspecs
+from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.discovery import Provenance
 from backpack_core.plugins.registry import check_contributions, registry
 
@@ -145,7 +148,28 @@ def register(obj: Any, name: str | None = None) -> Any:
                 f"backpack_core.unregister({name!r}) first."
             )
         enter(obj, provenance)
+        try:
+            _check_alone(obj)
+        except PluginError:
+            withdraw(provenance)
+            raise
     return obj
+
+
+def _check_alone(obj: Any) -> None:
+    """What only matters where the author looks on: names of nothing, and a field that is taken."""
+    if not isinstance(obj, type):
+        return
+    if issubclass(obj, LayerRule):
+        for fault, _ in missing_types(obj, may_import=False):
+            raise PluginError(f"{described(obj)}: {fault}.")
+    if issubclass(obj, Extension):
+        other = registry.saves_under(obj)
+        if other is not None:
+            raise PluginConflictError(
+                f"{described(obj)}: savefield {obj.savefield!r} is that of {other.value.__name__} "
+                f"of {other.provenance} already: choose another name."
+            )
 
 
 def _name_of(obj: Any) -> str:
