@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.switch import disable
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 from backpack_core.values import any_of
 
@@ -92,17 +93,15 @@ class LossRule(LayerRule):
         Raises:
             UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
         """
-        return self._shaped(view, "_sqrt_hessian", self._sqrt_hessian(view), self._root_scale(view))
+        return self._asked(view, "_sqrt_hessian") * self._root_scale(view)
 
     def sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         """Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
-        columns = self._sqrt_hessian_sampled(view, samples)
-        return self._shaped(view, "_sqrt_hessian_sampled", columns, self._root_scale(view))
+        return self._asked(view, "_sqrt_hessian_sampled", samples) * self._root_scale(view)
 
     def hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         """Loss Hessian times columns ``[V, N, *in]``, with the arriving gradient as factor."""
-        product = self._hessian_mat_prod(view, mat)
-        return self._shaped(view, "_hessian_mat_prod", product, self._scale(view))
+        return self._asked(view, "_hessian_mat_prod", mat) * self._scale(view)
 
     def sum_hessian(self, view: View) -> Tensor:
         """The Hessian summed over samples. Shape ``[D, D]`` with ``D`` the size of one input."""
@@ -118,9 +117,12 @@ class LossRule(LayerRule):
             f"{view.path} is a loss: quantities start there, none is carried through it."
         )
 
-    def _shaped(self, view: View, method: str, mat: Tensor, scale: Tensor) -> Tensor:
+    def _asked(self, view: View, method: str, *arguments: Any) -> Tensor:
+        given = Untouched(view, arguments)
+        mat: Tensor = getattr(self, method)(view, *arguments)
+        given.check(self, method)
         expect(view, self, f"{method} returned", mat, view.input_shape)
-        return mat * scale
+        return mat
 
     def _scale(self, view: View) -> Tensor:
         """The arriving gradient, shaped to multiply ``[V, N, *in]``."""

@@ -55,9 +55,13 @@ class Carrier(ABC):
 
     Class attributes:
         gives_values: What is found at parameters is stored as it is; else extensions read it.
+
+    Attributes:
+        speaker: Whose code that is, for messages.
     """
 
     gives_values: ClassVar[bool] = False
+    speaker: object
 
     @abstractmethod
     def starts(self, view: View) -> bool:
@@ -80,7 +84,7 @@ class RuleCarrier(Carrier):
     """A layer rule, which any extension can read from."""
 
     def __init__(self, propagator: Propagator) -> None:
-        self._propagator = propagator
+        self._propagator = self.speaker = propagator
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -120,7 +124,7 @@ class HandWrittenCarrier(Carrier):
     def __init__(
         self, module_extension: ModuleExtension, propagator: Propagator, extension: Extension
     ) -> None:
-        self._module_extension = module_extension
+        self._module_extension = self.speaker = module_extension
         self._propagator = propagator
         self._extension = extension
 

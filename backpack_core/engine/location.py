@@ -43,7 +43,7 @@ def place_between(
 
 def _place(error: Exception, extension: Extension | None, where: str) -> None:
     """Say it once: the innermost place counts."""
-    if getattr(error, "backpack_context", None) is not None:
+    if getattr(error, "backpack_context", ""):
         return
     who = "no extension" if extension is None else registry.describe(extension)
     text = f"[{who}{where}]"

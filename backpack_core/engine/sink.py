@@ -17,6 +17,7 @@ from backpack_core.engine.location import place, place_between
 from backpack_core.engine.ownership import owned
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph.survey import Survey
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -85,7 +86,9 @@ class Sink(ABC):
                 try:
                     whole = join(readings) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
+                    given = Untouched(view, shown)
                     value = extension.read(shown)
+                    given.check(extension, "read")
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
                 except UnsupportedError as error:

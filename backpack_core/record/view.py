@@ -62,6 +62,7 @@ class View:
         "kept",
         "node",
         "stored",
+        "watched",
     )
 
     def __init__(
@@ -82,6 +83,7 @@ class View:
         self.is_differentiable = torch.is_grad_enabled()
         self.is_reached = True
         self._whole: View | None = None
+        self.watched: list[Tensor] = []
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
