@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +46,8 @@ def _as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     preferred = dict(registry.preferred)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     torch.set_default_dtype(before)
     registry.preferred.clear()
     registry.preferred.update(preferred)
