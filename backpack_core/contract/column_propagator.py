@@ -22,7 +22,11 @@ from backpack_core.tuning import even_size
 
 
 class ColumnPropagator(Propagator):
-    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``."""
+    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``.
+
+    To write:
+        ``start(rule, view)``: columns ``[V, N, *in]`` at the input of a loss.
+    """
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""

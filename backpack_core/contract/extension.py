@@ -58,6 +58,10 @@ class Extension(ABC):
             automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
             its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
+
+    To write:
+        ``read(product)``: the value of one parameter, from ``M[v, n]``. An ``__init__`` calls
+        ``super().__init__(...)``.
     """
 
     savefield: str = ""
@@ -196,7 +200,11 @@ class Extension(ABC):
 
 
 class FirstOrderExtension(Extension):
-    """An extension of the individual gradients: nothing but the gradient itself travels."""
+    """An extension of the individual gradients: nothing but the gradient itself travels.
+
+    To write:
+        ``read(product)``, with a single column: ``V = 1``.
+    """
 
     def __init__(
         self,
@@ -215,7 +223,11 @@ class FirstOrderExtension(Extension):
 
 
 class SecondOrderExtension(Extension):
-    """An extension that needs a propagated quantity, started at an extended loss."""
+    """An extension that needs a propagated quantity, started at an extended loss.
+
+    To write:
+        ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.
+    """
 
 
 def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:

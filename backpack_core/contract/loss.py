@@ -29,6 +29,11 @@ class LossRule(LayerRule):
         likelihood: Why Monte-Carlo sampling makes sense: the loss is the negative logarithm of
             this distribution. Empty where it is none.
         instead: What to do for curvature where ``hessian_is_zero``, as a sentence for messages.
+
+    To write:
+        ``_sqrt_hessian(view)``: ``[V, N, *in]``, and ``_hessian_mat_prod(view, mat)``:
+        ``[V, N, *in] → [V, N, *in]``. Optional: ``_sqrt_hessian_sampled(view, samples)``, with a
+        ``likelihood``, and ``normalisation(view)``.
     """
 
     is_loss = True

@@ -27,6 +27,11 @@ class ParametricRule(LayerRule):
         params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
             Other parameters of the module are read off by automatic differentiation.
         linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, as for every :class:`LayerRule`, and
+        ``_param_jac_t_mat_prod(view, name, mat)``: ``J_θᵀ mat`` of one parameter,
+        ``[V, N, *out] → [V, N, *θ]``, not summed over samples.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -114,7 +119,12 @@ class ParametricRule(LayerRule):
 
 
 class ProductRule(ParametricRule):
-    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself."""
+    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, and ``_param_product(view, name, mat)``: columns
+        ``[V, N, *out]`` to a :class:`~backpack_core.SampleProduct` ``[V, N, *θ]``.
+    """
 
     @abstractmethod
     def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
@@ -132,6 +142,10 @@ class AffinePairsRule(ProductRule):
     (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
     contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
     arXiv:2311.00636).
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, and ``affine_pair(view, name, mat)``: ``y``'s columns
+        ``[V, N, S, G, O]`` and ``x`` ``[N, S, G, I]``. Optional: ``arrangement(view, name)``.
     """
 
     @abstractmethod
@@ -165,6 +179,10 @@ class AffineRule(AffinePairsRule):
     """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
 
     Linear layers, convolutions and transposed convolutions have this form.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, ``affine_input(view)``: ``[N, S, G, I]``, and
+        ``affine_output(view, mat)``: ``[V, N, *out] → [V, N, S, G, O]``.
     """
 
     params = ("weight", "bias")

@@ -42,6 +42,10 @@ class Propagator(ABC):
     Attributes:
         subsampling: The samples that take part, ``None`` for all. The engine hands every method a
             view that shows those samples only.
+
+    To write:
+        ``start(rule, view)``, ``propagate(rule, view, quantity)`` and
+        ``product(rule, view, name, quantity)``.
     """
 
     travels: ClassVar[bool] = True

@@ -53,6 +53,11 @@ class LayerRule(ABC):
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
 
     A property that is not declared is assumed absent. The conformance kit checks each of them.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``: ``J_xᵀ mat``, ``[V, N, *out] → [V, N, *in]``; a tuple for
+        several input tensors. Optional: ``_second_derivative_mat_prod(view, grad_output, mat)``,
+        ``check(view)``, ``mixes_samples(view)``, ``batch_axis(view, index)``.
     """
 
     module_types: ClassVar[tuple[ModuleType, ...]] = ()
@@ -204,6 +209,10 @@ class ElementwiseRule(LayerRule):
 
     ``view.input`` may have been overwritten where the module works in place; a formula in terms of
     ``view.output`` survives that.
+
+    To write:
+        ``derivative(view)`` and, unless ``hessian_is_zero``, ``second_derivative(view)``: tensors
+        of the shape of the input, ``[N, *]``.
     """
 
     hessian_is_diagonal = True
