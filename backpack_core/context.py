@@ -71,6 +71,11 @@ class backpack:
         self._begin = partial(Context, extensions, extension_hook, debug, check, retain_graph)
         self._entered: list[tuple[Context, Announcer]] = []
 
+    def __repr__(self) -> str:
+        """The extensions, and whether it is entered."""
+        state = " (entered)" if self._entered else ""
+        return f"<backpack{state}: {', '.join(map(repr, self._extensions)) or 'no extensions'}>"
+
     def __enter__(self) -> backpack:
         """Make this the active context of the thread.
 

@@ -106,6 +106,11 @@ class Extension(ABC):
         self.fail_mode: FailMode = fail_mode
         self.module_extensions: dict[type[Module], ModuleExtension] = {}
 
+    def __repr__(self) -> str:
+        """The class, where it saves, and what travels."""
+        settings = [f"{n}={vars(self).get(n)!r}" for n in ("savefield", "propagator")]
+        return f"{type(self).__name__}({', '.join(settings)})"
+
     @classmethod
     @hookimpl
     def backpack_extensions(cls) -> Iterable[type[Extension]]:

@@ -53,6 +53,10 @@ class Propagator(ABC):
     starts_everywhere: ClassVar[bool] = False
     subsampling: tuple[int, ...] | None = None
 
+    def __repr__(self) -> str:
+        """The class; a dataclass shows its fields."""
+        return f"{type(self).__name__}()"
+
     @classmethod
     @hookimpl
     def backpack_propagators(cls) -> Iterable[type[Propagator]]:

@@ -125,7 +125,8 @@ def register(obj: Any, name: str | None = None) -> Any:
     """Register a plugin of this process: a rule, extension or propagator class, or a module.
 
     What an installed package does with an entry point, a script or notebook does with this. May be
-    used as a class decorator.
+    used as a class decorator. A class that is defined in ``__main__`` replaces the one of its name
+    that was: the cell of a notebook may run again.
 
     Args:
         obj: A class derived from one of core's base classes, or an object with hook
@@ -142,18 +143,47 @@ def register(obj: Any, name: str | None = None) -> Any:
     name = name or _name_of(obj)
     provenance = Provenance(name)
     with lock:
-        if _manager.has_plugin(_key(provenance)):
+        known = _manager.get_plugin(_key(provenance))
+        if known is not None and _is_rerun(known, obj):
+            return _replace(known, obj, provenance)
+        if known is not None:
             raise PluginConflictError(
                 f"A plugin named {name!r} is registered already: pass another name, or call "
                 f"backpack_core.unregister({name!r}) first."
             )
-        enter(obj, provenance)
-        try:
-            _check_alone(obj)
-        except PluginError:
-            withdraw(provenance)
-            raise
+        _enter_alone(obj, provenance)
     return obj
+
+
+def _is_rerun(known: Any, obj: Any) -> bool:
+    """Whether a cell of a notebook, or a line of a console, has defined a class once more."""
+    return (
+        isinstance(known, type)
+        and isinstance(obj, type)
+        and known is not obj
+        and known.__module__ == obj.__module__ == "__main__"
+        and known.__qualname__ == obj.__qualname__
+    )
+
+
+def _replace(known: Any, obj: Any, provenance: Provenance) -> Any:
+    """Put a class in the place of an earlier one, which stays where the new one is refused."""
+    withdraw(provenance)
+    try:
+        _enter_alone(obj, provenance)
+    except BaseException:
+        enter(known, provenance)
+        raise
+    return obj
+
+
+def _enter_alone(obj: Any, provenance: Provenance) -> None:
+    enter(obj, provenance)
+    try:
+        _check_alone(obj)
+    except PluginError:
+        withdraw(provenance)
+        raise
 
 
 def _check_alone(obj: Any) -> None:
