@@ -13,6 +13,7 @@ from typing import Any
 from torch.nn import Module, Parameter
 
 from backpack_core import plugins
+from backpack_core._torch import ModuleHooks
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
@@ -20,7 +21,7 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError, UsageError
-from backpack_core.extending import extend, is_extended
+from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.watch import declared_form, is_fast
 
@@ -112,7 +113,7 @@ def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
     for module in modules:
         extend(module)
         for path, part in module.named_modules():
-            if is_extended(part):
+            if ModuleHooks.are_installed(part):
                 yield path or type(part).__name__, part
 
 

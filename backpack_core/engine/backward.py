@@ -22,6 +22,7 @@ from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
     changed_gradient,
     refuse_function_of_loss,
+    refuse_loss_alone,
     report_bare,
 )
 from backpack_core.engine.schedule import HookSchedule, when_reached
@@ -122,6 +123,8 @@ class BackwardPass:
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.context.passes)
         if survey.sites and survey.bare:
+            if self.context.groups and is_first:
+                refuse_loss_alone(survey, self.context.extensions)
             report_bare(survey, bare, self.context.extensions)
         if is_first and self._is_outermost:
             self._clear_fields()
