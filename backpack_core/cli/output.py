@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,14 +32,27 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print aligned columns; known words of state get their colour."""
+def width() -> int:
+    """Columns of the terminal, a hundred at most; also when piped, for who reads it."""
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
+
+
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], wide: int | None = None
+) -> None:
+    """Print aligned columns; known words of state get their colour.
+
+    Args:
+        header: Names of the columns.
+        rows: The cells.
+        wide: How many characters there are; default: as many as needed, when piped.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*[_styled(cell) for cell in row])
-    console().print(table)
+    console().print(table, width=wide)
 
 
 def _styled(cell: str) -> str:

@@ -92,8 +92,9 @@ def described(cls: type) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``": did you mean 'weight'?"``, or nothing where no name is near."""
-    close = get_close_matches(name, list(known), 1, 0.6)
-    return f": did you mean {close[0]!r}?" if close else ""
+    by_lower = {other.lower(): other for other in known}
+    close = get_close_matches(name.lower(), by_lower, 1, 0.6)
+    return f": did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def missing_params(rule: LayerRule, module: Module) -> str:

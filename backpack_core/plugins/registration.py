@@ -20,7 +20,7 @@ from backpack_core.errors import (
     add_library_folder,
 )
 from backpack_core.plugins import hookspecs
-from backpack_core.plugins.declarations import described, missing_types
+from backpack_core.plugins.declarations import described, missing_types, nearest
 from backpack_core.plugins.discovery import Provenance
 from backpack_core.plugins.registry import check_contributions, registry
 
@@ -217,7 +217,9 @@ def unregister(name: str) -> None:
     """
     with lock:
         if not _manager.has_plugin(_key(Provenance(name))):
-            raise PluginError(f"No plugin named {name!r} was registered in this process.")
+            known = [p.rpartition(":")[2] for p, _ in _manager.list_name_plugin() if p[:1] == ":"]
+            near = nearest(name, known) or "."
+            raise PluginError(f"No plugin named {name!r} was registered in this process{near}")
         withdraw(Provenance(name))
 
 
