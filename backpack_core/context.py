@@ -13,6 +13,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, pop, push
 from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
+from backpack_core.ledger import Ledger, Summary
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled
 
@@ -70,6 +71,17 @@ class backpack:
         self._extensions = extensions
         self._begin = partial(Context, extensions, extension_hook, debug, check, retain_graph)
         self._entered: list[tuple[Context, Announcer]] = []
+        self._ledger = Ledger()
+
+    def summary(self) -> Summary:
+        """What each extension took at each module so far: rule or autodiff, time, bytes.
+
+        Example:
+            >>> with backpack(DiagGGNExact()) as block:
+            ...     loss.backward()
+            >>> print(block.summary())
+        """
+        return Summary(self._ledger.rows())
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""
@@ -88,7 +100,8 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        context = self._begin(*group(self._extensions))
+        groups = group(self._extensions, self._ledger)
+        context = self._begin(*groups, ledger=self._ledger)
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)

@@ -21,6 +21,7 @@ from torch.nn import Module
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group
+from backpack_core.ledger import Ledger
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
@@ -42,6 +43,7 @@ class Context:
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
             autograd, or by whoever saw the call of ``backward()``.
+        ledger: What everything took.
         announced: Passes whose ``backward()`` was seen and has not returned yet, innermost last.
     """
 
@@ -55,6 +57,7 @@ class Context:
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def __repr__(self) -> str:
         """What was asked for, and what is under way."""

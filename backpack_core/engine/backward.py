@@ -32,6 +32,7 @@ from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
+from backpack_core.ledger import Ledger
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
@@ -146,7 +147,7 @@ class BackwardPass:
         if self._measurement is None:
             return
         dye, slot = self._measurement.dye, len(self._groups)
-        self._groups.append(Group(dye))
+        self._groups.append(Group(dye, Ledger()))
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
                 self._schedule.leave(slot, edge, wide=dye.begin(gradient))
@@ -255,7 +256,10 @@ class BackwardPass:
             self._measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
-            for extension, values in (*finished, *self._graph.results(self.survey)):
+            for extension, values in (
+                *finished,
+                *self._graph.results(self.survey, self.context.ledger),
+            ):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
 

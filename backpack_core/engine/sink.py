@@ -87,7 +87,9 @@ class Sink(ABC):
                     whole = join(readings) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
                     given = Untouched(view, shown)
-                    value = extension.read(shown)
+                    way = "rule" if is_covered else "autodiff"
+                    with group.ledger.entry(view.call.module, type(extension), way) as entry:
+                        value = entry.result = extension.read(shown)
                     given.check(extension, "read")
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")

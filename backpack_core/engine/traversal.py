@@ -108,7 +108,9 @@ class Traversal:
             return  # nothing before this call wants the quantity
         try:
             given = Untouched(view, quantity)
-            inputs = carrier.send(view, quantity)
+            ledger, kind = self.groups[slot].ledger, type(carrier.speaker)
+            with ledger.entry(call.module, kind, "sent") as entry:
+                inputs = entry.result = carrier.send(view, quantity)
             given.check(carrier.speaker, "propagate")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)

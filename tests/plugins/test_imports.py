@@ -62,7 +62,17 @@ BELOW = {
     "graph": {"_torch", "errors", "record", "values"},
     "contract": {"_torch", "errors", "record", "graph", "tuning", "values", "remember"},
     "plugins": {"_torch", "errors", "record", "contract"},
-    "engine": {"_torch", "errors", "record", "graph", "contract", "plugins", "tuning", "values"},
+    "engine": {
+        "_torch",
+        "errors",
+        "record",
+        "graph",
+        "contract",
+        "plugins",
+        "tuning",
+        "values",
+        "ledger",
+    },
 }
 
 
