@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+T = TypeVar("T")
 
 _COLOURS = {
     "loaded": "green",
@@ -60,6 +62,22 @@ def _styled(cell: str) -> str:
 
     colour = _COLOURS.get(cell)
     return f"[{colour}]{cell}[/{colour}]" if colour else escape(cell)
+
+
+def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The items, with a bar on the terminal meanwhile; without one where nobody looks on.
+
+    Args:
+        items: What takes long, one by one.
+        what: What is done.
+        total: How many there are; default: their number.
+    """
+    from rich.progress import track as tracked
+
+    bar = Console(stderr=True)
+    yield from tracked(
+        items, what, total, console=bar, transient=True, disable=not sys.stderr.isatty()
+    )
 
 
 def print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 
 from backpack_core import plugins
 from backpack_core._torch import ModuleHooks
+from backpack_core.cli import output
 from backpack_core.context import backpack
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import Extension, FirstOrderExtension
@@ -73,7 +74,8 @@ def matrix(chosen: tuple[str, ...] = ()) -> Report:
             "`backpack support MODULE:FACTORY`."
         ) from error
     classes(chosen)
-    found = [row for _, family in kit.matrix() for row in family]
+    families = output.track(kit.matrix(), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
+    found = [row for _, family in families for row in family]
     names = list(chosen) or list(found[0].cells)
     rows = [[row.name, *(row.cells[name].kind for name in names)] for row in found]
     reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in found]
@@ -119,7 +121,8 @@ def model_report(target: str, chosen: tuple[str, ...] = ()) -> Report:
     extensions = classes(chosen)
     given = build(target)
     rows, reasons = [], []
-    tried = {name: trial(given, kind) for name, kind in extensions.items()}
+    kinds = output.track(extensions.items(), "Trying every extension", len(extensions))
+    tried = {name: trial(given, kind) for name, kind in kinds}
     for path, module in _operations(given.modules):
         resolved = registry.resolve(module)
         rule = "automatic" if resolved.is_fallback else type(resolved.rule).__name__
