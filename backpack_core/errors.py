@@ -16,6 +16,7 @@
         ├── PluginConflictError
         ├── PluginVersionError
         ├── PluginCodeError
+        │   └── UnsupportedByPluginError (NotImplementedError)
         └── MissingPluginError (ImportError)
 
     BackpackWarning           (UserWarning)
@@ -112,6 +113,10 @@ class PluginCodeError(PluginError):
     """
 
     backpack_context = ""
+
+
+class UnsupportedByPluginError(PluginCodeError, NotImplementedError):
+    """Code of a plugin raised ``NotImplementedError``, which is the cause."""
 
 
 class MissingPluginError(PluginError, ImportError):

@@ -13,7 +13,12 @@ import torch
 
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.errors import BackpackError, BridgeError, PluginCodeError
+from backpack_core.errors import (
+    BackpackError,
+    BridgeError,
+    PluginCodeError,
+    UnsupportedByPluginError,
+)
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
@@ -50,7 +55,9 @@ def _place(error: Exception, extension: Extension | None, where: str) -> None:
     line = "" if isinstance(error, _AS_THEY_ARE) else _foreign_line(error)
     if line:
         raised = "".join(traceback.format_exception_only(error)).strip()
-        fault = PluginCodeError(f"{raised}\nraised in {line}\n{text}")
+        is_missing = isinstance(error, NotImplementedError)
+        kind = UnsupportedByPluginError if is_missing else PluginCodeError
+        fault = kind(f"{raised}\nraised in {line}\n{text}")
         fault.backpack_context = text
         raise fault from error
     if isinstance(error, BackpackError):

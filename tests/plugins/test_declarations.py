@@ -217,6 +217,15 @@ def test_errors_of_any_type_are_wrapped(method: str, error: type[Exception]) -> 
         assert word in str(caught.value)
 
 
+def test_what_is_not_implemented_can_be_caught_as_such() -> None:
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("on purpose")
+
+    with pytest.raises(NotImplementedError, match="on purpose") as caught:
+        run(derived(GainRule, _jac_t_mat_prod=fails), extension=DiagGGNExact())
+    assert isinstance(caught.value, PluginCodeError)
+
+
 def test_memory_that_is_used_up_stays_what_it_is() -> None:
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("on purpose")
