@@ -13,8 +13,14 @@ PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/back
 EXTRAS := testing,cli,dev
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+# What pip downloads is shown: torch alone takes minutes.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 	--constraint constraints.txt
+
+# The pinned tools need it; pip would end in a list of versions that do not fit.
+PYTHON_GUARD := import sys; sys.version_info >= (3, 11) or sys.exit( \
+	"make env needs Python 3.11 or later, and $(PYTHON) is %d.%d: make env PYTHON=python3.11" \
+	% sys.version_info[:2])
 
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
@@ -28,6 +34,7 @@ env: $(STAMP) ## create .venv with every distribution installed editable
 
 # The build backend goes in first, so that no distribution needs a build environment of its own.
 $(STAMP): $(PYPROJECTS) constraints.txt
+	@$(PYTHON) -c '$(PYTHON_GUARD)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) hatchling
 	$(PIP_INSTALL) --no-build-isolation \
@@ -40,7 +47,7 @@ demo: $(STAMP) ## run the demonstration
 # One thread for each worker: more only compete for the same cores.
 test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the whole test suite, with coverage
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(STAMP) ## check style and formatting
 	$(BIN)/ruff check .

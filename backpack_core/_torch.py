@@ -195,6 +195,11 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def profiler_runs() -> bool:
+    """Whether a profiler of torch's notes what happens."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of one tensor from that of another; views share it."""
     found: int = tensor.untyped_storage()._cdata

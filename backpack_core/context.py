@@ -16,6 +16,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, pop, push
 from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
+from backpack_core.ledger import Ledger, Summary
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
@@ -83,6 +84,22 @@ class backpack:
             Context, extensions, extension_hook, debug, check, retain_graph, terms, observer
         )
         self._entered: list[tuple[Context, Announcer]] = []
+        self._ledger = Ledger()
+
+    def summary(self) -> Summary:
+        """What each extension took at each module so far: rule or autodiff, time, bytes.
+
+        Example:
+            >>> with backpack(DiagGGNExact()) as block:
+            ...     loss.backward()
+            >>> print(block.summary())
+        """
+        return Summary(self._ledger.rows())
+
+    def __repr__(self) -> str:
+        """The extensions, and whether it is entered."""
+        state = " (entered)" if self._entered else ""
+        return f"<backpack{state}: {', '.join(map(repr, self._extensions)) or 'no extensions'}>"
 
     def __enter__(self) -> backpack:
         """Make this the active context of the thread.
@@ -96,7 +113,8 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        context = self._begin(*group(self._extensions))
+        groups = group(self._extensions, self._ledger)
+        context = self._begin(*groups, ledger=self._ledger)
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)
@@ -147,6 +165,12 @@ def _edge_of_term(term: object) -> tuple[Node, int]:
 
 def _check_extension(extension: object) -> None:
     if isinstance(extension, Extension):
+        if "module_extensions" not in vars(extension):
+            kind = type(extension)
+            raise UsageError(
+                f"{kind.__name__} has not been initialised: call super().__init__(...) in "
+                f"{kind.__name__}.__init__ (of {kind.__module__}), before anything else."
+            )
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(

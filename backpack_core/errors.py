@@ -15,6 +15,8 @@
         ├── PluginLoadError
         ├── PluginConflictError
         ├── PluginVersionError
+        ├── PluginCodeError
+        │   └── UnsupportedByPluginError (NotImplementedError)
         └── MissingPluginError (ImportError)
 
     BackpackWarning           (UserWarning)
@@ -101,6 +103,20 @@ class PluginConflictError(PluginError):
 
 class PluginVersionError(PluginError):
     """A plugin was written for another version of the plugin interface."""
+
+
+class PluginCodeError(PluginError):
+    """Code of a plugin raised something of its own, which is the cause (``__cause__``).
+
+    Attributes:
+        backpack_context: Where: extension, module, rule, and who provided them.
+    """
+
+    backpack_context = ""
+
+
+class UnsupportedByPluginError(PluginCodeError, NotImplementedError):
+    """Code of a plugin raised ``NotImplementedError``, which is the cause."""
 
 
 class MissingPluginError(PluginError, ImportError):

@@ -79,26 +79,40 @@ def unextend(module: M) -> M:
 
 
 def is_extended(module: Module) -> bool:
-    """Whether this very module reports to extensions."""
-    return ModuleHooks.are_installed(module)
+    """Whether a module reports to extensions; of a container, whether all of its parts do.
+
+    False where a part was added, replaced or wrapped since: call :func:`extend` again.
+    """
+    is_operation, children = _parts(module)
+    if is_operation and not ModuleHooks.are_installed(module):
+        return False
+    return all(is_extended(child) for _, child in children)
+
+
+def _parts(module: Module) -> tuple[bool, list[tuple[str, Module]]]:
+    """Whether a module is an operation, and what in it reports by itself."""
+    resolved = registry.resolve(module)
+    children, computing = list(module.named_children()), parametrizations_of(module)
+    has_rule = not resolved.is_fallback
+    is_operation = bool(has_rule or module._parameters or computing or not children)
+    if has_rule and not resolved.rule.transparent:
+        return is_operation, []
+    if computing:
+        children = [(name, child) for name, child in children if name != "parametrizations"]
+    return is_operation, children
 
 
 def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
-    resolved = registry.resolve(module)
-    children = list(module.named_children())
-    has_rule, computing = not resolved.is_fallback, parametrizations_of(module)
-    if has_rule or module._parameters or computing or not children:
-        if not is_extended(module):
+    is_operation, children = _parts(module)
+    if is_operation:
+        if not ModuleHooks.are_installed(module):
             ModuleHooks.install(module, before_forward, after_forward)
             if path:
                 module.__dict__[PATH_ATTRIBUTE] = path
         module.__dict__[OWNER_ATTRIBUTE] = owner
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)
-    for part in computing.values():
+    for part in parametrizations_of(module).values():
         ModuleHooks.install(part, before_parametrization, after_parametrization)
-    if has_rule and not resolved.rule.transparent:
-        return
     for name, child in children:
-        if not (computing and name == "parametrizations"):
-            _extend(child, f"{path}.{name}" if path else name, owner, debug)
+        _extend(child, f"{path}.{name}" if path else name, owner, debug)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backpack_core.plugins.declarations import nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider
 from backpack_core.plugins.refusals import missing
 from backpack_core.plugins.registry import registry
@@ -44,8 +45,10 @@ def __getattr__(name: str) -> Any:
                 name,
             )
     known = ", ".join(sorted(registry.extensions)) or "none"
+    near = nearest(name, registry.extensions) or "."
     raise missing(
-        f"No installed plugin provides an extension named {name!r}. Installed: {known}. Install "
+        f"No installed plugin provides an extension named {name!r}{near} "
+        f"Installed: {known}. Install "
         "the plugin that has it; `backpack plugins` lists what is there.",
         name,
     )

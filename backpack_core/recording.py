@@ -90,7 +90,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """The forward pre-hook: notes what only this moment can tell."""
     if not is_recording() or not ModuleHooks.come_first(module):
         return
-    tensors = tensors_in(args, _ordered(module, kwargs) if kwargs else kwargs)
+    tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
     execution = Execution(module.training, tensors)
     known = module.__dict__.get(_EXECUTIONS)
     if known is None:
@@ -124,7 +124,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
     if is_recording() and owner is not None and owner.module is module:
-        tensors = tensors_in(args, _ordered(module, kwargs) if kwargs else kwargs)
+        tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
         owner.begin(tensors)
 
 
@@ -189,7 +189,7 @@ def _forget_interrupted(module: Module, known: list[Execution]) -> None:
         known.remove(stale)
 
 
-def _ordered(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def in_order(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments in the order in which ``forward`` declares them."""
     kind: Any = type(module)
     order = _parameter_names(kind)
@@ -221,7 +221,7 @@ def _record(
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
     if kwargs:
-        kwargs = _ordered(module, kwargs)
+        kwargs = in_order(module, kwargs)
     received = Received(execution, outputs, own.values())
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
     if received.replaced:

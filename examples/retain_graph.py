@@ -84,10 +84,20 @@ def measure_all(size: int, settings: Sequence[int]) -> list[Result]:
     """Every setting in a fresh process."""
     context = multiprocessing.get_context("spawn")
     results = []
-    for passes in settings:
+    for number, passes in enumerate(settings):
+        show_progress(f"{passes} backward passes", number, len(settings))
         with context.Pool(1) as pool:
             results.append(pool.apply(measure, ((size, passes),)))
+    show_progress("", len(settings), len(settings))
     return results
+
+
+def show_progress(what: str, done: int, total: int, width: int = 30) -> None:
+    """A bar on the terminal; nothing where the output goes elsewhere."""
+    if sys.stderr.isatty():
+        bar = "#" * (width * done // total)
+        end = "\n" if done == total else ""
+        print(f"\r[{bar:{width}}] {done}/{total} {what:20}", end=end, file=sys.stderr, flush=True)
 
 
 def plot(settings: Sequence[int], results: Sequence[Result], path: Path) -> None:

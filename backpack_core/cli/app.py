@@ -55,7 +55,7 @@ def list_plugins(
     as_json: Json = False,
     load: Annotated[
         bool,
-        typer.Option("--all", help="Load them too, and show everything that they provide."),
+        typer.Option("--all", help="Load them too, and show one by one what they provide."),
     ] = False,
     limit: Limit = LIMIT,
 ) -> None:
@@ -69,7 +69,8 @@ def list_plugins(
     if as_json:
         output.print_json(listing.as_json(reports))
     elif reports:
-        output.print_table(listing.HEADER, listing.rows(reports))
+        lines = listing.rows(reports) if load else listing.folded(reports)
+        output.print_table(listing.HEADER if load else listing.FOLDED, lines)
     else:
         output.say("No plugins are installed. Run `pip install backpack-plugin-layers`.")
 
@@ -131,7 +132,8 @@ def support(
 ) -> None:
     """Say what is supported: by every rule and extension, or in one model.
 
-    Nothing of yours is imported unless it is named here.
+    Nothing of yours is imported unless it is named here. A factory that returns a model, a loss,
+    inputs and a target has every extension tried on them.
 
     Examples: `backpack support`, `backpack support mypackage.nets:make_resnet -e KFAC`
     """
@@ -140,15 +142,49 @@ def support(
     if model is None:
         from backpack_core.cli.support import matrix
 
-        header, lines = matrix()
+        report = matrix(tuple(extension or ()))
     else:
         from backpack_core.cli.support import model_report
 
-        header, lines = model_report(model, tuple(extension or ()))
+        report = model_report(model, tuple(extension or ()))
     if as_json:
-        output.print_json([dict(zip(header, line, strict=True)) for line in lines])
+        output.print_json(report.as_json())
+        return
+    from backpack_core.cli.folding import folded
+
+    for line in folded(report, output.width()):
+        output.say(line)
+
+
+@app.command()
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FACTORY",
+            help="Returns a model, a loss, inputs and a target. It is imported and called.",
+        ),
+    ],
+    extension: Annotated[
+        str,
+        typer.Option(*("--extension", "-e"), autocompletion=_extensions, help="Which quantity."),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say for each parameter which rule computes a quantity, in which form, and what it costs.
+
+    Costs are relative to the gradient of the same layer, as counted by the benchmarks.
+
+    Example: `backpack explain mypackage.nets:make -e KFAC`
+    """
+    from backpack_core.cli import output
+    from backpack_core.cli.explain import HEADER, explained
+
+    rows = explained(model, extension)
+    if as_json:
+        output.print_json([dict(zip(HEADER, row, strict=True)) for row in rows])
     else:
-        output.print_table(header, lines)
+        output.print_table(HEADER, rows, output.width())
 
 
 @app.command()

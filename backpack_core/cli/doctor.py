@@ -63,6 +63,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings = [finding for report in reports for finding in _judge(report, limit)]
     findings += _name_conflicts(installed)
     findings += _key_conflicts(reports)
+    findings += _field_conflicts(reports)
     findings += [_empty(name) for name in without_plugins()]
     findings += _of_others()
     return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
@@ -122,6 +123,8 @@ def _judge(report: Report, limit: float) -> Iterator[Finding]:
             f"{promise}",
             f"Tell the authors of {report.distribution}; what needs it will raise.",
         )
+    for remark in report.remarks:
+        yield warning(remark, "Install that library, or leave it: the rule is not used without it.")
     if report.output.strip():
         line = report.output.strip().splitlines()[0]
         yield warning(
@@ -181,6 +184,26 @@ def _key_conflicts(reports: list[Report]) -> Iterator[Finding]:
         settled = [r for r, _ in rivals if wanted in (canonical(r.distribution), canonical(r.name))]
         if len(rivals) > 1 and len(settled) != 1:
             yield _conflict(f"the {kind} for {key}", key, [(r.name, r.who) for r, _ in rivals])
+
+
+def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
+    """Extensions of several distributions that save under one name."""
+    by_field: dict[str, dict[str, tuple[Report, Provided]]] = {}
+    for report in reports:
+        for provided in report.provides:
+            if provided.kind == "extension" and provided.detail:
+                by_field.setdefault(provided.detail, {})[provided.implementation] = report, provided
+    for name, found in by_field.items():
+        if len({report.distribution for report, _ in found.values()}) > 1:
+            yield Finding(
+                "warning",
+                " and ".join(report.who for report, _ in found.values()),
+                ", ".join(report.name for report, _ in found.values()),
+                f"{' and '.join(provided.key for _, provided in found.values())} both save under "
+                f"{name!r}: the later of two passes overwrites, and one pass cannot have both",
+                "Give one of them another name where you use it: savefield='...'; authors: choose "
+                "another savefield.",
+            )
 
 
 def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:

@@ -11,9 +11,9 @@ from torch.nn import Module
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.errors import PluginVersionError
+from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.discovery import Plugin
 from backpack_core.plugins.registry import Claim, registry
 
@@ -26,9 +26,13 @@ def report(plugin: Plugin) -> Report:
     if plugin.state == "loaded":
         claims = _claims(plugin)
         result.provides = [provided for provided, _ in claims]
-        result.broken_promises = [
-            text for value in {id(v): v for _, v in claims}.values() for text in _broken(value)
-        ]
+        values = list({id(value): value for _, value in claims}.values())
+        result.broken_promises = [text for value in values for text in _broken(value)]
+        rules = [type(value) for value in values if isinstance(value, LayerRule)]
+        missing = [(rule, *found) for rule in rules for found in missing_types(rule, True)]
+        for rule, text, is_there in missing:
+            where = result.broken_promises if is_there else result.remarks
+            where.append(f"{described(rule)}: {text}")
     return result
 
 
@@ -92,10 +96,6 @@ def _broken(value: Any) -> list[str]:
 
 def _broken_rule(rule: LayerRule) -> list[str]:
     found = []
-    if isinstance(rule, ParametricRule):
-        unknown = sorted(set(rule.linear_in_params) - set(rule.params))
-        if unknown:
-            found.append(f"declares linear_in_params {', '.join(unknown)}, which is not in params")
     if isinstance(rule, ElementwiseRule):
         own = _overrides(rule, ElementwiseRule, "second_derivative")
         own = own or _overrides(rule, ElementwiseRule, "_second_derivative_mat_prod")

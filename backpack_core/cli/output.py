@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+T = TypeVar("T")
 
 _COLOURS = {
     "loaded": "green",
@@ -31,14 +34,27 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
 
 
-def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print aligned columns; known words of state get their colour."""
+def width() -> int:
+    """Columns of the terminal, a hundred at most; also when piped, for who reads it."""
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
+
+
+def print_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], wide: int | None = None
+) -> None:
+    """Print aligned columns; known words of state get their colour.
+
+    Args:
+        header: Names of the columns.
+        rows: The cells.
+        wide: How many characters there are; default: as many as needed, when piped.
+    """
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
         table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*[_styled(cell) for cell in row])
-    console().print(table)
+    console().print(table, width=wide)
 
 
 def _styled(cell: str) -> str:
@@ -46,6 +62,22 @@ def _styled(cell: str) -> str:
 
     colour = _COLOURS.get(cell)
     return f"[{colour}]{cell}[/{colour}]" if colour else escape(cell)
+
+
+def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
+    """The items, with a bar on the terminal meanwhile; without one where nobody looks on.
+
+    Args:
+        items: What takes long, one by one.
+        what: What is done.
+        total: How many there are; default: their number.
+    """
+    from rich.progress import track as tracked
+
+    bar = Console(stderr=True)
+    yield from tracked(
+        items, what, total, console=bar, transient=True, disable=not sys.stderr.isatty()
+    )
 
 
 def print_json(value: Any) -> None:

@@ -43,6 +43,7 @@ class Report:
         output: What it printed.
         provides: What it contributes.
         broken_promises: What it declares and does not implement.
+        remarks: What need not be wrong, but may be.
         module_found: Whether the module of the entry point exists.
     """
 
@@ -59,6 +60,7 @@ class Report:
     output: str = ""
     provides: list[Provided] = field(default_factory=list)
     broken_promises: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     module_found: bool = True
 
     @property

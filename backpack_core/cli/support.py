@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core import plugins
+from backpack_core._torch import ModuleHooks
+from backpack_core.cli import output
+from backpack_core.context import backpack
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
@@ -20,20 +25,45 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError, UsageError
-from backpack_core.extending import extend, is_extended
+from backpack_core.extending import extend
+from backpack_core.plugins.declarations import nearest
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.watch import declared_form, is_fast
 
-Rows = tuple[list[str], list[list[str]]]
+
+class Report(NamedTuple):
+    """What is supported, as a table.
+
+    Attributes:
+        header: Names of the columns; those of extensions come last.
+        rows: The cells.
+        reasons: Why a cell is ``refused``, by row and name of the extension.
+        first: How many columns come before those of extensions.
+    """
+
+    header: list[str]
+    rows: list[list[str]]
+    reasons: list[dict[str, str]]
+    first: int
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """A dictionary for each row, with the reasons under ``"reasons"``."""
+        pairs = zip(self.rows, self.reasons, strict=True)
+        return [{**dict(zip(self.header, row, strict=True)), "reasons": why} for row, why in pairs]
+
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def matrix() -> Rows:
-    """Every rule against every extension, as the conformance kit finds it.
+def matrix(chosen: tuple[str, ...] = ()) -> Report:
+    """Every rule against extensions, as the conformance kit finds it.
+
+    Args:
+        chosen: Names of extensions; default: all that are installed.
 
     Raises:
         BackpackError: The kit is not installed.
+        UsageError: An extension is not installed.
     """
     try:
         kit = importlib.import_module("backpack_core.testing.support")
@@ -43,50 +73,86 @@ def matrix() -> Rows:
             "`pip install 'backpack-core[testing]'`, or name a model: "
             "`backpack support MODULE:FACTORY`."
         ) from error
-    header, rows = kit.support_matrix()
-    return list(header), [list(row) for row in rows]
+    classes(chosen)
+    families = output.track(kit.matrix(), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
+    found = [row for _, family in families for row in family]
+    names = list(chosen) or list(found[0].cells)
+    rows = [[row.name, *(row.cells[name].kind for name in names)] for row in found]
+    reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in found]
+    return Report(["layer", *names], rows, reasons, 1)
 
 
-def model_report(target: str, chosen: tuple[str, ...] = ()) -> Rows:
+def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
+    """Extensions by name.
+
+    Args:
+        chosen: Names; default: all that are installed.
+
+    Raises:
+        UsageError: One is not installed.
+    """
+    plugins.ensure_loaded()
+    for name in chosen:
+        if name not in registry.extensions:
+            near = nearest(name, registry.extensions) or "."
+            known = ", ".join(sorted(registry.extensions))
+            raise UsageError(f"No extension {name!r} is installed{near} Installed: {known}.")
+    names = list(chosen) or sorted(registry.extensions)
+    return {n: registry.choose(registry.extensions[n], n, "extension").value for n in names}
+
+
+def model_report(target: str, chosen: tuple[str, ...] = ()) -> Report:
     """A row for each module that is an operation.
 
     Args:
-        target: ``"module:factory"``; the factory takes no arguments and returns a model, or several
-            modules (a model and its loss).
+        target: ``"module:factory"``; the factory takes no arguments and returns a model, or a model
+            and its loss, or these with the inputs of the model and a target: then every extension
+            is tried on them, and what the run refuses is refused.
         chosen: Names of extensions; default: all that are installed.
 
     Returns:
-        Header and rows: path, type, rule, plugin, and for each extension one of ``rule``, ``fast``
-        (the rule, by contractions), ``autodiff``, ``graph`` (from the graph of the loss),
-        ``refused``; ``-`` where there is nothing to compute.
+        Path, type, rule, plugin, and for each extension one of ``rule``, ``fast`` (the rule, by
+        contractions), ``autodiff``, ``graph`` (from the graph of the loss), ``refused``; ``-``
+        where there is nothing to compute.
 
     Raises:
         UsageError: An extension is not installed.
     """
-    plugins.ensure_loaded()
-    unknown = [name for name in chosen if name not in registry.extensions]
-    if unknown:
-        raise UsageError(
-            f"No extension {unknown[0]!r} is installed: {sorted(registry.extensions)}."
-        )
-    names = list(chosen) or sorted(registry.extensions)
-    extensions = [
-        registry.choose(registry.extensions[name], name, "extension").value for name in names
-    ]
-    rows = []
-    for path, module in _operations(_build(target)):
+    extensions = classes(chosen)
+    given = build(target)
+    rows, reasons = [], []
+    kinds = output.track(extensions.items(), "Trying every extension", len(extensions))
+    tried = {name: trial(given, kind) for name, kind in kinds}
+    for path, module in _operations(given.modules):
         resolved = registry.resolve(module)
         rule = "automatic" if resolved.is_fallback else type(resolved.rule).__name__
-        cells = [status(module, resolved, extension) for extension in extensions]
-        rows.append([path, type(module).__name__, rule, str(resolved.provenance), *cells])
-    return ["module", "type", "rule", "plugin", *names], rows
+        judged = {n: judge(module, resolved, kind) for n, kind in extensions.items()}
+        judged |= {n: ("refused", why) for n, why in tried.items() if why}
+        rows.append(
+            [path, type(module).__name__, rule, str(resolved.provenance)]
+            + [cell for cell, _ in judged.values()]
+        )
+        reasons.append({name: why for name, (_, why) in judged.items() if why})
+    return Report(["module", "type", "rule", "plugin", *extensions], rows, reasons, 4)
 
 
-def _build(target: str) -> tuple[Module, ...]:
+class Given(NamedTuple):
+    """What a factory returned.
+
+    Attributes:
+        modules: A model, and its loss.
+        data: Inputs of the model, and a target last; may be empty.
+    """
+
+    modules: tuple[Module, ...]
+    data: tuple[Tensor, ...] = ()
+
+
+def build(target: str) -> Given:
     """Import and call the user's factory.
 
     Raises:
-        UsageError: The target is misspelled, or returns no module.
+        UsageError: The target is misspelled, cannot be called, or returns no module.
     """
     if not _TARGET.fullmatch(target):
         raise UsageError(f"Name a factory as 'package.module:function'. Got {target!r}.")
@@ -94,17 +160,44 @@ def _build(target: str) -> tuple[Module, ...]:
     here = str(Path.cwd())
     if here not in sys.path:  # as python -m does; a console script does not
         sys.path.insert(0, here)
+    factory: Any = None
     try:
-        factory: Any = importlib.import_module(module_name)
+        factory = importlib.import_module(module_name)
         for part in attribute.split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{target!r} cannot be imported: {error}") from error
-    made = factory if isinstance(factory, Module) else factory()
-    modules = made if isinstance(made, tuple) else (made,)
-    if not modules or not all(isinstance(module, Module) for module in modules):
-        raise UsageError(f"{target} must return modules of torch.nn. Got {made!r}.")
-    return modules
+        near = nearest(attribute, vars(factory)) if isinstance(factory, ModuleType) else ""
+        raise UsageError(f"{target!r} cannot be imported: {error}{near}") from error
+    try:
+        made = factory if isinstance(factory, Module) else factory()
+    except Exception as error:
+        raise UsageError(
+            f"{target} cannot be called without arguments ({type(error).__name__}: {error}). Name "
+            "a function without arguments that returns a model, or a model and its loss."
+        ) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    modules = tuple(part for part in parts if isinstance(part, Module))
+    data = tuple(part for part in parts if isinstance(part, Tensor))
+    if not modules or parts != (*modules, *data):
+        raise UsageError(
+            f"{target} must return modules of torch.nn, and tensors behind them. Got {made!r}."
+        )
+    return Given(modules, data)
+
+
+def trial(given: Given, kind: type[Extension]) -> str:
+    """Why a run of an extension is refused; empty where it is not, or there are no data."""
+    if len(given.modules) < 2 or len(given.data) < 2:
+        return ""
+    model, lossfunc = map(extend, given.modules[:2])
+    try:
+        loss = lossfunc(model(*given.data[:-1]), given.data[-1])
+        with warnings.catch_warnings(), backpack(cast(Any, kind)()):
+            warnings.simplefilter("ignore")
+            loss.backward()
+    except (BackpackError, TypeError) as error:
+        return str(error).partition("\n[")[0]
+    return ""
 
 
 def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
@@ -112,33 +205,44 @@ def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
     for module in modules:
         extend(module)
         for path, part in module.named_modules():
-            if is_extended(part):
+            if ModuleHooks.are_installed(part):
                 yield path or type(part).__name__, part
 
 
 def status(module: Module, resolved: Resolved, extension: type[Extension]) -> str:
     """How one extension is computed at one module, as far as that is known without data."""
+    return judge(module, resolved, extension)[0]
+
+
+_MIXING = "samples of the batch influence each other here, so it has no value (use eval mode)"
+_NO_SECOND = "it needs a second derivative, and the rule has none"
+_NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take AffineRule"
+
+
+def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
+    """How one extension is computed at one module, and why it is refused."""
     rule, needs = resolved.rule, _needs(extension)
     if issubclass(extension, GraphExtension):
-        return "graph" if _has_residual(resolved, module, needs) else "refused"
+        has = _has_residual(resolved, module, needs)
+        return ("graph", "") if has else ("refused", _NO_SECOND)
     if _mixes_samples(rule, module):
-        return "refused"
+        return "refused", _MIXING
     parameters = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
     if isinstance(rule, LossRule):
-        return "-" if issubclass(extension, FirstOrderExtension) else "rule"
+        return ("-" if issubclass(extension, FirstOrderExtension) else "rule"), ""
     if needs == "second derivative" and not _has_second_derivative(resolved):
-        return "refused"
+        return "refused", _NO_SECOND
     names = rule.parameter_names(module) if isinstance(rule, ParametricRule) else ()
     covered = {name for name in names if _is_trained(module, name)}
     if not parameters and not covered:
         if issubclass(extension, FirstOrderExtension):
-            return "-"
-        return "autodiff" if resolved.is_fallback else "rule"
+            return "-", ""
+        return ("autodiff" if resolved.is_fallback else "rule"), ""
     if needs == "structure" and not _has_structure(rule, module, parameters | covered):
-        return "refused"
+        return "refused", _NO_STRUCTURE
     if parameters - covered:
-        return "autodiff"
-    return "fast" if is_fast(extension, declared_form(type(rule))) else "rule"
+        return "autodiff", ""
+    return ("fast" if is_fast(extension, declared_form(type(rule))) else "rule"), ""
 
 
 def _is_trained(module: Module, name: str) -> bool:

@@ -24,7 +24,11 @@ from backpack_core.tuning import even_size
 
 
 class ColumnPropagator(Propagator):
-    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``."""
+    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``.
+
+    To write:
+        ``start(rule, view)``: columns ``[V, N, *in]`` at the input of a loss.
+    """
 
     keeps_apart = True
 
@@ -97,7 +101,8 @@ class ColumnPropagator(Propagator):
             turns = turns.repeat(1, mat.shape[1] // positions)
             return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in turns])
 
-        return Columns({Root(r.name, scale=r.scale): split(mat) for r, mat in quantity.blocks.items()})
+        blocks = quantity.blocks.items()
+        return Columns({Root(r.name, scale=r.scale): split(mat) for r, mat in blocks})
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
         """Block by block."""

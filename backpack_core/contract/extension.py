@@ -65,6 +65,10 @@ class Extension(ABC):
             automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
             its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
+
+    To write:
+        ``read(product)``: the value of one parameter, from ``M[v, n]``. An ``__init__`` calls
+        ``super().__init__(...)``.
     """
 
     savefield: str = ""
@@ -111,6 +115,11 @@ class Extension(ABC):
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode
         self.module_extensions: dict[type[Module], ModuleExtension] = {}
+
+    def __repr__(self) -> str:
+        """The class, where it saves, and what travels."""
+        settings = [f"{n}={vars(self).get(n)!r}" for n in ("savefield", "propagator")]
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     @classmethod
     @hookimpl
@@ -206,7 +215,11 @@ class Extension(ABC):
 
 
 class FirstOrderExtension(Extension):
-    """An extension of the individual gradients: nothing but the gradient itself travels."""
+    """An extension of the individual gradients: nothing but the gradient itself travels.
+
+    To write:
+        ``read(product)``, with a single column: ``V = 1``.
+    """
 
     def __init__(
         self,
@@ -225,7 +238,11 @@ class FirstOrderExtension(Extension):
 
 
 class SecondOrderExtension(Extension):
-    """An extension that needs a propagated quantity, started at an extended loss."""
+    """An extension that needs a propagated quantity, started at an extended loss.
+
+    To write:
+        ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.
+    """
 
 
 def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -50,7 +50,11 @@ class LossGraph:
 
 
 class GraphReading(ABC):
-    """What one such extension gathers in one backward pass."""
+    """What one such extension gathers in one backward pass.
+
+    To write:
+        ``results(graph)``: the value of each parameter. Optional: ``observe(view)``.
+    """
 
     def observe(self, view: View) -> None:  # noqa: B027 - most wait for the end
         """Called at every output of a call, when its gradient is there."""
@@ -75,6 +79,9 @@ class GraphExtension(SecondOrderExtension):
     Attributes:
         is_of_losses: Whether it belongs to the extended losses, so that there has to be nothing but
             a weighted sum of them; else to whatever ``backward()`` is called on.
+
+    To write:
+        ``begin()``: a :class:`GraphReading` for one backward pass.
     """
 
     keeps_graph = True

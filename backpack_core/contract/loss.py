@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.switch import disable
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 from backpack_core.values import any_of
 
@@ -28,6 +29,11 @@ class LossRule(LayerRule):
         likelihood: Why Monte-Carlo sampling makes sense: the loss is the negative logarithm of
             this distribution. Empty where it is none.
         instead: What to do for curvature where ``hessian_is_zero``, as a sentence for messages.
+
+    To write:
+        ``_sqrt_hessian(view)``: ``[V, N, *in]``, and ``_hessian_mat_prod(view, mat)``:
+        ``[V, N, *in] → [V, N, *in]``. Optional: ``_sqrt_hessian_sampled(view, samples)``, with a
+        ``likelihood``, and ``normalisation(view)``.
     """
 
     is_loss = True
@@ -96,15 +102,15 @@ class LossRule(LayerRule):
         Raises:
             UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
         """
-        return self._sqrt_hessian(view) * self._root_scale(view)
+        return self._asked(view, "_sqrt_hessian") * self._root_scale(view)
 
     def sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         """Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
-        return self._sqrt_hessian_sampled(view, samples) * self._root_scale(view)
+        return self._asked(view, "_sqrt_hessian_sampled", samples) * self._root_scale(view)
 
     def hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         """Loss Hessian times columns ``[V, N, *in]``, with the arriving gradient as factor."""
-        return self._hessian_mat_prod(view, mat) * self._scale(view)
+        return self._asked(view, "_hessian_mat_prod", mat) * self._scale(view)
 
     def sum_hessian(self, view: View) -> Tensor:
         """The Hessian summed over samples. Shape ``[D, D]`` with ``D`` the size of one input."""
@@ -119,6 +125,13 @@ class LossRule(LayerRule):
         raise UnsupportedError(
             f"{view.path} is a loss: quantities start there, none is carried through it."
         )
+
+    def _asked(self, view: View, method: str, *arguments: Any) -> Tensor:
+        given = Untouched(view, arguments)
+        mat: Tensor = getattr(self, method)(view, *arguments)
+        given.check(self, method)
+        expect(view, self, f"{method} returned", mat, view.input_shape)
+        return mat
 
     def _scale(self, view: View) -> Tensor:
         """The arriving gradient, shaped to multiply ``[V, N, *in]``."""

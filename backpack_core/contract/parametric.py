@@ -17,6 +17,7 @@ from backpack_core.contract.regrouping import regrouped
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 
@@ -27,6 +28,11 @@ class ParametricRule(LayerRule):
         params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
             Other parameters of the module are read off by automatic differentiation.
         linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, as for every :class:`LayerRule`, and
+        ``_param_jac_t_mat_prod(view, name, mat)``: ``J_θᵀ mat`` of one parameter,
+        ``[V, N, *out] → [V, N, *θ]``, not summed over samples.
     """
 
     params: ClassVar[tuple[str, ...]] = ()
@@ -51,7 +57,14 @@ class ParametricRule(LayerRule):
             ShapeError: ``mat`` or the product has the wrong shape.
         """
         expect(view, self, "_param_product is given", mat, view.output_shape)
-        product = self._param_product(view, name, mat)
+        given = Untouched(view, mat)
+        product: object = self._param_product(view, name, mat)
+        given.check(self, "_param_product")
+        if not isinstance(product, SampleProduct):
+            raise ShapeError(
+                f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
+                f"{view.path}, expected a SampleProduct."
+            )
         found = (product.columns, product.samples, *product.shape)
         expected = (*mat.shape[:2], *view.parameter_itself(name).shape)
         if found != expected:
@@ -103,13 +116,16 @@ class ParametricRule(LayerRule):
 
         def form(columns: slice, rows: slice) -> Tensor:
             part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
+            given = Untouched(part, mat)
             result = self._param_jac_t_mat_prod(part, name, mat[columns, rows])
+            given.check(self, "_param_jac_t_mat_prod")
             expected = (*mat[columns, rows].shape[:2], *shape)
-            if tuple(result.shape) != expected:
+            if not isinstance(result, Tensor) or tuple(result.shape) != expected:
+                is_tensor = isinstance(result, Tensor)
+                got = f"shape {list(result.shape)}" if is_tensor else repr(result)
                 raise ShapeError(
-                    f"{type(self).__name__}._param_jac_t_mat_prod returned shape "
-                    f"{list(result.shape)} for {name!r} of {view.path}, expected [V, N, *{name}] "
-                    f"= {list(expected)}."
+                    f"{type(self).__name__}._param_jac_t_mat_prod returned {got} for {name!r} of "
+                    f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
                 )
             return result
 
@@ -117,7 +133,12 @@ class ParametricRule(LayerRule):
 
 
 class ProductRule(ParametricRule):
-    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself."""
+    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, and ``_param_product(view, name, mat)``: columns
+        ``[V, N, *out]`` to a :class:`~backpack_core.SampleProduct` ``[V, N, *θ]``.
+    """
 
     @abstractmethod
     def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
@@ -135,6 +156,10 @@ class AffinePairsRule(ProductRule):
     (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
     contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
     arXiv:2311.00636).
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, and ``affine_pair(view, name, mat)``: ``y``'s columns
+        ``[V, N, S, G, O]`` and ``x`` ``[N, S, G, I]``. Optional: ``arrangement(view, name)``.
     """
 
     @abstractmethod
@@ -168,6 +193,10 @@ class AffineRule(AffinePairsRule):
     """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
 
     Linear layers, convolutions and transposed convolutions have this form.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, ``affine_input(view)``: ``[N, S, G, I]``, and
+        ``affine_output(view, mat)``: ``[V, N, *out] → [V, N, S, G, O]``.
     """
 
     params = ("weight", "bias")

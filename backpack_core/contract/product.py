@@ -100,6 +100,9 @@ class SampleProduct(Reading, ABC):
         samples: ``N``.
         like: Some tensor with the product's dtype and device.
         roots: Where the columns were started, and how many each root has.
+
+    To write:
+        ``part(columns, samples)``: ``M`` of some, formed.
     """
 
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:

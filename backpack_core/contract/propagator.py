@@ -45,6 +45,10 @@ class Propagator(ABC):
     Attributes:
         subsampling: The samples that take part, ``None`` for all. The engine hands every method a
             view that shows those samples only.
+
+    To write:
+        ``start(rule, view)``, ``propagate(rule, view, quantity)`` and
+        ``product(rule, view, name, quantity)``.
     """
 
     travels: ClassVar[bool] = True
@@ -52,6 +56,10 @@ class Propagator(ABC):
     keeps_apart: ClassVar[bool] = False
     starts_everywhere: ClassVar[bool] = False
     subsampling: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        """The class; a dataclass shows its fields."""
+        return f"{type(self).__name__}()"
 
     @classmethod
     @hookimpl

@@ -33,6 +33,7 @@ from torch.nn import Module
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
@@ -52,6 +53,11 @@ class LayerRule(ABC):
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
 
     A property that is not declared is assumed absent. The conformance kit checks each of them.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``: ``J_xᵀ mat``, ``[V, N, *out] → [V, N, *in]``; a tuple for
+        several input tensors. Optional: ``_second_derivative_mat_prod(view, grad_output, mat)``,
+        ``check(view)``, ``mixes_samples(view)``, ``batch_axis(view, index)``.
     """
 
     module_types: ClassVar[tuple[ModuleType, ...]] = ()
@@ -118,11 +124,13 @@ class LayerRule(ABC):
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
+        given = Untouched(view, mat)
         result = self._jac_t_mat_prod(view, mat)
+        given.check(self, "_jac_t_mat_prod")
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):
             product = products[slot]
-            if product is None:
+            if product is None and isinstance(result, tuple):
                 continue
             if view.indices is not None and not view.has_batch(view.full.inputs[slot]):
                 _refuse_uncut(view, tensor)
@@ -166,7 +174,9 @@ class LayerRule(ABC):
         if self.hessian_is_zero:
             return torch.zeros_like(mat)
         expect(view, self, "_second_derivative_mat_prod is given", mat, view.input_shape)
+        given = Untouched(view, grad_output, mat)
         product = self._second_derivative_mat_prod(view, grad_output, mat)
+        given.check(self, "_second_derivative_mat_prod")
         expect(
             view, self, "_second_derivative_mat_prod returned", product, view.input_shape, len(mat)
         )
@@ -199,6 +209,10 @@ class ElementwiseRule(LayerRule):
 
     ``view.input`` may have been overwritten where the module works in place; a formula in terms of
     ``view.output`` survives that.
+
+    To write:
+        ``derivative(view)`` and, unless ``hessian_is_zero``, ``second_derivative(view)``: tensors
+        of the shape of the input, ``[N, *]``.
     """
 
     hessian_is_diagonal = True
@@ -237,11 +251,16 @@ def expect(
     view: View,
     rule: LayerRule,
     what: str,
-    mat: Tensor,
+    mat: Any,
     shape: torch.Size,
     columns: int | None = None,
 ) -> None:
     """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
+    if not isinstance(mat, Tensor):
+        raise ShapeError(
+            f"{type(rule).__name__}.{what} {mat!r} at {view.path}, expected a tensor "
+            f"[V, {', '.join(map(str, shape))}]."
+        )
     if mat.shape[1:] == shape and (columns is None or len(mat) == columns):
         return
     found = list(mat.shape)

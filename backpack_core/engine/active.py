@@ -22,6 +22,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group
+from backpack_core.ledger import Ledger
 from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
@@ -46,6 +47,7 @@ class Context:
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
             autograd, or by whoever saw the call of ``backward()``.
+        ledger: What everything took.
         announced: Passes whose ``backward()`` was seen and has not returned yet, innermost last.
     """
 
@@ -61,6 +63,12 @@ class Context:
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __repr__(self) -> str:
+        """What was asked for, and what is under way."""
+        names = ", ".join(type(extension).__name__ for extension in self.extensions)
+        return f"<context of {names or 'no extensions'}, {len(self.passes)} passes under way>"
 
 
 _stacks: dict[int, tuple[Context, ...]] = {}

@@ -19,11 +19,12 @@ from backpack_core.engine.active import Context, logger
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.leaves import add_leaves
-from backpack_core.engine.location import place
+from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
     changed_gradient,
     refuse_beside,
     refuse_function_of_loss,
+    refuse_loss_alone,
     refuse_misaligned,
     refuse_other_terms,
     report_bare,
@@ -38,6 +39,7 @@ from backpack_core.graph.aligning import align
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
+from backpack_core.ledger import Ledger
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
@@ -120,7 +122,11 @@ class BackwardPass:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
         survey, viewed = self.survey, {node for node, _ in self.survey.viewed}
         is_first, bare = not survey.sites, set(survey.bare)
-        survey.add(edges)
+        try:
+            survey.add(edges)
+        except Exception as error:
+            place_between(error, survey, None)
+            raise
         refuse_beside(survey)
         if survey.faults and any(group.propagator.per_sample for group in self._groups):
             fault = survey.fault()
@@ -128,6 +134,8 @@ class BackwardPass:
                 raise fault
         self._align(edges)
         if survey.sites and survey.bare:
+            if self.context.groups and is_first:
+                refuse_loss_alone(survey, self.context.extensions)
             report_bare(survey, bare, self.context.extensions)
         if not is_first:
             self._sink.refuse_late_uses()
@@ -168,7 +176,7 @@ class BackwardPass:
             self._sums.join(self._groups)
             self._sums.listen()
         dye, slot = self._measurement.dye, len(self._groups)
-        self._groups.append(Group(dye))
+        self._groups.append(Group(dye, Ledger()))
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
                 self._schedule.leave(slot, edge, wide=dye.begin(gradient))
@@ -298,8 +306,11 @@ class BackwardPass:
         if self._measurement is not None:
             self._measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            finished = [(e, e.finish(values)) for e, values in self._sink.deferred.items()]
-            for extension, values in (*finished, *self._graph.results(self.survey)):
+            finished = self._sink.finished()
+            for extension, values in (
+                *finished,
+                *self._graph.results(self.survey, self.context.ledger),
+            ):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
 

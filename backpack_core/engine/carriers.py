@@ -56,9 +56,13 @@ class Carrier(ABC):
 
     Class attributes:
         gives_values: What is found at parameters is stored as it is; else extensions read it.
+
+    Attributes:
+        speaker: Whose code that is, for messages.
     """
 
     gives_values: ClassVar[bool] = False
+    speaker: object
 
     @abstractmethod
     def starts(self, view: View) -> bool:
@@ -81,7 +85,7 @@ class RuleCarrier(Carrier):
     """A layer rule, which any extension can read from."""
 
     def __init__(self, propagator: Propagator, batch_size: int) -> None:
-        self._propagator = propagator
+        self._propagator = self.speaker = propagator
         self._batch_size = batch_size
 
     def starts(self, view: View) -> bool:
@@ -127,7 +131,7 @@ class HandWrittenCarrier(Carrier):
     def __init__(
         self, module_extension: ModuleExtension, propagator: Propagator, extension: Extension
     ) -> None:
-        self._module_extension = module_extension
+        self._module_extension = self.speaker = module_extension
         self._propagator = propagator
         self._extension = extension
 

@@ -13,6 +13,7 @@ from backpack_core.engine.location import place, place_between
 from backpack_core.errors import UsageError
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.trained import complex_parameter
+from backpack_core.ledger import Ledger
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
 
@@ -53,7 +54,9 @@ class GraphPass:
                 place(error, view, extension)
                 raise
 
-    def results(self, survey: Survey) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
+    def results(
+        self, survey: Survey, ledger: Ledger
+    ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The values of all parameters, by extension."""
         if self._readings:
             assert self._roots is not None
@@ -61,7 +64,8 @@ class GraphPass:
             graph = LossGraph(self._roots, gradients, _parameters(survey), survey.nonlinear)
             for extension, reading in self._readings:
                 try:
-                    values = reading.results(graph)
+                    with ledger.entry(None, type(extension), "graph") as entry:
+                        values = entry.result = reading.results(graph)
                 except Exception as error:
                     place_between(error, survey, extension)
                     raise

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
+from backpack_core.ledger import Ledger
 from backpack_core.plugins.registry import registry
 
 
@@ -18,9 +19,11 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
         has_overrides: Whether a module extension may speak for some modules.
+        ledger: Where it is noted what they take.
     """
 
     propagator: Propagator
+    ledger: Ledger
     extensions: tuple[Extension, ...] = ()
     needs: frozenset[Any] = frozenset()
     has_overrides: bool = False
@@ -33,8 +36,13 @@ class Group(NamedTuple):
 
 def group(
     extensions: tuple[Extension, ...],
+    ledger: Ledger,
 ) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
     """Group extensions by equal propagators, except where one goes its own way at some modules.
+
+    Args:
+        extensions: What was asked for.
+        ledger: Where it is noted what they take.
 
     Returns:
         The groups, and apart from them what reads the loss as a whole.
@@ -45,7 +53,7 @@ def group(
             continue
         alone = bool(extension.module_extensions) or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
-        known = groups.get(key, Group(extension.propagator, has_overrides=alone))
+        known = groups.get(key, Group(extension.propagator, ledger, has_overrides=alone))
         groups[key] = known._replace(
             extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
         )

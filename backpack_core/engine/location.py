@@ -1,10 +1,24 @@
-"""Adds to an error where it happened: module, extension, and who provided them."""
+"""Adds to an error where it happened: module, extension, and who provided them.
+
+What code of a plugin raises of its own accord, whatever its type, becomes a ``PluginCodeError``
+here, and nowhere else.
+"""
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
+import torch
+
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.errors import BackpackError, BridgeError
+from backpack_core.errors import (
+    BackpackError,
+    BridgeError,
+    PluginCodeError,
+    UnsupportedByPluginError,
+)
 from backpack_core.graph.paths import sources
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
@@ -35,11 +49,33 @@ def place_between(
 
 def _place(error: Exception, extension: Extension | None, where: str) -> None:
     """Say it once: the innermost place counts."""
-    if getattr(error, "backpack_context", None) is not None:
+    if getattr(error, "backpack_context", ""):
         return
     who = "no extension" if extension is None else registry.describe(extension)
-    text = error.backpack_context = f"[{who}{where}]"  # type: ignore[attr-defined]
+    text = f"[{who}{where}]"
+    line = "" if isinstance(error, _AS_THEY_ARE) else _foreign_line(error)
+    if line:
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        is_missing = isinstance(error, NotImplementedError)
+        kind = UnsupportedByPluginError if is_missing else PluginCodeError
+        fault = kind(f"{raised}\nraised in {line}\n{text}")
+        fault.backpack_context = text
+        raise fault from error
     if isinstance(error, BackpackError):
         error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
     elif hasattr(error, "add_note"):
         error.add_note(text)
+    error.backpack_context = text  # type: ignore[attr-defined]
+
+
+# Ours say what to do, and callers recover from memory that is used up.
+_AS_THEY_ARE = (BackpackError, torch.OutOfMemoryError, MemoryError)
+_OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+def _foreign_line(error: Exception) -> str:
+    """The innermost line that is neither core's nor torch's, and empty if there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*_OURS, "<")):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return ""

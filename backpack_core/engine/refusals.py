@@ -8,10 +8,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import Node
+from backpack_core._torch import ModuleHooks, Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.groups import Group
-from backpack_core.errors import UncoveredParameterWarning, UnsupportedError, warn_once
+from backpack_core.errors import (
+    NotExtendedError,
+    UncoveredParameterWarning,
+    UnsupportedError,
+    warn_once,
+)
 from backpack_core.graph import nodes
 from backpack_core.graph.above import begins_at_losses, nonlinear_above
 from backpack_core.graph.alignment import Alignment
@@ -19,7 +24,7 @@ from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import name_of_parameter
+from backpack_core.record.owner import name_of_parameter, owners_of
 from backpack_core.record.view import View
 
 
@@ -70,6 +75,15 @@ _COMPILED = (
 
 
 def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> None:
+    lost = _not_extended(parameter, modules)
+    if lost:
+        warn_once(
+            (id(modules[0]), lost),
+            f"{lost} is no extended part of its model, so its parameters get no quantity: it was "
+            "put there, or wrapped, after extend(model), or unextended. Call extend(model) again.",
+            UncoveredParameterWarning,
+        )
+        return
     name = name_of_parameter(modules, parameter)
     which = "A parameter" if name is None else f"The parameter {name}"
     warn_once(
@@ -141,6 +155,35 @@ def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:
         "no sample. Hand that term over, backpack(..., beside=[term]), and quantities are those "
         "of the rest; or call backward() on it outside of the block."
     )
+def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
+    """The module that owns a parameter inside an extended model and does not report itself."""
+    for model in owners_of(modules):
+        for path, part in model.named_modules():
+            own = any(parameter is other for other in part._parameters.values())
+            if own and not ModuleHooks.are_installed(part):
+                return f"{type(part).__name__} {path!r}"
+    return ""
+
+
+def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
+    """Raise where losses are all that is extended, and parameters are trained behind them.
+
+    Args:
+        survey: What is known about the graph.
+        extensions: What was asked for.
+
+    Raises:
+        NotExtendedError: There would be no quantity at all.
+    """
+    calls = [call for call, _ in survey.sites]
+    if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
+        losses = ", ".join(dict.fromkeys(call.path for call in calls))
+        names = ", ".join(type(extension).__name__ for extension in extensions)
+        raise NotExtendedError(
+            f"Only the loss ({losses}) is extended, and {len(survey.bare)} trained parameters "
+            f"behind it belong to no extended module: {names} would compute nothing. Call "
+            "model = extend(model) before the forward pass."
+        )
 
 
 def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -12,12 +13,13 @@ from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.carriers import allows_fallback, tolerates
 from backpack_core.engine.groups import Group
-from backpack_core.engine.location import place
+from backpack_core.engine.location import place, place_between
 from backpack_core.engine.ownership import owned
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -86,7 +88,13 @@ class Sink(ABC):
                 try:
                     whole = join(readings) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
-                    value = extension.read(shown)
+                    given = Untouched(view, shown)
+                    way = "rule" if is_covered else "autodiff"
+                    with group.ledger.entry(view.call.module, type(extension), way) as entry:
+                        value = entry.result = extension.read(shown)
+                    given.check(extension, "read")
+                    if value is None:
+                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
                 except UnsupportedError as error:
                     if not tolerates(extension, view, name, error):
                         raise
@@ -193,6 +201,17 @@ class FieldSink(Sink):
             uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
             self._missing = len(survey.sites), uses
         return self._missing[1]
+
+    def finished(self) -> list[tuple[Extension, Mapping[Tensor, Any]]]:
+        """What extensions that wait for the end of the pass store."""
+        found = []
+        for extension, values in self.deferred.items():
+            try:
+                found.append((extension, extension.finish(values)))
+            except Exception as error:
+                place_between(error, self.survey, extension)
+                raise
+        return found
 
     def refuse_late_uses(self) -> None:
         """Raise if a parameter that was read already turns out to be used once more."""

@@ -23,6 +23,7 @@ from backpack_core.contract.scale import ScaleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.survey import Survey
+from backpack_core.ledger import Ledger
 from backpack_core.record.owner import name_of_parameter
 
 
@@ -52,7 +53,7 @@ class SumCheck(FirstOrderExtension):
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
                 groups[slot] = group._replace(extensions=extensions, needs=needs)
                 return
-        groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
+        groups.append(Group(self.propagator, Ledger(), (self,), frozenset(self.needs)))
 
     def listen(self) -> None:
         """Have autograd tell what it brings to parameters, before hooks of others change it."""

@@ -23,6 +23,7 @@ from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter
+from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
@@ -117,7 +118,11 @@ class Traversal:
         if call.edges.count(None) == len(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            inputs = carrier.send(view, quantity)
+            given = Untouched(view, quantity)
+            ledger, kind = self.groups[slot].ledger, type(carrier.speaker)
+            with ledger.entry(call.module, kind, "sent") as entry:
+                inputs = entry.result = carrier.send(view, quantity)
+            given.check(carrier.speaker, "propagate")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)
         except OverwrittenInputError:
@@ -235,14 +240,18 @@ class Traversal:
         group = self.groups[slot]
         trained = self.survey.trained[view.call]
         if carrier.gives_values:
+            given = Untouched(view, quantity)
             for found in carrier.find(view, trained, quantity):
+                given.check(carrier.speaker, found.name)
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
             return
         beside: dict[Any, Any] = {}
+        given = Untouched(view, quantity)
         everything = list(carrier.find(view, trained, quantity))  # before any of it is read
+        given.check(carrier.speaker, "product")
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)

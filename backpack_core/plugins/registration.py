@@ -10,7 +10,9 @@ from typing import Any
 
 import pluggy
 
+from backpack_core.contract.extension import Extension
 from backpack_core.contract.hook import PROJECT
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import (
     PluginConflictError,
     PluginError,
@@ -18,6 +20,7 @@ from backpack_core.errors import (
     add_library_folder,
 )
 from backpack_core.plugins import hookspecs
+from backpack_core.plugins.declarations import described, missing_types, nearest
 from backpack_core.plugins.discovery import Provenance
 from backpack_core.plugins.registry import check_contributions, registry
 
@@ -122,7 +125,8 @@ def register(obj: Any, name: str | None = None) -> Any:
     """Register a plugin of this process: a rule, extension or propagator class, or a module.
 
     What an installed package does with an entry point, a script or notebook does with this. May be
-    used as a class decorator.
+    used as a class decorator. A class that is defined in ``__main__`` replaces the one of its name
+    that was: the cell of a notebook may run again.
 
     Args:
         obj: A class derived from one of core's base classes, or an object with hook
@@ -139,13 +143,63 @@ def register(obj: Any, name: str | None = None) -> Any:
     name = name or _name_of(obj)
     provenance = Provenance(name)
     with lock:
-        if _manager.has_plugin(_key(provenance)):
+        known = _manager.get_plugin(_key(provenance))
+        if known is not None and _is_rerun(known, obj):
+            return _replace(known, obj, provenance)
+        if known is not None:
             raise PluginConflictError(
                 f"A plugin named {name!r} is registered already: pass another name, or call "
                 f"backpack_core.unregister({name!r}) first."
             )
-        enter(obj, provenance)
+        _enter_alone(obj, provenance)
     return obj
+
+
+def _is_rerun(known: Any, obj: Any) -> bool:
+    """Whether a cell of a notebook, or a line of a console, has defined a class once more."""
+    return (
+        isinstance(known, type)
+        and isinstance(obj, type)
+        and known is not obj
+        and known.__module__ == obj.__module__ == "__main__"
+        and known.__qualname__ == obj.__qualname__
+    )
+
+
+def _replace(known: Any, obj: Any, provenance: Provenance) -> Any:
+    """Put a class in the place of an earlier one, which stays where the new one is refused."""
+    withdraw(provenance)
+    try:
+        _enter_alone(obj, provenance)
+    except BaseException:
+        enter(known, provenance)
+        raise
+    return obj
+
+
+def _enter_alone(obj: Any, provenance: Provenance) -> None:
+    enter(obj, provenance)
+    try:
+        _check_alone(obj)
+    except PluginError:
+        withdraw(provenance)
+        raise
+
+
+def _check_alone(obj: Any) -> None:
+    """What only matters where the author looks on: names of nothing, and a field that is taken."""
+    if not isinstance(obj, type):
+        return
+    if issubclass(obj, LayerRule):
+        for fault, _ in missing_types(obj, may_import=False):
+            raise PluginError(f"{described(obj)}: {fault}.")
+    if issubclass(obj, Extension):
+        other = registry.saves_under(obj)
+        if other is not None:
+            raise PluginConflictError(
+                f"{described(obj)}: savefield {obj.savefield!r} is that of {other.value.__name__} "
+                f"of {other.provenance} already: choose another name."
+            )
 
 
 def _name_of(obj: Any) -> str:
@@ -163,7 +217,9 @@ def unregister(name: str) -> None:
     """
     with lock:
         if not _manager.has_plugin(_key(Provenance(name))):
-            raise PluginError(f"No plugin named {name!r} was registered in this process.")
+            known = [p.rpartition(":")[2] for p, _ in _manager.list_name_plugin() if p[:1] == ":"]
+            near = nearest(name, known) or "."
+            raise PluginError(f"No plugin named {name!r} was registered in this process{near}")
         withdraw(Provenance(name))
 
 

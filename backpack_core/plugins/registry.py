@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.nn import Module
@@ -20,6 +21,7 @@ from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType
 from backpack_core.errors import PluginConflictError, PluginError
+from backpack_core.plugins.declarations import described, faults, missing_params
 from backpack_core.plugins.discovery import Provenance, canonical, preferred_by_environment
 from backpack_core.plugins.sameness import is_same_map, methods_behind
 
@@ -125,11 +127,17 @@ class Registry:
 
         Raises:
             PluginConflictError: Several distributions claim the type.
+            PluginError: The rule speaks of parameters that the module does not have.
         """
         kind = class_of(module)
         found = self._rule_cache.get(kind)
         if found is None:
-            found = self._rule_cache[kind] = self.resolve_type(kind)
+            found = self.resolve_type(kind)
+            fault = missing_params(found.rule, module)
+            if fault:
+                who = f"{described(type(found.rule))} of {found.provenance}"
+                raise PluginError(f"{who}: {fault}.")
+            self._rule_cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found
         return FALLBACK
@@ -164,6 +172,14 @@ class Registry:
             if matches and isinstance(extension, extension_type):
                 name = f"{extension_type.__name__}/{_qualified_name(type(module))}"
                 return self.choose(claims, name, "pair override").value
+        return None
+
+    def saves_under(self, kind: type[Extension]) -> Claim[type[Extension]] | None:
+        """Another extension that saves under the name of this one, and is no relative of it."""
+        for claim in (c for claims in self.extensions.values() for c in claims):
+            is_relative = issubclass(kind, claim.value) or issubclass(claim.value, kind)
+            if claim.value.savefield == kind.savefield and kind.savefield and not is_relative:
+                return claim
         return None
 
     def has_overrides(self, extension_type: type[Extension]) -> bool:
@@ -234,13 +250,12 @@ def check_contributions(found: dict[str, list[Any]]) -> Contributions:
     Raises:
         PluginError: An object is not of the kind its hook promises.
     """
+    rules = _each(found, "backpack_layer_rules", partial(_is_whole, base=LayerRule))
+    extensions = _each(found, "backpack_extensions", partial(_is_whole, base=Extension))
+    propagators = _each(found, "backpack_propagators", partial(_is_whole, base=Propagator))
+    overrides = _each(found, "backpack_pair_overrides", _is_override)
     return Contributions(
-        rules=tuple(rule() for rule in _each(found, "backpack_layer_rules", _is_rule)),
-        extensions=tuple(_each(found, "backpack_extensions", _is_extension)),
-        propagators=tuple(
-            _each(found, "backpack_propagators", lambda o: _is_concrete(o, Propagator))
-        ),
-        overrides=tuple(_each(found, "backpack_pair_overrides", _is_override)),
+        tuple(rule() for rule in rules), tuple(extensions), tuple(propagators), tuple(overrides)
     )
 
 
@@ -256,32 +271,16 @@ def _is_subclass(item: Any, base: type) -> bool:
     return isinstance(item, type) and issubclass(item, base)
 
 
-def _is_concrete(item: Any, base: type) -> bool:
+def _is_whole(item: Any, base: type) -> bool:
+    """Whether it is a class of a kind; raises if it is one that cannot be used."""
+    if not _is_subclass(item, base):
+        return False
     missing = getattr(item, "__abstractmethods__", ())
-    if _is_subclass(item, base) and missing:
+    if missing:
         raise PluginError(f"{item.__name__} does not implement {', '.join(sorted(missing))}.")
-    return _is_subclass(item, base)
-
-
-def _is_extension(item: Any) -> bool:
-    if not _is_concrete(item, Extension):
-        return False
-    if item.savefield and not item.savefield.isidentifier():
-        raise PluginError(
-            f"{item.__name__}.savefield must be a Python identifier. Got {item.savefield!r}."
-        )
-    return True
-
-
-def _is_rule(item: Any) -> bool:
-    if not _is_concrete(item, LayerRule):
-        return False
-    types = item.module_types
-    if not types or not all(isinstance(t, str) or _is_subclass(t, Module) for t in types):
-        raise PluginError(
-            f"{item.__name__}.module_types must name torch.nn.Module classes or their qualified "
-            f"names. Got {types!r}."
-        )
+    found = faults(item)
+    if found:
+        raise PluginError(f"{described(item)}: {'; '.join(found)}.")
     return True
 
 

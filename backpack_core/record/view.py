@@ -64,6 +64,7 @@ class View:
         "node",
         "positions",
         "stored",
+        "watched",
     )
 
     def __init__(
@@ -86,6 +87,7 @@ class View:
         self.is_reached = True
         self.positions = positions
         self._whole: View | None = None
+        self.watched: list[Tensor] = []
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:

@@ -198,11 +198,14 @@ class ExtensionCase(Case):
     Attributes:
         extension_factory: Makes the extension; called with ``subsampling=...`` if it takes that.
         quantity: What it computes; default: the row of the kit's table for its save field.
+        loss: The loss of the kit's nets, with labels, say (``LABELLED``); default: one that is a
+            function of the prediction alone.
     """
 
     kind: ClassVar[str] = "extension"
     extension_factory: Callable[..., Extension]
     quantity: Quantity | None = None
+    loss: LossCase | None = None
 
     def label(self) -> str:
         """The given name, or the extension's."""

@@ -21,6 +21,7 @@ from backpack_core.record.call import edge_of, site_at
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
+from backpack_core.recording import in_order
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
 from backpack_core.testing.compare import require
@@ -142,7 +143,8 @@ def _forward(
         # A module may write to its input, which a leaf forbids.
         return leaf.clone() if _works_in_place(module) else leaf.view_as(leaf)
 
-    args, kwargs = map_tensors((given.args, dict(given.kwargs)), passed)
+    declared = in_order(module, dict(given.kwargs))  # as the call that a rule sees
+    args, kwargs = map_tensors((given.args, declared), passed)
     result = seeded(lambda: module(*args, **kwargs), FORWARD)
     return tuple(leaves), list(iter_tensors(result))
 

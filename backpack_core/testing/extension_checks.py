@@ -26,7 +26,15 @@ from backpack_core.testing.extensions_run import (
     no_calls_left,
     values_of,
 )
-from backpack_core.testing.network import Mix, Readout, Shrink, SoftmaxLoss, Squash
+from backpack_core.testing.network import (
+    CLASSES,
+    BoundLoss,
+    Mix,
+    Readout,
+    Shrink,
+    SoftmaxLoss,
+    Squash,
+)
 from backpack_core.testing.quantities import Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 
@@ -42,13 +50,18 @@ class ExtensionNet(Module):
     """
 
     def __init__(
-        self, shape: tuple[int, ...], shrink: bool, residual: bool = False, twice: bool = False
+        self,
+        shape: tuple[int, ...],
+        shrink: bool,
+        residual: bool = False,
+        twice: bool = False,
+        outputs: int = CLASSES,
     ) -> None:
         super().__init__()
         self.mix = Mix(shape[-1])
         self.shrink = Shrink(shape) if shrink else torch.nn.Identity()
         self.squash = Squash()
-        self.readout = Readout(torch.Size(shape).numel())
+        self.readout = Readout(torch.Size(shape).numel(), outputs)
         self.residual, self.twice = residual, twice
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,10 +101,22 @@ def _build(
     **options: bool,
 ) -> Problem:
     def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
-        net = seeded(lambda: ExtensionNet(shape, shrink, **options), 8).to(dtype)
-        return net, Arguments((draw((samples, *shape), 1).to(dtype),)), SoftmaxLoss(reduction)
+        loss, outputs = _loss(case, reduction, samples, dtype)
+        net = seeded(lambda: ExtensionNet(shape, shrink, outputs=outputs, **options), 8).to(dtype)
+        return net, Arguments((draw((samples, *shape), 1).to(dtype),)), loss
 
     return Problem(build, Reference(*build(torch.float64)))
+
+
+def _loss(
+    case: ExtensionCase, reduction: str, samples: int, dtype: torch.dtype
+) -> tuple[Module, int]:
+    """The loss as a function of the prediction, and how many numbers of a sample it takes."""
+    if case.loss is None:
+        return SoftmaxLoss(reduction), CLASSES
+    layer = case.loss.as_rule_case(reduction)
+    given = layer.arguments(samples, dtype)
+    return BoundLoss(layer.module(dtype), given), given.args[0][0].numel()
 
 
 @lru_cache(maxsize=16)

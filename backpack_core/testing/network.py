@@ -22,7 +22,7 @@ from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.plugins.registry import CORE, Contributions, registry
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.view import View
-from backpack_core.testing.cases import Arguments
+from backpack_core.testing.cases import Arguments, LossCase
 
 CLASSES = 2
 
@@ -86,6 +86,18 @@ class SoftmaxLoss(Module):
         target = torch.linspace(0.2, 0.8, x.shape[1], dtype=x.dtype)
         terms = x.logsumexp(1) - x @ target
         return terms.mean() if self.reduction == "mean" else terms.sum()
+
+
+class LabelledLoss(Module):
+    """Cross-entropy with a label for each sample, for extensions that read labels."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """``[N, C]`` and ``[N]`` to a number."""
+        return F.cross_entropy(x, labels, reduction=self.reduction)
 
 
 class BoundLoss(Module):
@@ -175,9 +187,9 @@ class SquashRule(ElementwiseRule):
 
 
 class SoftmaxLossRule(LossRule):
-    """The rule of :class:`SoftmaxLoss`: the Hessian is ``diag(p) - p pᵀ``."""
+    """The rule of both losses, whatever the target: the Hessian is ``diag(p) - p pᵀ``."""
 
-    module_types = (SoftmaxLoss,)
+    module_types = (SoftmaxLoss, LabelledLoss)
     hessian_is_psd = True
     likelihood = "categorical"
 
@@ -205,6 +217,9 @@ class SoftmaxLossRule(LossRule):
 
 
 RULES = (LastAxisRule, FlatRule, ShrinkRule, SquashRule, SoftmaxLossRule)
+
+# For ``ExtensionCase(..., loss=LABELLED)``: the labels are the loss's second argument.
+LABELLED = LossCase(LabelledLoss, lambda n: (torch.randn(n, CLASSES), torch.randint(CLASSES, (n,))))
 
 
 def install_own_rules() -> None:

@@ -239,7 +239,7 @@ def float32(case: RuleCase) -> None:
     _compare_precision(case, torch.float32, case.tolerances.float32, needs, autocast=False)
 
 
-@of_rule("separate")
+@of_rule("separate", "half precision")
 def bfloat16(case: RuleCase) -> None:
     """Half precision, against the reference in double precision."""
     _compare_coarsely(case, torch.bfloat16)

@@ -17,11 +17,12 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
+from backpack_core._torch import ModuleHooks
 from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
-from backpack_core.extending import extend, is_extended
+from backpack_core.extending import extend
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import catalogue
@@ -96,7 +97,7 @@ def of_model(model: Module) -> list[ModulePath]:
     extend(model)
     rows = []
     for path, module in model.named_modules():
-        if not is_extended(module):
+        if not ModuleHooks.are_installed(module):
             continue
         resolved = registry.resolve(module)
         own = any(p.requires_grad for p in module.parameters(recurse=False))

@@ -5,9 +5,19 @@ from __future__ import annotations
 import inspect
 from functools import cache
 
+import torch
+
 from backpack_core.contract.parametric import AffineRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
-from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
+from backpack_core.record.switch import disable
+from backpack_core.testing.cases import (
+    FORWARD,
+    Case,
+    ExtensionCase,
+    RuleCase,
+    installed,
+    seeded,
+)
 from backpack_core.testing.execution import Execution, shared_execution
 
 
@@ -47,9 +57,24 @@ def _of_execution(run: Execution) -> set[str]:
             found.add("linear parameters")
         if isinstance(rule, AffineRule):
             found.add("affine")
+    if _runs_in_half(run.case):
+        found.add("half precision")
     if run.batch_axis == 0 and "separate" in found:
         found.add("batch first")
     return found
+
+
+def _runs_in_half(case: RuleCase) -> bool:
+    """Whether the layer itself runs in half precision, for which torch lacks some operations."""
+    arguments = case.arguments(dtype=torch.bfloat16)
+    try:
+        with disable(), torch.no_grad():
+            seeded(
+                lambda: case.module(torch.bfloat16)(*arguments.args, **arguments.kwargs), FORWARD
+            )
+    except RuntimeError:
+        return False
+    return True
 
 
 def _has_second_derivative(rule: LayerRule) -> bool:

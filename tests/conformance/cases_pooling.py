@@ -17,8 +17,6 @@ def pooled(n: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     return values, positions, list(whole.shape)
 
 
-NO_BFLOAT16_IN_3D = {"bfloat16": "torch has no kernel of avg_pool3d for bfloat16"}
-
 CASES: list[RuleCase] = [
     layer(lambda: nn.AvgPool1d(2), 2, 4),
     layer(lambda: nn.AvgPool1d(2, padding=1, count_include_pad=False), 1, 5),
@@ -30,7 +28,6 @@ CASES: list[RuleCase] = [
         2,
         2,
         4,
-        expected_failures=NO_BFLOAT16_IN_3D,
     ),
     layer(lambda: nn.AdaptiveAvgPool1d(2), 2, 5),
     layer(lambda: nn.AdaptiveAvgPool2d((1, None)), 2, 2, 2),
@@ -63,5 +60,5 @@ CASES: list[RuleCase] = [
     RuleCase(lambda: nn.MaxUnpool3d(2), lambda n: pooled(n, 2, 2, 4)),
     positive(lambda: nn.LPPool1d(2, 2), 1, 4),
     positive(lambda: nn.LPPool2d(2.5, 2, stride=1), 1, 2, 4),
-    positive(lambda: nn.LPPool3d(2, (1, 1, 2)), 1, 2, 1, 4, expected_failures=NO_BFLOAT16_IN_3D),
+    positive(lambda: nn.LPPool3d(2, (1, 1, 2)), 1, 2, 1, 4),
 ]

@@ -26,6 +26,7 @@ from backpack_core.errors import (
     MissingPluginError,
     NotAnExtensionError,
     NotExtendedError,
+    PluginCodeError,
     ShapeError,
     UnsupportedError,
     UsageError,
@@ -291,9 +292,11 @@ class Impatient(FirstOrderExtension):
 
 def test_errors_say_where_they_happened() -> None:
     problem = classification(nn.Sequential(nn.Sequential(nn.Linear(3, 3))), (3,))
-    with pytest.raises(ZeroDivisionError, match="on purpose") as error:
+    with pytest.raises(PluginCodeError, match="ZeroDivisionError: on purpose") as error:
         problem.run(Impatient())
-    where = error.value.backpack_context  # type: ignore[attr-defined]
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert f"{__file__}:" in message(error)
+    where = error.value.backpack_context
     for word in ("Impatient", "Linear '0.0'", "LinearRule of backpack-plugin-layers"):
         assert word in where
 

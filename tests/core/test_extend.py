@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, disable, extend, is_extended, unextend
-from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError, UsageError
+from backpack_core.errors import (
+    AutodiffFallbackWarning,
+    NotExtendedError,
+    UncoveredParameterWarning,
+    UnsupportedError,
+    UsageError,
+    forget_warnings,
+)
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.call import live_calls
 from backpack_core.record.owner import OWNER_ATTRIBUTE, owner_of
@@ -35,7 +42,7 @@ def test_extend_returns_the_same_object() -> None:
     assert extend(model) is model
     assert type(model) is nn.Sequential
     assert is_extended(model[0])
-    assert not is_extended(model)  # a container is no operation
+    assert is_extended(model)
 
 
 def test_extend_twice_changes_nothing() -> None:
@@ -282,3 +289,77 @@ def test_module_changed_between_forward_and_backward() -> None:
     with backpack(DiagGGNExact()):
         loss.backward()
     problem.compare("diag_ggn_exact", expected)
+
+
+# A model that changed since, or of which a part was never extended.
+
+
+class Adapter(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.down = inner, nn.Linear(3, 2, bias=False)
+        self.up = nn.Parameter(torch.full((3, 2), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) + self.down(x) @ self.up.T
+        return result
+
+
+def append(model: nn.Sequential) -> None:
+    model.append(nn.Linear(3, 3))
+
+
+def replace(model: nn.Sequential) -> None:
+    model[2] = nn.Linear(3, 3)
+
+
+def wrap(model: nn.Sequential) -> None:
+    model[0] = Adapter(model[0])
+
+
+def run_as_it_is(model: nn.Module, extension: Any) -> None:
+    loss = extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 3))
+    with backpack(extension):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [(append, "Linear '3'"), (replace, "Linear '2'"), (wrap, "Linear '0.down'")],
+)
+def test_a_model_that_changed(change: Any, lost: str, extension: Any) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    assert is_extended(model)
+    change(model)
+    assert not is_extended(model)
+    forget_warnings()
+    with pytest.warns(UncoveredParameterWarning, match=r"Call extend\(model\) again") as caught:
+        run_as_it_is(model, extension())
+    assert any(lost in str(warning.message) for warning in caught)
+    assert len(caught) == len({str(warning.message) for warning in caught})
+    extend(model)
+    assert is_extended(model)
+    run_as_it_is(model, extension())
+    assert all(hasattr(p, extension.savefield) for p in model.parameters())
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_only_the_loss_is_extended(extension: Any) -> None:
+    model, lossfunc = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 2))
+    expected = rf"Only the loss \(MSELoss\) is extended, and 4 .* {extension.__name__} would"
+    with pytest.raises(NotExtendedError, match=expected), backpack(extension()):
+        loss.backward()
+
+
+def test_is_extended() -> None:
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Sequential())
+    model = nn.ModuleDict({"a": inner, "b": nn.MultiheadAttention(4, 2)})
+    assert not is_extended(model)
+    extend(inner)
+    assert is_extended(inner)
+    assert not is_extended(model)
+    assert is_extended(extend(model))
+    assert not is_extended(unextend(model))

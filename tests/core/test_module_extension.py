@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import FirstOrderModuleExtension, ModuleExtension, backpack, extend
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import PluginCodeError, UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Problem, classification
@@ -179,7 +179,7 @@ def test_exception_inside_leaves_no_inputs_on_the_module() -> None:
     model, problem = scaled()
     extension = BatchGrad()
     extension.set_module_extension(Scale, Failing())
-    with pytest.raises(KeyError, match="on purpose"):
+    with pytest.raises(PluginCodeError, match="on purpose"):
         problem.run(extension)
     assert not any(hasattr(model[1], name) for name in IO)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -9,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
+import backpack_core
 from backpack_core import plugins
+from backpack_core.cli import scaffold
 from backpack_core.plugins.registry import registry
 
 PAGES = Path(__file__).parents[2] / "docs" / "authors"
@@ -44,7 +51,8 @@ def _as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     preferred = dict(registry.preferred)
-    yield
+    with mock.patch.dict(os.environ):
+        yield
     torch.set_default_dtype(before)
     registry.preferred.clear()
     registry.preferred.update(preferred)
@@ -78,3 +86,55 @@ def test_every_kind_of_thing_has_a_block() -> None:
     pages = {block.name.split(":")[0] for block in BLOCKS}
     assert {"layer.md", "extension.md", "propagator.md", "performance.md"} <= pages
     assert {"hooks.md", "testing.md", "lookup.md", "versioning.md"} <= pages
+
+
+def bare(tree: ast.AST) -> str:
+    """A class without docstrings and comments."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and isinstance(body, list):
+            first = body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                del body[0]
+            if isinstance(node, ast.ClassDef):
+                node.decorator_list = [
+                    d for d in node.decorator_list if "register" not in ast.dump(d)
+                ]
+    return ast.dump(tree)
+
+
+def classes(code: str) -> dict[str, str]:
+    tree = ast.parse(code)
+    return {node.name: bare(node) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize(
+    ("page", "kind", "name"),
+    [
+        ("layer.md", "layer", "scale"),
+        ("extension.md", "extension", "l1_norm"),
+        ("propagator.md", "propagator", "fisher"),
+    ],
+)
+def test_what_is_generated_is_what_the_page_shows(
+    page: str, kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaffold, "REPOSITORY", str(tmp_path / "templates"))
+    assert f"backpack new {kind} {name}\n" in (PAGES / page).read_text(encoding="utf-8")
+    made = scaffold.create(kind, name, tmp_path)
+    generated = classes((made / f"backpack_plugin_{name}" / "__init__.py").read_text("utf-8"))
+    shown = classes(next(block.code for block in BLOCKS if block.name.startswith(page)))
+    assert generated
+    for title, code in generated.items():
+        assert shown[title] == code
+
+
+PUBLIC = [getattr(backpack_core, name) for name in dir(backpack_core)]
+
+
+@pytest.mark.parametrize("base", [value for value in PUBLIC if inspect.isabstract(value)])
+def test_help_shows_what_is_to_be_written(base: type) -> None:
+    """pydoc leaves out methods that begin with an underscore."""
+    text = pydoc.plain(pydoc.render_doc(base)).partition("Method resolution order")[0]
+    for name in base.__abstractmethods__:  # type: ignore[attr-defined]
+        assert f"{name}(" in text, name

@@ -159,8 +159,21 @@ class OneJacobianHere(LayerRule):
         return mat * (view.full.inputs[0].detach().sum() * 100).round().remainder(7)
 
 
+class SquaredGain(Gain):
+    """``y = w² ⊙ x``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight**2
+
+
 class FalseLinearity(GainRule):
-    linear_in_params = ("weight", "slope")
+    module_types = (SquaredGain,)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight") ** 2
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return 2 * mat * view.input * view.parameter("weight")
 
 
 class Leak(GainRule):
@@ -209,10 +222,10 @@ FAULTS = [
     (case_of(Cube, FalseConstantJacobian), "jacobian_is_constant", "mat, input 0, the layer's"),
     (case_of(ScaleOfEach, OneJacobianOfSeveral), "jacobian_is_constant", "mat, input 0"),
     (case_of(ScaleByTheBatch, OneJacobianHere), "jacobian_is_constant", "at another input"),
-    (case_of(Gain, FalseLinearity), "linear_in_params", "slope"),
+    (case_of(SquaredGain, FalseLinearity), "linear_in_params", "does not vanish"),
     (case_of(Gain, Leak), "no_live_calls", "outlive their graph"),
     (case_of(Gain, State), "accepts", "keep no state"),
-    (case_of(Gain, WritesToColumns), "leaves_arguments_alone", "wrote to a tensor"),
+    (case_of(Gain, WritesToColumns), "leaves_arguments_alone", "changed a tensor"),
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),
     (case_of(Cube, WrongSecondDerivative), "extensions_mean", "DiagHessian"),

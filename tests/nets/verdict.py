@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.errors import BackpackError
+from backpack_core.errors import BackpackError, PluginCodeError
 from tests.leftovers import left_behind, state
 from tests.nets.losses import Losses
 from tests.nets.net import build, data, generator
@@ -163,6 +163,8 @@ def _attempt(prepared: Prepared, requests: tuple[Request, ...]) -> Verdict:
                 fields[str(request)] = extension.savefield
             run.execute(extensions)
             fault = next(_faults(prepared, run, requests, fields), None)
+        except PluginCodeError as error:  # something that the library does not know
+            return Verdict("crash", _head(error.__cause__ or error), str(error))
         except BackpackError as error:
             after = _fault_after_error(prepared, run) if run is not None else None
             return after or Verdict("refused", _head(error), str(error))

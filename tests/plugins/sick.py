@@ -187,7 +187,7 @@ SICK = {
         one(
             "from backpack_core import ElementwiseRule\n"
             "class R(ElementwiseRule):\n"
-            "    module_types = ('somewhere.Act',)\n"
+            "    module_types = ('torch.nn.modules.activation.SiLU',)\n"
             "    def derivative(self, view):\n        return view.input\n",
             "R",
         ),

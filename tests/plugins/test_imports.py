@@ -65,9 +65,19 @@ def test_sources_import_no_plugin(package: str) -> None:
 BELOW = {
     "record": {"_torch", "errors"},
     "graph": {"_torch", "errors", "record", "values"},
-    "contract": {"_torch", "errors", "record", "graph", "tuning", "values"},
+    "contract": {"_torch", "errors", "record", "graph", "tuning", "values", "remember"},
     "plugins": {"_torch", "errors", "record", "contract"},
-    "engine": {"_torch", "errors", "record", "graph", "contract", "plugins", "tuning", "values"},
+    "engine": {
+        "_torch",
+        "errors",
+        "record",
+        "graph",
+        "contract",
+        "plugins",
+        "tuning",
+        "values",
+        "ledger",
+    },
 }
 
 

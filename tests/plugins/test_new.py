@@ -61,15 +61,53 @@ def test_it_is_complete_and_in_style(kind: str, name: str, tmp_path: Path) -> No
         "pyproject.toml",
         f"{package}/__init__.py",
         f"{package}/py.typed",
+        "tests/conftest.py",
         f"tests/test_{name.replace('-', '_')}.py",
     }
-    (test,) = (made / "tests").iterdir()
+    (test,) = (made / "tests").glob("test_*.py")
     assert len(test.read_text().splitlines()) <= 30
     assert "A. Author" in (made / "LICENSE").read_text()
     for path in made.rglob("*"):
         assert not path.is_file() or "{{" not in path.read_text().replace("${{", "")
     run(sys.executable, "-m", "ruff", "check", ".", cwd=made)
     run(sys.executable, "-m", "ruff", "format", "--check", ".", cwd=made)
+
+
+NEIGHBOUR = """
+import torch
+from backpack_core import FirstOrderExtension, LayerRule
+from backpack_core.contract.operations import dense
+
+
+class Labels(FirstOrderExtension):
+    savefield = "labels"
+
+    def read(self, product):
+        raise RuntimeError("reads labels that there are not")
+
+
+class Claim(LayerRule):
+    module_types = ("torch.nn.Linear", "torch.nn.Identity")
+
+    def _jac_t_mat_prod(self, view, mat):
+        return mat
+"""
+
+
+def neighbours(site: Path) -> None:
+    """Another plugin that fails on the kit's nets and claims a layer, and one that is broken."""
+    (site / "neighbour.py").write_text(NEIGHBOUR)
+    (site / "broken.py").write_text("raise ImportError('broken')")
+    for name, values in (("neighbour", ("Labels", "Claim")), ("broken", ("X",))):
+        folder = site / f"backpack_plugin_{name}-0.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: backpack-plugin-{name}\nVersion: 0.1\n")
+        lines = "".join(f"{name}{value} = {name}:{value}\n" for value in values)
+        (folder / "entry_points.txt").write_text(f"[backpack]\n{lines}")
+
+
+def counted(said: str) -> str:
+    return said.strip().splitlines()[-1].partition(" in ")[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,6 +126,17 @@ def test_its_tests_pass(kind: str, tmp_path: Path, mypy_cache: Path) -> None:
     )
     assert "passed" in said
     assert "skipped" not in said
+    neighbours(site)
+    alone = {k: v for k, v in os.environ.items() if k != "BACKPACK_LOAD_PLUGINS"}
+    beside = subprocess.run(
+        (sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"),
+        cwd=made,
+        env=alone | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert counted(beside.stdout) == counted(said), beside.stdout
     run(
         *(sys.executable, "-m", "mypy", "--cache-dir", str(mypy_cache), "backpack_plugin_made"),
         "tests",

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
+from backpack_core.contract.arguments import arguments, by_slot, tensor, whole_call
 from backpack_core.contract.parametric import AffinePairsRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
-from backpack_layers.arguments import arguments, by_slot, tensor, whole_call
 
 NAMES = ("query", "key", "value")
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from backpack_core.contract.arguments import tensor
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
@@ -22,7 +23,6 @@ from backpack_layers._loss import (
     restrict,
     setting,
 )
-from backpack_layers.arguments import tensor
 
 
 class SoftmaxLossRule(LossRule):

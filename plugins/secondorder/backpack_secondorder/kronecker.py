@@ -81,6 +81,11 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
                 f"parameter of shape {list(order.shape)} has {order.shape.numel()} entries."
             )
 
+    def __repr__(self) -> str:
+        """Sizes of the factors, and what they stand for."""
+        sizes = " ⊗ ".join(str(list(factor.shape)) for factor in self)
+        return f"<Kronecker factors {sizes} of a parameter of shape {list(self.order.shape)}>"
+
     @property
     def groups(self) -> int:
         """Number of blocks ``G``."""

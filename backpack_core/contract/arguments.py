@@ -1,4 +1,9 @@
-"""What a call was given, by argument name: for rules of modules with several arguments."""
+"""What a call was given, by argument name: for rules of modules with several arguments.
+
+A rule of ``forward(self, query, mask=None, *, bias=None)`` asks for ``tensor(view, "query")`` and
+``optional_tensor(view, "bias")``, however the caller passed them, and returns its products with
+``by_slot(view, {"query": (product,)})``.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,121 @@
+"""What computes a quantity at each parameter, and what it costs. Imports core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core._torch import ModuleHooks
+from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
+from backpack_core.cli.support import Given, build, classes, judge, trial
+from backpack_core.contract.extension import Extension
+from backpack_core.extending import extend, unextend
+from backpack_core.plugins.registry import registry
+from backpack_core.testing.watch import declared_form
+
+HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
+
+_UNKNOWN = "?"
+
+
+def explained(target: str, name: str) -> list[list[str]]:
+    """A row for each trained parameter.
+
+    Args:
+        target: ``"module:factory"``; see :func:`~backpack_core.cli.support.model_report`.
+        name: The extension.
+
+    Returns:
+        The parameter, its rule, the form in which it is read, multiply-adds beyond the gradient's
+        and bytes of the result, both relative to the gradient of the layer (``?`` where no data
+        were given, or nobody counted), and what would make it faster.
+    """
+    extension = classes((name,))[name]
+    given = build(target)
+    refused = trial(given, extension)
+    model = given.modules[0]
+    layers, columns = _layers(given)
+    extend(model)
+    rows = []
+    for path, module in model.named_modules():
+        if not ModuleHooks.are_installed(module):
+            continue
+        cell, why = judge(module, registry.resolve(module), extension)
+        for own, parameter in _parameters(module):
+            full = f"{path}.{own}" if path else own
+            costs = _costs(layers.get(module, []), name, parameter, given, columns)
+            words = _words(module, own, extension, cell, refused or why)
+            rows.append([full, *words[:2], *costs, words[2]])
+    return rows
+
+
+def _parameters(module: Module) -> list[tuple[str, Tensor]]:
+    resolved = registry.resolve(module)
+    inside = not resolved.is_fallback and not resolved.rule.transparent
+    return [(n, p) for n, p in module.named_parameters(recurse=inside) if p.requires_grad]
+
+
+def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
+    """The affine maps of every module, from one forward pass, and the size of an output."""
+    found: dict[Module, list[Layer]] = {}
+    model = given.modules[0]
+    if not given.data:
+        return found, 0
+
+    def visit(module: Module, args: tuple[Any, ...], result: Any) -> None:
+        first = not any(found.values())
+        found.setdefault(module, []).extend(of_module(module, args, result, first))
+
+    unextend(model)
+    hooks = [module.register_forward_hook(visit) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            output = model(*given.data[: max(1, len(given.data) - 1)])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found, output[0].numel()
+
+
+def _costs(
+    layers: list[Layer], name: str, parameter: Tensor, given: Given, outputs: int
+) -> list[str]:
+    """Multiply-adds and bytes relative to the gradient."""
+    columns = outputs if name in EXACT else 1
+    batch = len(given.data[0]) if given.data else 0
+    size = result_size(name, parameter.numel(), batch, columns) or parameter.numel()
+    parts = [work(layer, name, columns) for layer in layers]
+    known = bool(layers) and parameter.dim() > 1 and all(part is not None for part in parts)
+    gradient = sum(2 * layer.product + layer.back for layer in layers)
+    times = f"{1 + sum(part or 0 for part in parts) / gradient:.2f}" if known else _UNKNOWN
+    if name in ("KFAC", "KFLR"):
+        rows, rest = len(parameter), parameter.numel() // len(parameter)
+        size = rows**2 + (rest**2 if parameter.dim() > 1 else 0)
+    is_known = known and (batch or size == parameter.numel())
+    return [times, f"{size / parameter.numel():.2f}" if is_known else _UNKNOWN]
+
+
+def _words(
+    module: Module, own: str, extension: type[Extension], cell: str, why: str
+) -> tuple[str, str, str]:
+    """Rule, form, and what would make it faster."""
+    resolved, kind = registry.resolve(module), type(module).__name__
+    rule = "automatic"
+    if not resolved.is_fallback and resolved.rule.covers(module, own):
+        rule = f"{type(resolved.rule).__name__} of {resolved.provenance}"
+    if cell == "refused" or why:
+        return rule, "refused", why
+    if rule == "automatic":
+        known = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"
+        return rule, "single samples, by autograd", known
+    if cell == "graph":
+        return rule, "graph of the loss", ""
+    form = declared_form(type(resolved.rule)).__name__
+    if cell == "fast":
+        exact = extension.__name__ in EXACT
+        return rule, f"{form}, contracted", "a sampled one carries one column" if exact else ""
+    is_dense = form == "DenseProduct" and bool(extension.needs)
+    return rule, f"{form}, formed", f"a ProductRule or AffineRule for {kind}" if is_dense else ""

@@ -1,0 +1,63 @@
+"""Folds a report of what is supported: equal rows stand together. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backpack_core.cli.support import Report
+
+_MEANING = {
+    "fast": "by a rule, without forming single gradients",
+    "rule": "by a rule",
+    "autodiff": "parameters automatically: exact, slower",
+    "graph": "from the graph of the loss",
+    "-": "nothing to compute here",
+    "refused": "no exact value; below it says why",
+}
+
+
+def folded(report: Report, width: int) -> Iterator[str]:
+    """Lines no longer than ``width``: groups of rows, and for each what computes which extension.
+
+    Args:
+        report: What is supported.
+        width: Columns of the terminal.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, row in enumerate(report.rows):
+        own = tuple(row[1 : report.first])  # the modules of a model have types and rules
+        why = tuple(sorted(report.reasons[number].items()))
+        key = (*own, "\0", *row[report.first :], "\0", *(f"{n}\1{text}" for n, text in why))
+        groups.setdefault(key, []).append(number)
+    for word, meaning in _MEANING.items():
+        yield f"{word:9} {meaning}"
+    for members in groups.values():
+        yield ""
+        names = ", ".join(report.rows[number][0] for number in members)
+        own_cells = report.rows[members[0]][1 : report.first]
+        title = f"{names}: {own_cells[0]}, {own_cells[1]} of {own_cells[2]}" if own_cells else names
+        yield from textwrap.wrap(title, width, subsequent_indent="    ")
+        yield from _cells(report, members[0], width)
+
+
+def _cells(report: Report, number: int, width: int) -> Iterator[str]:
+    by_cell: dict[str, list[str]] = {}
+    names, cells = report.header[report.first :], report.rows[number][report.first :]
+    for name, cell in zip(names, cells, strict=True):
+        by_cell.setdefault(cell, []).append(name)
+    for cell in sorted(by_cell, key=list(_MEANING).index):
+        text = ", ".join(by_cell[cell])
+        yield from _wrapped(f"  {cell:9}", text, width)
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in report.reasons[number].items():
+        by_reason.setdefault(reason, []).append(name)
+    for reason, why in by_reason.items():
+        yield from _wrapped("    ", f"{', '.join(why)}: {' '.join(reason.split())}", width)
+
+
+def _wrapped(label: str, text: str, width: int) -> list[str]:
+    indent = " " * len(label)
+    return textwrap.wrap(text, width, initial_indent=label, subsequent_indent=indent)

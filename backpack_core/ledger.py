@@ -1,0 +1,155 @@
+"""Where the time of a block goes, by module and extension. Imports the record.
+
+Two readings of the clock for each value that is read and each quantity that is sent; where a
+profiler of torch's runs, its trace has a label for each as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core._torch import profiler_runs
+from backpack_core.record.call import path_of
+
+
+class Row(NamedTuple):
+    """What one extension took at one module.
+
+    Attributes:
+        module: Path of the module.
+        extension: Name of the extension; of the propagator where a quantity is sent on.
+        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), or ``"sent"``.
+        calls: How often, chunks of columns and passes included.
+        seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
+        bytes: Size of what was stored, or sent, last.
+    """
+
+    module: str
+    extension: str
+    way: str
+    calls: int
+    seconds: float
+    bytes: int
+
+
+class Ledger:
+    """Notes what everything took."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
+
+    def entry(self, module: Module | None, kind: type, way: str) -> Entry:
+        """Something that begins now, for a ``with`` block; say its ``result`` there.
+
+        Args:
+            module: Where; ``None`` for the loss as a whole.
+            kind: What: the class of an extension, or of a propagator.
+            way: See :class:`Row`.
+        """
+        key = (module, kind, way)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = [0, 0.0, 0]
+        return Entry(found, key)
+
+    def rows(self) -> list[Row]:
+        """One row for each module and extension, in the order in which they were met."""
+        known = self._known.items()
+        return [Row(_path(m), kind.__name__, way, *found) for (m, kind, way), found in known]
+
+
+def _path(module: Module | None) -> str:
+    return "the loss" if module is None else path_of(module)
+
+
+class Entry:
+    """One thing that takes time.
+
+    Attributes:
+        result: What came of it.
+    """
+
+    __slots__ = ("_begin", "_found", "_label", "result")
+
+    def __init__(self, found: list[Any], key: tuple[Module | None, type, str]) -> None:
+        self._found = found
+        self._label: Any = None
+        self.result: Any = None
+        if profiler_runs():
+            label = f"backpack: {key[1].__name__} at {_path(key[0])}"
+            self._label = torch.profiler.record_function(label)
+
+    def __enter__(self) -> Entry:
+        """Begin."""
+        if self._label is not None:
+            self._label.__enter__()
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        found = self._found
+        found[0] += 1
+        found[1] += time.perf_counter() - self._begin
+        found[2] = _bytes(self.result)
+        if self._label is not None:
+            self._label.__exit__(*error)
+
+
+def _bytes(value: Any) -> int:
+    """Memory of the tensors in a value, its items, or its attributes."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes, value))
+    blocks = getattr(value, "blocks", None)  # columns
+    return 0 if blocks is None else _bytes(blocks)
+
+
+class Summary:
+    """A table of what a block took; printed, it is text.
+
+    Attributes:
+        rows: The rows, slowest first.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = sorted(rows, key=lambda row: -row.seconds)
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The table by columns, as data frames take it."""
+        return {name: [getattr(row, name) for row in self.rows] for name in Row._fields}
+
+    def to_frame(self) -> Any:
+        """The table as a ``pandas.DataFrame``; needs pandas."""
+        import pandas  # type: ignore[import-untyped,unused-ignore]
+
+        return pandas.DataFrame(self.columns())
+
+    def __str__(self) -> str:
+        """Aligned columns, slowest first, with the sum below."""
+        total = sum(row.seconds for row in self.rows)
+        lines = [("module", "extension", "way", "calls", "ms", "%", "KiB")]
+        for row in self.rows:
+            share = f"{100 * row.seconds / total:.0f}" if total else "0"
+            size, took = f"{row.bytes / 1024:.1f}", f"{1000 * row.seconds:.2f}"
+            lines.append((*row[:3], str(row.calls), took, share, size))
+        lines.append(("all", "", "", "", f"{1000 * total:.2f}", "100", ""))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if number < 3 else cell.rjust(width)
+                for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    __repr__ = __str__

@@ -1,0 +1,221 @@
+"""What a plugin class declares, compared with what core's base classes know. Imports no plugin.
+
+The table is the base classes themselves: an attribute with a value is a declaration, and its
+default says of what kind it is. What a class of an author adds is free, unless it is a name that
+resembles a known one: then it is a slip that nobody would notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.graph_extension import GraphExtension
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.operations import Operation
+from backpack_core.contract.parametric import AffinePairsRule, ParametricRule
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import ElementwiseRule, LayerRule
+
+_BASES = (
+    *(LayerRule, ElementwiseRule, ParametricRule, AffinePairsRule, LossRule),
+    *(Extension, GraphExtension, Propagator),
+)
+_CONTRACT = "backpack_core.contract."
+
+
+class _Items(NamedTuple):
+    """What a declared tuple consists of."""
+
+    what: str
+    accepts: Callable[[Any], bool]
+
+
+def is_module_type(item: Any) -> bool:
+    """Whether something names a module class, as a class or by its qualified name."""
+    if isinstance(item, str):
+        return "." in item and all(part.isidentifier() for part in item.split("."))
+    return isinstance(item, type) and issubclass(item, Module)
+
+
+_NAMES = _Items("names of parameters", lambda item: isinstance(item, str) and bool(item))
+_ITEMS = {
+    "module_types": _Items(
+        "torch.nn.Module classes or their qualified names ('package.module.Class')", is_module_type
+    ),
+    "params": _NAMES,
+    "linear_in_params": _NAMES,
+    "needs": _Items("operations", lambda item: isinstance(item, Operation)),
+}
+
+
+def faults(cls: type) -> list[str]:
+    """What is wrong with the declarations of a rule, extension or propagator.
+
+    Args:
+        cls: A class derived from one of core's base classes.
+
+    Returns:
+        A sentence for each fault; none if all is well.
+    """
+    found = [text for name, value in _own(cls).items() for text in _fault(cls, name, value)]
+    if issubclass(cls, LayerRule) and not getattr(cls, "module_types", ()):
+        found.append(f"module_types must name {_ITEMS['module_types'].what}. Got ()")
+    own, params = vars(cls).get("linear_in_params", ()), getattr(cls, "params", ())
+    if issubclass(cls, ParametricRule) and isinstance(own, tuple) and isinstance(params, tuple):
+        fixed = cls.parameter_names is ParametricRule.parameter_names
+        found += [
+            f"linear_in_params names {name!r}, which is not in params{nearest(name, params)}"
+            for name in own
+            if fixed and name not in params
+        ]
+    return found
+
+
+def described(cls: type) -> str:
+    """A class, and the line where it is written, as far as Python knows."""
+    try:
+        return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{_line(cls)})"
+    except (OSError, TypeError):
+        return f"{cls.__qualname__} of {cls.__module__}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``": did you mean 'weight'?"``, or nothing where no name is near."""
+    by_lower = {other.lower(): other for other in known}
+    close = get_close_matches(name.lower(), by_lower, 1, 0.6)
+    return f": did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def missing_params(rule: LayerRule, module: Module) -> str:
+    """What is wrong with ``params`` of a rule at a module, or an empty string.
+
+    A rule may serve several types, and a type may lack a bias: what is missing is a fault only if
+    the module has other parameters that the rule leaves out, which it may have meant.
+    """
+    if type(rule).parameter_names is not ParametricRule.parameter_names:
+        return ""
+    params = rule.parameter_names(module)
+    missing = [name for name in params if not _has(module, name)]
+    left_out = [name for name, _ in module.named_parameters() if name not in params]
+    if not missing or not left_out:
+        return ""
+    near = [name for name in missing if get_close_matches(name, left_out, 1, 0.6)]
+    if not near and len(missing) < len(params):
+        return ""
+    name = (near or missing)[0]
+    return (
+        f"params names {name!r}, which a {type(module).__qualname__} does not have; it has "
+        f"{', '.join(left_out)}{nearest(name, left_out)}"
+    )
+
+
+def missing_types(rule: type[LayerRule], may_import: bool) -> Iterator[tuple[str, bool]]:
+    """Names in ``module_types`` that name nothing.
+
+    Args:
+        rule: The class of the rule.
+        may_import: Whether to import the packages in question; else only what is imported counts.
+
+    Yields:
+        What was found, and whether the package exists: a library that is not installed is no slip.
+    """
+    for name in rule.module_types:
+        if isinstance(name, str):
+            package, _, attribute = name.rpartition(".")
+            fault = _missing_module(package, may_import)
+            if fault is None:
+                module = import_module(package)
+                if not hasattr(module, attribute):
+                    near = nearest(attribute, dir(module))
+                    text = f"module {package} is importable and has no such class{near}"
+                    yield f"module_types names {name!r}: {text}", True
+            elif fault:
+                is_there = bool(find_spec(package.partition(".")[0]))
+                yield f"module_types names {name!r}: {fault}", is_there
+
+
+def _missing_module(package: str, may_import: bool) -> str | None:
+    """Why a module cannot be imported; ``None`` if it can, empty if that is not to be known."""
+    if not may_import:
+        spec = getattr(sys.modules.get(package), "__spec__", None)
+        is_whole = package in sys.modules and not getattr(spec, "_initializing", False)
+        return None if is_whole else ""
+    try:
+        import_module(package)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def _has(module: Module, name: str) -> bool:
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
+def _line(cls: type) -> int:
+    return inspect.getsourcelines(cls)[1]
+
+
+@lru_cache(maxsize=1)
+def _known() -> dict[str, Any]:
+    """Every name of every base class, with its value there."""
+    return {n: v for base in _BASES for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
+
+
+def _own(cls: type) -> dict[str, Any]:
+    """What classes of the author say, the most special one last."""
+    own = [c for c in cls.__mro__[::-1] if not c.__module__.startswith(_CONTRACT)]
+    return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
+
+
+def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
+    kinds = (property, classmethod, staticmethod, *(() if name in _ITEMS else (type,)))
+    if name == "_abc_impl" or isinstance(value, kinds):
+        return
+    known = _known()
+    if name not in known:
+        is_method = isinstance(value, FunctionType)
+        # `_factor` beside `factor` is a helper.
+        alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
+        close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
+        if close:
+            what = f"{name}()" if is_method else f"{name} = {value!r}"
+            yield f"{what} is known to no base class: did you mean {close[0]!r}?"
+        return
+    bases = [c for c in cls.__mro__ if c.__module__.startswith(_CONTRACT)]
+    if not any(name in vars(c) for c in bases) and not isinstance(value, FunctionType):
+        has = next(base for base in _BASES if name in dir(base))
+        yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
+        return
+    yield from _wrong_kind(name, value, known[name])
+
+
+def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
+    items = _ITEMS.get(name)
+    if items is not None:
+        if isinstance(value, tuple) and all(map(items.accepts, value)):
+            return
+        wrong = [v for v in value if not items.accepts(v)] if isinstance(value, tuple) else []
+        one = value.__name__ if isinstance(value, type) else repr(value)
+        alone = "" if wrong or not items.accepts(value) else f": write {name} = ({one},)"
+        got = f"{value!r}, with {wrong[0]!r}" if wrong else repr(value)
+        yield f"{name} must be a tuple of {items.what}. Got {got}{alone}"
+    elif isinstance(default, (bool, str)) and not isinstance(value, type(default)):
+        yield f"{name} must be a {type(default).__name__}. Got {value!r}"
+    elif name == "savefield" and value and not value.isidentifier():
+        yield f"savefield must be a Python identifier. Got {value!r}"

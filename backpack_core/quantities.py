@@ -1,0 +1,81 @@
+"""What a backward pass has left on the parameters of a model, by name. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+
+class Fields:
+    """The quantities of one parameter, as attributes: ``.grad_batch``, ``.kfac``.
+
+    Attributes:
+        parameter: The parameter.
+    """
+
+    __slots__ = ("_name", "parameter")
+
+    def __init__(self, name: str, parameter: Parameter) -> None:
+        self._name = name
+        self.parameter = parameter
+
+    def __getattr__(self, field: str) -> Any:
+        known = self.__dir__()
+        if field in known:
+            return self.parameter.__dict__[field]
+        close = get_close_matches(field, known, 1, 0.6)
+        near = f": did you mean {close[0]!r}?" if close else "."
+        raise AttributeError(
+            f"The parameter {self._name!r} has no quantity {field!r}{near} It has: "
+            f"{', '.join(known) or 'none'}. They are there after a backward pass inside "
+            "backpack(...)."
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in self.parameter.__dict__ if not name.startswith("_"))
+
+    def __repr__(self) -> str:
+        """The parameter, and what there is."""
+        return f"<quantities of {self._name!r}: {', '.join(self.__dir__()) or 'none'}>"
+
+
+class Quantities(Mapping[str, Fields]):
+    """The quantities of all trained parameters, by name."""
+
+    def __init__(self, model: Module) -> None:
+        self._model = model
+
+    def __getitem__(self, name: str) -> Fields:
+        known = self._trained()
+        if name not in known:
+            close = get_close_matches(name, known, 1, 0.6)
+            near = f": did you mean {close[0]!r}?" if close else "."
+            raise KeyError(f"No trained parameter is named {name!r}{near}")
+        return Fields(name, known[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trained())
+
+    def __len__(self) -> int:
+        return len(self._trained())
+
+    def _trained(self) -> dict[str, Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+
+
+def quantities(model: Module) -> Quantities:
+    """What backward passes have left on the parameters of a model, for code with checked types.
+
+    ``quantities(model)["0.weight"].grad_batch`` is ``model[0].weight.grad_batch``, which a type
+    checker takes for a mistake.
+
+    Args:
+        model: The model.
+
+    Returns:
+        A mapping of names, as in ``named_parameters``, to objects with the fields as attributes.
+    """
+    return Quantities(model)

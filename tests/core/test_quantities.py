@@ -1,0 +1,61 @@
+"""Quantities by the names of parameters, for code with checked types."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_core import backpack, extend, quantities
+from backpack_core.extensions import KFAC, BatchGrad
+
+CODE = """
+import torch
+from torch import Tensor, nn
+from backpack_core import backpack, extend, quantities
+
+model = extend(nn.Sequential(nn.Linear(3, 2)))
+found: Tensor = quantities(model)["0.weight"].grad_batch
+names: list[str] = list(quantities(model))
+"""
+
+
+def run() -> nn.Sequential:
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    model[1].bias.requires_grad_(False)
+    loss = extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 2))
+    with backpack(BatchGrad(), KFAC()):
+        loss.backward()
+    return model
+
+
+def test_they_are_the_attributes() -> None:
+    model = run()
+    found = quantities(model)
+    assert list(found) == ["0.weight", "0.bias", "1.weight"]
+    assert len(found) == 3
+    assert found["0.weight"].grad_batch is model[0].weight.grad_batch
+    assert found["0.weight"].parameter is model[0].weight
+    assert found["1.weight"].kfac is model[1].weight.kfac
+    assert repr(found["0.bias"]) == "<quantities of '0.bias': grad_batch, kfac>"
+
+
+def test_near_misses() -> None:
+    found = quantities(run())
+    with pytest.raises(AttributeError, match="no quantity 'grad_batsh': did you mean 'grad_batch'"):
+        found["0.weight"].grad_batsh  # noqa: B018
+    with pytest.raises(KeyError, match=r"did you mean .0\.weight"):
+        found["0.wieght"]
+    with pytest.raises(AttributeError, match="It has: none"):
+        quantities(nn.Linear(2, 2))["weight"].kfac  # noqa: B018
+
+
+def test_types_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "code.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

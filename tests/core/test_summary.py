@@ -1,0 +1,94 @@
+"""Where the time of a block goes: a table, and labels for torch's profiler."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.errors import AutodiffFallbackWarning
+from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact
+from backpack_core.ledger import Summary
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x + self.shift)
+
+
+def run(*extensions: Any, passes: int = 1) -> Summary:
+    model = extend(nn.Sequential(nn.Linear(3, 3), Shift(), nn.Linear(3, 2)))
+    lossfunc = extend(nn.MSELoss())
+    with backpack(*extensions) as block:
+        for _ in range(passes):
+            lossfunc(model(torch.randn(4, 3)), torch.randn(4, 2)).backward()
+    return block.summary()
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_a_row_for_each_module_and_extension() -> None:
+    summary = run(BatchGrad(), DiagGGNExact(), HMP(), passes=2)
+    rows = {(row.module, row.extension): row for row in summary.rows}
+    assert rows["Linear '0'", "BatchGrad"].way == "rule"
+    assert rows["Linear '0'", "BatchGrad"].calls == 4  # two parameters, two passes
+    assert rows["Shift '1'", "DiagGGNExact"].way == "autodiff"
+    assert rows["Shift '1'", "BatchGrad"].bytes == 4 * 3 * 8
+    assert rows["the loss", "HMP"].way == "graph"
+    assert rows["Linear '2'", "LossSqrt"].way == "sent"
+    assert all(row.seconds > 0 for row in summary.rows)
+    assert summary.rows == sorted(summary.rows, key=lambda row: -row.seconds)
+
+
+def test_as_text() -> None:
+    lines = str(Summary([])).splitlines()
+    assert lines[0].split() == ["module", "extension", "way", "calls", "ms", "%", "KiB"]
+    assert lines[-1].split()[0] == "all"
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_as_a_data_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=dict))
+    frame = run(BatchGrad()).to_frame()
+    assert list(frame) == ["module", "extension", "way", "calls", "seconds", "bytes"]
+    assert len(set(map(len, frame.values()))) == 1
+    assert "Linear '0'" in frame["module"]
+    assert str(run(BatchGrad())).count("BatchGrad") == 3
+
+
+def test_nothing_was_done() -> None:
+    assert backpack(BatchGrad()).summary().rows == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_labels_for_a_profiler() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(BatchGrad(), DiagGGNExact())
+    labels = {event.key for event in profile.key_averages()}
+    assert "backpack: BatchGrad at Linear '0'" in labels
+    assert "backpack: LossSqrt at Linear '2'" in labels
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_no_labels_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a label without a profiler")
+
+    monkeypatch.setattr(torch.profiler, "record_function", refuse)
+    run(BatchGrad())
+
+
+def test_the_warning_is_still_one() -> None:
+    from backpack_core.errors import forget_warnings
+
+    forget_warnings()
+    with pytest.warns(AutodiffFallbackWarning):
+        run(BatchGrad())

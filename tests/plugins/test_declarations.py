@@ -1,0 +1,291 @@
+"""Slips of the pen in a plugin: each is found, with the class and the nearest right name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import (
+    Extension,
+    FirstOrderExtension,
+    LayerRule,
+    ParametricRule,
+    backpack,
+    extend,
+    plugins,
+    register,
+    unregister,
+)
+from backpack_core.cli.doctor import examine
+from backpack_core.errors import (
+    PluginCodeError,
+    PluginConflictError,
+    PluginError,
+    ShapeError,
+    UsageError,
+)
+from backpack_core.extensions import DiagGGNExact
+from backpack_core.plugins import temporary_plugin
+from backpack_core.testing.fake_distribution import FakeDistribution
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class GainRule(ParametricRule):
+    module_types = (Gain,)
+    params = ("weight",)
+    linear_in_params = ("weight",)
+
+    def _jac_t_mat_prod(self, view: Any, mat: Tensor) -> Any:
+        return mat * view.parameter("weight")
+
+    def _param_jac_t_mat_prod(self, view: Any, name: str, mat: Tensor) -> Any:
+        return mat * view.input
+
+
+class Field(FirstOrderExtension):
+    savefield = "field_of_a_test"
+
+    def read(self, product: Any) -> Any:
+        return product.samples
+
+
+def derived(base: type, **declared: Any) -> type:
+    return type("Slip", (base,), {"__module__": __name__, **declared})
+
+
+def helper(self: Any, view: Any, grad_output: Any, mat: Any) -> Any:
+    return mat
+
+
+AT_REGISTRATION = {
+    "a string for a tuple": (
+        derived(GainRule, params="weight"),
+        r"params must be a tuple of names of parameters. Got 'weight': write params = ('weight',)",
+    ),
+    "a class for a tuple": (derived(GainRule, module_types=Gain), "write module_types = (Gain,)"),
+    "a list": (derived(GainRule, params=["weight"]), "params must be a tuple of names"),
+    "no name of a class": (derived(GainRule, module_types=("Gain",)), "with 'Gain'"),
+    "no type at all": (derived(GainRule, module_types=()), "module_types must name"),
+    "a class that is not there": (
+        derived(GainRule, module_types=("torch.nn.Linaer",)),
+        "module torch.nn is importable and has no such class: did you mean 'Linear'?",
+    ),
+    "a declaration nobody knows": (
+        derived(GainRule, hesian_is_zero=True),
+        "hesian_is_zero = True is known to no base class: did you mean 'hessian_is_zero'?",
+    ),
+    "a method nobody calls": (
+        derived(GainRule, _second_derivative_matprod=helper),
+        "_second_derivative_matprod() is known to no base class: did you mean "
+        "'_second_derivative_mat_prod'?",
+    ),
+    "a flag that is none": (
+        derived(GainRule, hessian_is_zero="yes"),
+        "hessian_is_zero must be a bool. Got 'yes'",
+    ),
+    "a declaration of another base": (
+        derived(
+            LayerRule,
+            module_types=(Gain,),
+            params=("weight",),
+            _jac_t_mat_prod=lambda self, view, mat: mat,
+        ),
+        "params = ('weight',) means nothing here: it is a declaration of ParametricRule",
+    ),
+    "linear in what it does not cover": (
+        derived(GainRule, linear_in_params=("wieght",)),
+        "linear_in_params names 'wieght', which is not in params: did you mean 'weight'?",
+    ),
+    "needs of another kind": (derived(Field, needs=("dense",)), "needs must be a tuple of oper"),
+    "a need alone": (derived(Field, needs=print), "needs must be a tuple of operations. Got"),
+    "a field of another extension": (
+        derived(Field, savefield="grad_batch"),
+        "savefield 'grad_batch' is that of BatchGrad of backpack-plugin-firstorder",
+    ),
+    "a field that is no name": (derived(Field, savefield="a b"), "must be a Python identifier"),
+    "savefeild": (derived(Field, savefeild="x"), "did you mean 'savefield'?"),
+}
+
+
+@pytest.mark.parametrize("name", AT_REGISTRATION)
+def test_found_at_registration(name: str) -> None:
+    plugins.ensure_loaded()
+    kind, expected = AT_REGISTRATION[name]
+    with pytest.raises(PluginError) as caught:
+        register(kind)
+    assert expected in str(caught.value)
+    assert "Slip" in str(caught.value)
+    with pytest.raises(PluginError, match="No plugin named"):
+        unregister("Slip")  # nothing of it stays behind
+
+
+def test_what_an_author_adds_is_free() -> None:
+    free = derived(GainRule, TOLERANCE=1e-3, _helper=helper, _params=("x",), names="weight")
+    with temporary_plugin(free):
+        pass
+
+
+def test_what_is_registered_names_the_file() -> None:
+    class Sloppy(GainRule):
+        params = "weight"  # type: ignore[assignment]
+
+    with pytest.raises(PluginError, match=rf"Sloppy \({__file__}:\d+\): params"):
+        register(Sloppy)
+
+
+@pytest.mark.parametrize("params", [("wieght",), ("gain",), ("wieght", "bias")])
+def test_params_that_the_module_does_not_have(params: tuple[str, ...]) -> None:
+    kind = derived(GainRule, params=params, linear_in_params=())
+    with temporary_plugin(kind), pytest.raises(PluginError) as caught:
+        extend(nn.Sequential(Gain()))
+    expected = f"params names {params[0]!r}, which a Gain does not have; it has weight"
+    assert expected in str(caught.value)
+    assert "Slip" in str(caught.value)
+
+
+def test_params_of_which_a_module_has_some() -> None:
+    kind = derived(GainRule, params=("weight", "bias"))
+    with temporary_plugin(kind):
+        extend(nn.Sequential(Gain()))
+
+
+class Uninitialised(Extension):
+    savefield = "uninitialised"
+
+    def __init__(self) -> None:
+        self.factor = 2
+
+    def read(self, product: Any) -> Any:
+        return 0
+
+
+def test_extension_that_does_not_call_super() -> None:
+    with pytest.raises(UsageError, match=r"call super\(\).__init__\(...\) in Uninitialised"):
+        backpack(Uninitialised())
+
+
+def run(*rules: type, extension: Extension, model: nn.Module | None = None) -> None:
+    with temporary_plugin(*rules):
+        model = extend(model or nn.Sequential(nn.Linear(3, 3), Gain()))
+        lossfunc = extend(nn.MSELoss())
+        loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 3))
+        with backpack(extension):
+            loss.backward()
+
+
+def returning(name: str, value: Any) -> type:
+    return derived(GainRule, **{name: lambda *_: value})
+
+
+@pytest.mark.parametrize("value", [None, 3.0, "text"])
+@pytest.mark.parametrize("method", ["_jac_t_mat_prod", "_param_jac_t_mat_prod", "_param_product"])
+def test_what_is_no_tensor(method: str, value: Any) -> None:
+    with pytest.raises(ShapeError) as caught:
+        run(returning(method, value), extension=DiagGGNExact())
+    for word in (f"Slip.{method} returned {value!r}", "Gain '1'", "DiagGGNExact"):
+        assert word in str(caught.value)
+
+
+def test_an_extension_that_reads_nothing() -> None:
+    silent: Callable[..., Any] = derived(Field, read=lambda self, product: None)
+    with pytest.raises(ShapeError, match=r"Slip.read returned None(.|\n)*\[Slip, at Linear '0'"):
+        run(extension=silent(), model=nn.Sequential(nn.Linear(3, 3)))
+
+
+@pytest.mark.parametrize("method", ["check", "mixes_samples", "batch_axis", "_jac_t_mat_prod"])
+@pytest.mark.parametrize("error", [KeyError, AttributeError, ValueError, OSError, StopIteration])
+def test_errors_of_any_type_are_wrapped(method: str, error: type[Exception]) -> None:
+    def fails(*_: Any) -> Any:
+        raise error("on purpose")
+
+    with pytest.raises(PluginCodeError) as caught:
+        run(derived(GainRule, **{method: fails}), extension=DiagGGNExact())
+    assert isinstance(caught.value.__cause__, error)
+    for word in (error.__name__, "on purpose", f"{__file__}:", "in fails"):
+        assert word in str(caught.value)
+
+
+def test_what_is_not_implemented_can_be_caught_as_such() -> None:
+    def fails(*_: Any) -> Any:
+        raise NotImplementedError("on purpose")
+
+    with pytest.raises(NotImplementedError, match="on purpose") as caught:
+        run(derived(GainRule, _jac_t_mat_prod=fails), extension=DiagGGNExact())
+    assert isinstance(caught.value, PluginCodeError)
+
+
+def test_memory_that_is_used_up_stays_what_it_is() -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("on purpose")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(derived(GainRule, _jac_t_mat_prod=fails), extension=DiagGGNExact())
+
+
+# What the doctor sees, without a model.
+
+RULE = """
+from backpack_core import LayerRule
+
+class SlipRule(LayerRule):
+    module_types = ("{name}",)
+    def _jac_t_mat_prod(self, view, mat):
+        return mat
+"""
+
+
+@pytest.fixture
+def doctor(fake_distribution: FakeDistribution, monkeypatch: Any) -> Callable[..., Any]:
+    def judge(source: str, target: str) -> Any:
+        fake_distribution(
+            "backpack-plugin-slip",
+            entry_points={"slip": f"slip_module:{target}"},
+            modules={"slip_module": source},
+        )
+        (found,) = examine(limit=60).findings
+        return found
+
+    return judge
+
+
+def test_doctor_looks_for_classes(doctor: Any) -> None:
+    found = doctor(RULE.format(name="torch.nn.Linaer"), "SlipRule")
+    assert found.severity == "fault"
+    for word in ("SlipRule", "slip_module.py:4", "has no such class", "did you mean 'Linear'?"):
+        assert word in found.problem
+
+
+def test_doctor_looks_for_libraries(doctor: Any) -> None:
+    found = doctor(RULE.format(name="no_such_library.Layer"), "SlipRule")
+    assert found.severity == "warning"
+    assert "No module named 'no_such_library'" in found.problem
+
+
+def test_doctor_looks_for_fields(doctor: Any) -> None:
+    found = doctor(
+        "from backpack_core import FirstOrderExtension\n"
+        "class Mine(FirstOrderExtension):\n"
+        "    savefield = 'grad_batch'\n"
+        "    def read(self, product):\n        return product.samples\n",
+        "Mine",
+    )
+    assert found.severity == "warning"
+    assert "Mine both save under 'grad_batch'" in found.problem
+
+
+def test_conflict_is_told_apart() -> None:
+    plugins.ensure_loaded()
+    with pytest.raises(PluginConflictError):
+        register(AT_REGISTRATION["a field of another extension"][0])

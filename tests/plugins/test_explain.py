@@ -1,0 +1,161 @@
+"""``backpack support``, ``explain`` and ``plugins``: what they promise, and that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from backpack_core.cli import listing
+from backpack_core.cli.app import app
+from backpack_core.cli.counts import Layer, work
+from backpack_core.cli.explain import explained
+from backpack_core.cli.folding import folded
+from backpack_core.cli.support import matrix, model_report
+from backpack_core.errors import MissingPluginError, PluginError, UsageError
+from backpack_core.plugins import unregister
+
+NETS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(36))
+    def forward(self, x):
+        return x * self.weight
+
+class Mixed(nn.Sequential):
+    def forward(self, x):
+        return torch.sin(super().forward(x))
+
+def data():
+    return torch.randn(8, 1, 5, 5), torch.randint(3, (8,))
+
+def make():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), Own(), nn.Linear(36, 3))
+    return net, nn.CrossEntropyLoss(), *data()
+
+def plain():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+    return net, nn.CrossEntropyLoss(), *data()
+
+def norm():
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.MSELoss()
+
+def wrapped():
+    return Mixed(nn.Flatten(), nn.Linear(25, 3)), nn.CrossEntropyLoss(), *data()
+
+def needs(argument):
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nets_to_explain.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "nets_to_explain", raising=False)
+
+
+def test_matrix_fits_a_terminal() -> None:
+    report = matrix()
+    lines = list(folded(report, 100))
+    assert len(lines) < 200
+    assert max(map(len, lines)) <= 100
+    text = " ".join(" ".join(lines).split())
+    for row in report.rows:
+        assert row[0] in text
+    for why in report.reasons:
+        assert all(" ".join(reason.split())[:30] in text for reason in why.values())
+    assert sum(cell == "refused" for row in report.rows for cell in row) == sum(
+        len(why) for why in report.reasons
+    )
+
+
+def test_matrix_of_some_extensions() -> None:
+    report = matrix(("DiagHessian", "KFAC"))
+    assert report.header == ["layer", "DiagHessian", "KFAC"]
+    (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
+    assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
+    assert "mixed second derivatives" in bilinear["reasons"]["DiagHessian"]
+
+
+def test_reasons_of_a_model() -> None:
+    report = model_report("nets_to_explain:norm", ("BatchGrad",))
+    norm = report.as_json()[1]
+    assert norm["BatchGrad"] == "refused"
+    assert "influence each other" in norm["reasons"]["BatchGrad"]
+
+
+def test_what_the_run_refuses_is_not_promised() -> None:
+    report = model_report("nets_to_explain:wrapped", ("DiagHessian", "BatchGrad"))
+    linear = report.as_json()[1]
+    assert (linear["DiagHessian"], linear["BatchGrad"]) == ("refused", "rule")
+    assert "'Sin'" in linear["reasons"]["DiagHessian"]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: model_report("torch.nn:Linear"), UsageError, "cannot be called without arg"),
+        (lambda: model_report("nets_to_explain:needs"), UsageError, "required positional"),
+        (lambda: model_report("torch.nn:Linaer"), UsageError, "did you mean 'Linear'?"),
+        (lambda: matrix(("KFACC",)), UsageError, "'KFACC' is installed: did you mean 'KFAC'?"),
+        (lambda: explained("nets_to_explain:make", "Kfac"), UsageError, "did you mean 'KFAC'?"),
+        (lambda: unregister("Nobody"), PluginError, "No plugin named 'Nobody'"),
+        (
+            lambda: __import__("backpack_core.extensions").extensions.BatchGrd,
+            MissingPluginError,
+            "did you mean 'BatchGrad'?",
+        ),
+    ],
+    ids=["class", "arguments", "attribute", "support", "explain", "unregister", "import"],
+)
+def test_near_misses(call: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert says in str(caught.value)
+
+
+def test_explain() -> None:
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "KFAC")}
+    rule, form, times, size, faster = rows["3.weight"]
+    assert rule.startswith("LinearRule of backpack-plugin-layers")
+    assert (form, faster) == ("AffineProduct, contracted", "")
+    layer = Layer(1, 36, 3, 1, 111, False)
+    expected = 1 + (work(layer, "KFAC", 1) or 0) / (3 * layer.product)
+    assert (times, size) == (f"{expected:.2f}", f"{(36**2 + 3**2) / 108:.2f}")
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "KFAC")}
+    assert rows["3.weight"][:2] == ["automatic", "refused"]
+
+
+def test_explain_says_what_would_be_faster() -> None:
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "BatchGrad")}
+    assert rows["3.weight"][0] == "automatic"
+    assert "install a plugin with a rule for Own" in rows["3.weight"][-1]
+    assert rows["4.weight"][3] == "8.00"  # as many gradients as samples
+    exact = {row[0]: row[1:] for row in explained("nets_to_explain:make", "DiagGGNExact")}
+    assert "one column" in exact["4.weight"][-1]
+    assert float(exact["0.weight"][2]) > float(rows["0.weight"][2]) > 1
+
+
+def test_explain_on_the_command_line() -> None:
+    result = CliRunner().invoke(app, ["explain", "nets_to_explain:make", "-e", "KFAC"])
+    assert result.exit_code == 0, result.output
+    assert "multiply-adds" in result.output
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+def test_plugins_are_folded() -> None:
+    reports = listing.collect(False, 1.0)
+    lines = listing.folded(reports)
+    found = {line[0]: line[2] for line in lines}
+    assert "71 rules" in found["backpack-plugin-layers"]
+    assert len(lines) < 10 < len(listing.rows(reports))

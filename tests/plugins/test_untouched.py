@@ -1,0 +1,135 @@
+"""What a plugin is given is not to be changed: the error names who did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import Extension, FirstOrderExtension, backpack, extend
+from backpack_core.contract.operations import dense
+from backpack_core.errors import PluginCodeError
+from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import ExtensionCase, RuleCase, check_extension, check_rule
+from backpack_secondorder.propagators import LossSqrt
+from tests.plugins.test_declarations import Field, Gain, GainRule, derived
+
+
+def run(extension: Extension, *rules: type) -> nn.Module:
+    with temporary_plugin(*rules):
+        model = extend(nn.Sequential(nn.Linear(3, 3), Gain()))
+        lossfunc = extend(nn.MSELoss())
+        loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 3))
+        with backpack(extension):
+            loss.backward()
+    return model
+
+
+def doubles(self: Any, product: Any) -> Any:
+    return product.like.mul_(2).sum()
+
+
+def overwrites_a_result(self: Any, product: Any) -> Any:
+    dense(product)
+    return dense(product).mul_(2).sum()
+
+
+class Doubling(FirstOrderExtension):
+    savefield = "doubling"
+    read = doubles
+
+
+def test_reading_the_gradient_in_place() -> None:
+    with pytest.raises(PluginCodeError) as caught:
+        run(Doubling(), GainRule)
+    for word in ("Doubling.read changed the gradient at the output of Gain '1', of shape [4, 3]",):
+        assert word in str(caught.value)
+    assert "[Doubling, at Gain '1', rule GainRule" in str(caught.value)
+
+
+class Overwriting(FirstOrderExtension):
+    savefield = "overwriting"
+    read = overwrites_a_result
+
+
+def test_a_result_of_all() -> None:
+    """The second extension to read it finds what the first has left."""
+    model = extend(nn.Linear(3, 3))
+    loss = extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 3))
+    with (
+        pytest.raises(PluginCodeError, match=r"Overwriting.read changed a tensor of shape \[1, 4"),
+        backpack(BatchGrad(), Overwriting()),
+    ):
+        loss.backward()
+
+
+METHODS = {
+    "_jac_t_mat_prod": (lambda self, view, mat: mat.mul_(2), "a tensor of shape [3, 4, 3]"),
+    "_param_jac_t_mat_prod": (
+        lambda self, view, name, mat: view.input.mul_(2) * mat,
+        "an input of Gain '1', of shape [4, 3],",
+    ),
+    "_param_product": (
+        lambda self, view, name, mat: view.output.detach().mul_(2) * mat,
+        "an output of Gain '1'",
+    ),
+    "second": (lambda self, view, mat: view.parameter("weight").data.mul_(2) * mat, "'weight' of"),
+}
+
+
+@pytest.mark.parametrize("method", ["_jac_t_mat_prod", "_param_jac_t_mat_prod", "_param_product"])
+def test_a_rule(method: str) -> None:
+    function, expected = METHODS[method]
+    with pytest.raises(PluginCodeError) as caught:
+        run(DiagGGNExact(), derived(GainRule, **{method: function}))
+    assert f"Slip.{method} changed {expected}" in str(caught.value)
+    assert "return a new tensor" in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Restless(LossSqrt):
+    def propagate(self, rule: Any, view: Any, quantity: Any) -> Any:
+        quantity.mat.mul_(2)
+        return super().propagate(rule, view, quantity)
+
+
+class OfRestless(Extension):
+    savefield = "of_restless"
+
+    def __init__(self) -> None:
+        super().__init__(Restless())
+
+    def read(self, product: Any) -> Any:
+        return dense(product).sum()
+
+
+def test_a_propagator() -> None:
+    with pytest.raises(PluginCodeError, match=r"Restless\.propagate changed a tensor of shape"):
+        run(OfRestless(), GainRule)
+
+
+def test_what_is_ones_own_may_be_changed() -> None:
+    class Own(Field):
+        savefield = "own"
+        needs = (dense,)
+
+        def read(self, product: Any) -> Tensor:
+            return dense(product).sum(1).mul_(2)
+
+    run(Own(), GainRule)
+
+
+def test_the_kit_says_so_of_rules() -> None:
+    kind = derived(GainRule, _jac_t_mat_prod=METHODS["_jac_t_mat_prod"][0])
+    case = RuleCase(Gain, lambda n: torch.randn(n, 3), rule=kind)
+    failed = [result for result in check_rule(case) if not result.ok]
+    assert any("Slip._jac_t_mat_prod changed" in result.message for result in failed)
+
+
+def test_the_kit_says_so_of_extensions() -> None:
+    failed = [result for result in check_extension(ExtensionCase(Doubling)) if not result.ok]
+    assert any("Doubling.read changed" in result.message for result in failed)
