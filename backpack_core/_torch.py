@@ -20,7 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, stateless
+from torch.utils.checkpoint import CheckpointFunction
 
 from backpack_core.errors import add_library_folder
 
@@ -29,6 +31,9 @@ add_library_folder(torch.__file__)
 Node = torch.autograd.graph.Node
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+# The types of nodes that take the gradients of leaves, and of re-entrant checkpoints.
+LeafNode: Any = torch._C._functions.AccumulateGrad
+REENTRANT: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
 COPY_SLICES = "torch::autograd::CopySlices"
 
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
@@ -127,6 +132,19 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
         table.move_to_end(KEY, last=False)
     found: OrderedDict[int, Any] = table
     return found
+
+
+def hook_leaf_first(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Put a tensor hook on a leaf, before all others; returns what removes it."""
+    handle = leaf.register_hook(hook)
+    table: Any = leaf._backward_hooks
+    table.move_to_end(handle.id, last=False)
+    return handle
+
+
+def is_distributed() -> bool:
+    """Whether the forward pass of a DistributedDataParallel is running."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def metadata_of(node: Node, output_nr: int) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Check, Context, ExtensionHook, pop, push
+from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
 from backpack_core.engine.groups import group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
@@ -35,6 +35,7 @@ class backpack:
         debug: bool = False,
         check: Check = "first",
         retain_graph: bool = False,
+        gradient: Gradient = "autograd",
     ) -> None:
         """Check and store the request.
 
@@ -49,11 +50,17 @@ class backpack:
                 ``"never"``.
             retain_graph: Keep inputs and outputs for another backward pass. Give it the same value
                 as ``retain_graph`` of ``backward()``.
+            gradient: Where the plain gradient of the parameters comes from. ``"autograd"``: from
+                there. ``"shared"``: where individual gradients or their moments are formed anyway,
+                it is their sum, equal to rounding, which saves up to a third of a plain pass; it is
+                accumulated, and hooks on parameters are called, at the end of the pass.
+                ``"none"``: parameters that get quantities get no ``grad``. See
+                ``docs/gradient.md``.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
             UsageError: Two extensions save under one name, the hook cannot be called, or ``check``
-                is none of the words.
+                or ``gradient`` is none of the words.
         """
         for extension in extensions:
             _check_extension(extension)
@@ -67,8 +74,14 @@ class backpack:
             raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
         if check not in get_args(Check):
             raise UsageError(f"check is one of {', '.join(get_args(Check))}. Got {check!r}.")
+        if gradient not in get_args(Gradient):
+            raise UsageError(
+                f"gradient is one of {', '.join(get_args(Gradient))}. Got {gradient!r}."
+            )
         self._extensions = extensions
-        self._begin = partial(Context, extensions, extension_hook, debug, check, retain_graph)
+        self._begin = partial(
+            Context, extensions, extension_hook, debug, check, retain_graph, gradient
+        )
         self._entered: list[tuple[Context, Announcer]] = []
 
     def __enter__(self) -> backpack:

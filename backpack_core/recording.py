@@ -226,6 +226,7 @@ def _record(
         received.is_rewired,
         not _torch.has_saving_hooks(),
         inside,
+        _torch.is_distributed(),
     )
     for index, output in enumerate(outputs):
         if output.grad_fn is not None and output.layout is torch.strided:

@@ -16,6 +16,7 @@ from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
     gram,
+    has_free_sum,
     inner_version,
     is_formed,
     per_sample_square_sum,
@@ -24,6 +25,7 @@ from backpack_core.contract.operations import (
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct
+from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
 
@@ -178,6 +180,15 @@ def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     if square_sum in product.needs and per_sample_square_sum not in product.needs:
         return _moments(product, inp)[0]
     return product.to_parameter(contractions.sums(product.out, inp))
+
+
+@has_free_sum.register
+def has_free_sum_affine(product: AffineProduct) -> bool:
+    """Of a bias, of what is formed anyway, and of moments; each where it has fewer numbers."""
+    if product.inp is None:
+        return True
+    is_moment = square_sum in product.needs and per_sample_square_sum not in product.needs
+    return product.positions >= SUMMED and (is_formed(product) or is_moment)
 
 
 def _moments(product: AffineProduct, inp: Rows) -> tuple[Tensor, Tensor]:

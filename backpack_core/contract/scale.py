@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operations import batch_sum
+from backpack_core.contract.operations import batch_sum, has_free_sum, is_formed
 from backpack_core.contract.product import SampleProduct
 
 
@@ -40,3 +40,9 @@ def batch_sum_scale(product: ScaleProduct) -> Tensor:
     else:
         total = torch.einsum("vnsd,nsd->vd", product.out, product.inp)
     return total.reshape(product.columns, *product.shape)
+
+
+@has_free_sum.register
+def has_free_sum_scale(product: ScaleProduct) -> bool:
+    """Where it was formed: a gain has few numbers."""
+    return is_formed(product)

@@ -24,6 +24,7 @@ from backpack_core.engine.groups import Group
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
+Gradient = Literal["autograd", "shared", "none"]
 
 logger = logging.getLogger("backpack_core")
 
@@ -38,6 +39,7 @@ class Context:
         debug: Whether to log.
         check: In which passes alignment is measured.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
+        gradient: Where the gradient of the parameters comes from.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
@@ -50,6 +52,7 @@ class Context:
     debug: bool = False
     check: Check = "first"
     retain_graph: bool = False
+    gradient: Gradient = "autograd"
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)

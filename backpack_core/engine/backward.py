@@ -8,7 +8,7 @@ autograd node between calls, until autograd gets there, and every call and node 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, logger
+from backpack_core.engine.gradient import plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
@@ -79,6 +80,7 @@ class BackwardPass:
         """
         _alive.add(self)
         self.context = context
+        self._roots = roots
         self.survey = Survey()
         self.visiting: View | None = None
         self.is_running = False
@@ -143,6 +145,20 @@ class BackwardPass:
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
                 self._schedule.leave(slot, edge, wide=dye.begin(gradient))
+
+    def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What to tell autograd so that it leaves out gradients, as ``gradient=`` says.
+
+        Args:
+            options: The arguments of ``backward()``.
+        """
+        what = self.context.gradient
+        if what == "autograd" or not self._is_outermost:
+            return {}
+        if what == "none":
+            return without_gradients(self.survey, self._roots, options)
+        plain = self._sink.plain = plan(self.survey, self.context.groups, self._roots, options)
+        return {} if plain is None else plain.begin()
 
     # Visits --------------------------------------------------------------------------------------
 
@@ -233,6 +249,8 @@ class BackwardPass:
         """The pass is over, however it ended."""
         for task in [t for t, p in self.context.passes.items() if p is self]:
             del self.context.passes[task]
+        if self._sink.plain is not None:
+            self._sink.plain.leave()
 
     def finish(self) -> None:
         """Autograd is through: store what had to wait for that."""
@@ -251,6 +269,8 @@ class BackwardPass:
             for extension, values in (*finished, *self._graph.results(self.survey)):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
+        if self._sink.plain is not None:
+            self._sink.plain.deliver()
 
 
 def _log(view: View) -> None:

@@ -110,6 +110,7 @@ class Call:
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
+        is_distributed: It ran inside of DistributedDataParallel.
     """
 
     __slots__ = (
@@ -117,6 +118,7 @@ class Call:
         "_stored",
         "edges",
         "inside",
+        "is_distributed",
         "is_readable",
         "is_rewired",
         "module",
@@ -140,6 +142,7 @@ class Call:
         is_rewired: bool,
         is_readable: bool,
         inside: tuple[State, ...] = (),
+        is_distributed: bool = False,
     ) -> None:
         self.module: Final = module
         self.rule: Final = rule
@@ -151,6 +154,7 @@ class Call:
         self.is_rewired: Final = is_rewired
         self.is_readable: Final = is_readable
         self.inside: Final = inside
+        self.is_distributed: Final = is_distributed
         self._stored: Stored | None = stored
         _Count.made += 1
 
