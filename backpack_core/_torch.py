@@ -129,7 +129,7 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
         node._register_hook_dict(output)
     table[KEY] = hook
     if len(table) > 1:
-        table.move_to_end(KEY, last=False)
+        _move_first(table, KEY)
     found: OrderedDict[int, Any] = table
     return found
 
@@ -138,8 +138,17 @@ def hook_leaf_first(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Put a tensor hook on a leaf, before all others; returns what removes it."""
     handle = leaf.register_hook(hook)
     table: Any = leaf._backward_hooks
-    table.move_to_end(handle.id, last=False)
+    _move_first(table, handle.id)
     return handle
+
+
+def _move_first(table: OrderedDict[int, Any], key: int) -> None:
+    """Autograd reads the table as a plain dict, to which ``move_to_end`` makes no difference."""
+    others = [(other, hook) for other, hook in table.items() if other != key]
+    hook = table[key]
+    table.clear()
+    table[key] = hook
+    table.update(others)
 
 
 def is_distributed() -> bool:
