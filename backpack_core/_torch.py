@@ -32,8 +32,8 @@ Node = torch.autograd.graph.Node
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 # The types of nodes that take the gradients of leaves, and of re-entrant checkpoints.
-LeafNode: Any = torch._C._functions.AccumulateGrad
-REENTRANT: Any = CheckpointFunction._backward_cls  # type: ignore[attr-defined]
+LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+REENTRANT: Any = CheckpointFunction._backward_cls
 COPY_SLICES = "torch::autograd::CopySlices"
 
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, logger
-from backpack_core.engine.gradient import plan, without_gradients
+from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
@@ -270,7 +270,15 @@ class BackwardPass:
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
         if self._sink.plain is not None:
-            self._sink.plain.deliver()
+            self._deliver(self._sink.plain)
+
+    def _deliver(self, plain: PlainGradient) -> None:
+        """Hand on what is shared; passes that hooks on parameters begin are inside of this one."""
+        self.context.passes[-1] = self
+        try:
+            plain.deliver()
+        finally:
+            self.leave()
 
 
 def _log(view: View) -> None:

@@ -218,7 +218,7 @@ def inputs_without(
         edges: What ``backward()`` is called on.
     """
     nodes = [node for node in _nodes(edges) if isinstance(node, _torch.LeafNode)]
-    inputs = [node for node in nodes if id(node.variable) not in left]  # type: ignore[attr-defined]
+    inputs = [node for node in nodes if id(node.variable) not in left]
     if len(inputs) == len(nodes):
         return {}
     sites = {(site.edge.node, site.edge.output_nr) for site in survey.sites.values()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,15 +168,19 @@ def test_retained_graphs() -> None:
 def test_with_a_graph_autograd_computes_and_it_is_said() -> None:
     step = _Step(token_net(), (9, 2))
     with pytest.warns(BackpackWarning, match="create_graph"):
-        for _ in range(PASSES):
-            step.extended.zero_grad()
-            x, y = step.data()
-            with step.watching(), backpack(BatchGrad(), gradient="shared"):
-                step.lossfunc(step.extended(x), y).backward(create_graph=True)
+        _differentiable_passes(step)
     assert all(p.grad is not None and p.grad.requires_grad for p in step.extended.parameters())
     assert not any(step.left)
     for parameter in step.extended.parameters():  # a gradient with a graph is a cycle
         parameter.grad = None
+
+
+def _differentiable_passes(step: _Step) -> None:
+    for _ in range(PASSES):
+        step.extended.zero_grad()
+        x, y = step.data()
+        with step.watching(), backpack(BatchGrad(), gradient="shared"):
+            step.lossfunc(step.extended(x), y).backward(create_graph=True)
 
 
 def test_hooks_on_parameters() -> None:
@@ -197,6 +200,33 @@ def test_hooks_on_parameters() -> None:
     step.check(BatchGrad())
     assert any(step.left)
     assert len(seen["plain"]) == len(seen["extended"]) == PASSES * 8
+
+
+def test_a_pass_in_a_hook_on_a_parameter() -> None:
+    """It is inside of the pass that hands the gradient on, and removes none of its results."""
+    step, other = _Step(token_net(), (9, 2)), _Step(token_net(), (9, 2))
+    step.check(BatchGrad())
+    step.check(BatchGrad())
+    other.run(BatchGrad())
+    before = [p.grad_batch for p in other.extended.parameters()]
+    losses: list[Tensor] = []
+
+    def begin(grad: Tensor) -> None:
+        if losses:
+            losses.pop().backward()
+
+    handle = step.extended.a.weight.register_hook(begin)  # type: ignore[union-attr, operator]
+    for _ in range(3):
+        other.extended.zero_grad()
+        x, y = other.data()
+        losses.append(other.lossfunc(other.extended.c(x.new_ones(4, 4)), y))
+        step.run(BatchGrad())
+        assert not losses
+    handle.remove()
+    assert step.left[-1]
+    for parameter, value in zip([*other.extended.parameters()][:6], before, strict=False):
+        assert parameter.grad_batch is value
+    assert other.extended.c.weight.grad is not None  # type: ignore[union-attr]
 
 
 def test_hooks_between_modules() -> None:
@@ -417,7 +447,7 @@ def _raise(grad: Tensor) -> None:
     raise RuntimeError("mine")
 
 
-# Left out ------------------------------------------------------------------------------------------
+# Left out -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("net", [conv_net, token_net])

@@ -34,8 +34,8 @@ def _one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 @pytest.mark.parametrize("options", ["plain", "static_graph", "find_unused_parameters"])
-@pytest.mark.parametrize("gradient", ["autograd", "shared"])
-def test_quantities_under_data_parallel(options: str, gradient: Gradient) -> None:
+@pytest.mark.parametrize("source", ["autograd", "shared"])
+def test_quantities_under_data_parallel(options: str, source: Gradient) -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     model, lossfunc = extend(copy.deepcopy(plain)), nn.CrossEntropyLoss()
     given = {} if options == "plain" else {options: True}
@@ -48,7 +48,7 @@ def test_quantities_under_data_parallel(options: str, gradient: Gradient) -> Non
         diagonals = problem.expected(oracle.ggn_diagonals)
         parallel.zero_grad()
         loss = extended(parallel(x), y)
-        with backpack(BatchGrad(), DiagGGNExact(), gradient=gradient):
+        with backpack(BatchGrad(), DiagGGNExact(), gradient=source):
             loss.backward()
         for parameter, gradient, diagonal in zip(
             model.parameters(), gradients, diagonals, strict=True
