@@ -62,6 +62,10 @@ class DirectRows(ABC):
         """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
 
     @abstractmethod
+    def total(self, out: Tensor) -> Tensor:
+        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, as autograd forms it."""
+
+    @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:
         """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
 
@@ -174,6 +178,8 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     size = inp.shape[3]
     if _is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
+    if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
+        return inp.total(out)
     total: Tensor | None = None
     for rows in row_steps(inp, out.element_size()):
         left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
