@@ -15,6 +15,7 @@ from backpack_core.contract.contractions import JoinedRows, Rows
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
+    dense,
     gram,
     has_free_sum,
     inner_version,
@@ -174,9 +175,27 @@ def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     return contractions.squared_norm(product.out, inp)
 
 
-@for_weights(batch_sum)
-def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+@dense.register
+def dense_affine(product: AffineProduct) -> Tensor:
+    """Formed; the sum over samples with it, where that is needed, too."""
+    everything = slice(0, product.columns), slice(0, product.samples)
+    is_along = batch_sum in product.needs and product.positions > 1
+    if product.inp is None or not is_along or torch.is_grad_enabled():
+        return product.part(*everything)
+    total = product.new_zeros(product.columns, *product.sizes)
+    formed = contractions.products(product.out, product.inp, total)
+    product.results[(batch_sum,)] = product.to_parameter(total)
+    return product.to_parameter(formed)
+
+
+@batch_sum.register
+def batch_sum_affine(product: AffineProduct) -> Tensor:
     """By :func:`contractions.sums`, or as a by-product of what others need."""
+    inp = product.inp
+    if inp is None or reads_formed(product):
+        formed = as_formed(product)
+        known = product.results.get((batch_sum,))
+        return batch_sum(formed) if known is None else known
     if square_sum in product.needs and per_sample_square_sum not in product.needs:
         return _moments(product, inp)[0]
     return product.to_parameter(contractions.sums(product.out, inp))

@@ -70,8 +70,15 @@ class DirectRows(ABC):
         """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
 
 
-def products(out: Tensor, inp: Rows) -> Tensor:
-    """``M`` itself. Shape ``[V, N, G, O, I]``."""
+def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
+    """``M`` itself. Shape ``[V, N, G, O, I]``.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        total: ``Σ_n M`` is added to it while pieces are in the cache, if positions are shared and
+            autograd records nothing. Shape ``[V, G, O, I]``.
+    """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if _is_empty(out, inp):
@@ -85,11 +92,16 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     if columns == 1 and _is_direct(inp, 1, out):
         for _, rows, piece in pieces(out, inp):
             result[0, rows] = piece.squeeze(2)
+            if total is not None:
+                add(total[0], piece.squeeze(2))
         return result
     for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
         for piece, target in zip(out[:, rows], result[:, rows], strict=True):
             torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
+        if total is not None:
+            for sums, target in zip(total, result[:, rows], strict=True):
+                add(sums, target)
     return result
 
 
