@@ -164,7 +164,10 @@ def metadata_of(node: Node, output_nr: int) -> Any:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; zero where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of an inference tensor
+        return 0
 
 
 def memory_of(tensor: Tensor) -> int:
