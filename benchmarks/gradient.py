@@ -52,7 +52,7 @@ def _step(
         loss.backward()
         return
     asked = [getattr(extensions, kind)(*quantity.arguments) for kind in quantity.extensions]
-    with backpack(*asked, gradient=name):  # type: ignore[arg-type]
+    with backpack(*asked, gradient=name):
         loss.backward()
 
 
