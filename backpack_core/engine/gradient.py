@@ -29,7 +29,6 @@ from backpack_core.engine.trust import is_round, known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
-from backpack_core.record.view import View
 
 Key = tuple[int, str]  # a site's number in the walk, and what its module calls a parameter
 
@@ -106,21 +105,31 @@ class PlainGradient:
         number = id(parameter)
         return self._needs if number in self._left or number in self._judged else None
 
-    def take(self, parameter: Tensor, whole: SampleProduct, view: View) -> None:
-        """Sum a product, which all who asked for it have read."""
+    def take(self, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
+        """Sum a product, which all who asked for it have read.
+
+        Args:
+            parameter: The parameter.
+            whole: The product, of all uses.
+            is_reached: Whether any gradient arrives; where none does, autograd stores none.
+        """
         number = id(parameter)
         if number in self._judged and not has_free_sum(whole):
             return
-        if view.is_reached:
-            is_known = batch_sum in self.group.needs  # somebody may have stored it
-            total = batch_sum(whole).squeeze(0)
-            self._sums[number] = total.clone() if is_known else total
+        if not is_reached:
+            self._left.pop(number, None)
+            return
+        is_known = batch_sum in self.group.needs  # somebody may have stored it
+        total = batch_sum(whole).squeeze(0)
+        self._sums[number] = total.clone() if is_known else total
 
     def judge(self, candidate: _Candidate, gradient: Tensor) -> None:
         """Compare a sum with what autograd brings."""
         total = self._sums.pop(id(candidate.parameter), None)
-        size = float(gradient.detach().abs().max()) if gradient.numel() else 0.0
-        if total is None or not size:
+        if total is None or not total.numel():
+            return
+        size = float(gradient.detach().abs().max())
+        if not size:
             return
         allowed = size * torch.finfo(gradient.dtype).eps ** 0.6
         if float((total - gradient).detach().abs().max()) <= allowed:
@@ -135,10 +144,10 @@ class PlainGradient:
 
     def deliver(self) -> None:
         """Hand the sums to autograd, which calls hooks and accumulates."""
-        found = [(self._left[number], self._sums.pop(number)) for number in [*self._sums]]
-        if found:
-            parameters, sums = map(list, zip(*found, strict=True))
-            del found
+        assert self._left.keys() <= self._sums.keys(), "a gradient was left out that nobody summed"
+        parameters = list(self._left.values())
+        sums = [self._sums.pop(number) for number in self._left]
+        if sums:
             with torch.enable_grad():
                 root = _Sums.apply(sums, *parameters)  # type: ignore[no-untyped-call]
             root.backward()

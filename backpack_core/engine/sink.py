@@ -176,7 +176,8 @@ class FieldSink(Sink):
             return
         try:
             whole = join(pending.readings) if whole is None else whole
-            self.plain.take(pending.parameter, whole, pending.view)
+            is_reached = len(pending.readings) > 1 or pending.view.is_reached
+            self.plain.take(pending.parameter, whole, is_reached)
         except Exception as error:
             place(error, pending.view, group.first)
             raise

@@ -258,6 +258,23 @@ def test_tied_weights() -> None:
     assert any(step.left)
 
 
+def test_a_branch_that_no_gradient_reaches() -> None:
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> None:
+            return None
+
+    model = token_net()
+    model.function = lambda net, x: net.c((net.a(x) + Nothing.apply(net.b(net.a(x)))).mean(1))
+    step = _Step(model, (9, 2))
+    step.check(BatchGrad())
+    assert any(step.left)
+
+
 def test_frozen_parameters() -> None:
     model = token_net()
     model.a.weight.requires_grad_(False)
