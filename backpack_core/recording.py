@@ -98,9 +98,8 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     else:
         _forget_interrupted(module, known)
         known.append(execution)
-    if "parametrizations" in attributes["_modules"]:
-        for name, computing in parametrizations_of(module).items():
-            computing.__dict__[_COMPUTES] = (execution, name)
+    for name, computing in parametrizations_of(module).items():
+        computing.__dict__[_COMPUTES] = (execution, name)
     ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
 
 
@@ -117,9 +116,8 @@ def after_forward(
     executions.remove(execution)
     if not executions:
         del attributes[_EXECUTIONS]
-    if "parametrizations" in attributes["_modules"]:
-        for computing in parametrizations_of(module).values():
-            computing.__dict__.pop(_COMPUTES, None)
+    for computing in parametrizations_of(module).values():
+        computing.__dict__.pop(_COMPUTES, None)
     return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
 
 
