@@ -62,8 +62,8 @@ class DirectRows(ABC):
         """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
 
     @abstractmethod
-    def total(self, out: Tensor) -> Tensor:
-        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, as autograd forms it."""
+    def total(self, out: Tensor) -> Tensor | None:
+        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
 
     @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:
@@ -190,9 +190,11 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     size = inp.shape[3]
     if _is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
-    if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
-        return inp.total(out)
     total: Tensor | None = None
+    if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
+        total = inp.total(out)
+        if total is not None:
+            return total
     for rows in row_steps(inp, out.element_size()):
         left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
         right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)

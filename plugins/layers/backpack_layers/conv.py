@@ -191,8 +191,10 @@ class DirectPatches(Patches, DirectRows):
         groups = out[0, :, 0, :, 0].numel()
         return self._weight_gradient(out, samples, (1, -1), groups).view(groups, -1, self.shape[3])
 
-    def total(self, out: Tensor) -> Tensor:
+    def total(self, out: Tensor) -> Tensor | None:
         """By the kernel of the plain gradient, for all columns as features of one output."""
+        if out.device.type != "cpu" or out.dtype != self._input.dtype:
+            return None  # it was measured nowhere else
         columns, samples, _, groups, features = out.shape
         found = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
         return found.view(groups, columns, features, self.shape[3]).transpose(0, 1)
