@@ -15,7 +15,6 @@ from backpack_core.contract.contractions import JoinedRows, Rows
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
-    dense,
     gram,
     has_free_sum,
     inner_version,
@@ -78,12 +77,19 @@ class AffineProduct(SampleProduct):
         return mat.reshape(*mat.shape[: mat.dim() - len(self.sizes)], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """By a batched product."""
+        """By a batched product; the sum over samples along with all of it, if it is needed."""
         out = self.out[columns, samples]
         if self.inp is None:
             return self.to_parameter(out.sum(2))
-        inp = self.inp if samples == slice(0, self.samples) else self.inp[samples]
-        return self.to_parameter(contractions.products(out, inp))
+        if samples != slice(0, self.samples):
+            return self.to_parameter(contractions.products(out, self.inp[samples]))
+        is_along = batch_sum in self.needs and self.positions > 1 and len(out) == self.columns
+        if not is_along or torch.is_grad_enabled():
+            return self.to_parameter(contractions.products(out, self.inp))
+        total = self.new_zeros(self.columns, *self.sizes)
+        formed = contractions.products(out, self.inp, total)
+        self.results[(batch_sum,)] = self.to_parameter(total)
+        return self.to_parameter(formed)
 
     def pieces(self) -> Iterator[Piece]:
         """In one buffer."""
@@ -173,19 +179,6 @@ def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.squared_norm`."""
     return contractions.squared_norm(product.out, inp)
-
-
-@dense.register
-def dense_affine(product: AffineProduct) -> Tensor:
-    """Formed; the sum over samples with it, where that is needed, too."""
-    everything = slice(0, product.columns), slice(0, product.samples)
-    is_along = batch_sum in product.needs and product.positions > 1
-    if product.inp is None or not is_along or torch.is_grad_enabled():
-        return product.part(*everything)
-    total = product.new_zeros(product.columns, *product.sizes)
-    formed = contractions.products(product.out, product.inp, total)
-    product.results[(batch_sum,)] = product.to_parameter(total)
-    return product.to_parameter(formed)
 
 
 @batch_sum.register
