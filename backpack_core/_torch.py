@@ -21,8 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, stateless
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointFunction
 
 from backpack_core.errors import add_library_folder
 
@@ -31,6 +33,9 @@ add_library_folder(torch.__file__)
 Node = torch.autograd.graph.Node
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
+# The types of nodes that take the gradients of leaves, and of re-entrant checkpoints.
+LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+REENTRANT: Any = CheckpointFunction._backward_cls
 COPY_SLICES = "torch::autograd::CopySlices"
 
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
@@ -179,9 +184,31 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
         node._register_hook_dict(output)
     table[KEY] = hook
     if len(table) > 1:
-        table.move_to_end(KEY, last=False)
+        _move_first(table, KEY)
     found: OrderedDict[int, Any] = table
     return found
+
+
+def hook_leaf_first(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Put a tensor hook on a leaf, before all others; returns what removes it."""
+    handle = leaf.register_hook(hook)
+    table: Any = leaf._backward_hooks
+    _move_first(table, handle.id)
+    return handle
+
+
+def _move_first(table: OrderedDict[int, Any], key: int) -> None:
+    """Autograd reads the table as a plain dict, to which ``move_to_end`` makes no difference."""
+    others = [(other, hook) for other, hook in table.items() if other != key]
+    hook = table[key]
+    table.clear()
+    table[key] = hook
+    table.update(others)
+
+
+def is_distributed() -> bool:
+    """Whether the forward pass of a DistributedDataParallel is running."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def metadata_of(node: Node, output_nr: int) -> Any:
@@ -192,7 +219,10 @@ def metadata_of(node: Node, output_nr: int) -> Any:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; zero where torch does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of an inference tensor
+        return 0
 
 
 def profiler_runs() -> bool:

@@ -49,8 +49,11 @@ class Announcer(TorchFunctionMode):
         announced = begin(self._context, roots, gradients)
         if announced is None:
             return func(*args, **kwargs)
+        changes = {} if func is torch.autograd.grad else announced.narrow(given)
         if any(extension.keeps_graph for extension in self._context.extensions):
-            args, kwargs = (), {**given, "retain_graph": True}
+            changes["retain_graph"] = True
+        if changes:
+            args, kwargs = (), {**given, **changes}
         self._context.announced.append(announced)
         try:
             result = func(*args, **kwargs)

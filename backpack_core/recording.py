@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from backpack_core.record.call import (
     attach,
     attach_viewed,
 )
-from backpack_core.record.execution import Execution, Received, aliases
+from backpack_core.record.execution import Execution, Received, aliases, is_simple
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.state import (
     Owned,
@@ -92,9 +92,10 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
     execution = Execution(module.training, tensors)
-    known = module.__dict__.get(_EXECUTIONS)
+    attributes = module.__dict__
+    known = attributes.get(_EXECUTIONS)
     if known is None:
-        module.__dict__[_EXECUTIONS] = [execution]
+        attributes[_EXECUTIONS] = [execution]
     else:
         _forget_interrupted(module, known)
         known.append(execution)
@@ -111,10 +112,11 @@ def after_forward(
     execution = _running(module)
     if execution is None:
         return None
-    executions: list[Execution] = module.__dict__[_EXECUTIONS]
+    attributes = module.__dict__
+    executions: list[Execution] = attributes[_EXECUTIONS]
     executions.remove(execution)
     if not executions:
-        del module.__dict__[_EXECUTIONS]
+        del attributes[_EXECUTIONS]
     for computing in parametrizations_of(module).values():
         computing.__dict__.pop(_COMPUTES, None)
     return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
@@ -212,12 +214,17 @@ def _record(
     """Make the call; returns what takes the place of the result, or ``None``."""
     if is_disabled() or not torch.is_grad_enabled():
         return None
+    resolved = registry.resolve(module)
+    if is_simple(args, kwargs, result, execution):
+        found = _Found(args, kwargs, args, execution.edges, execution.versions, (result,))
+        call = _call(module, resolved, found, execution)
+        _attach(call, 0, result, execution)
+        return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
     if not live:
         return None
     own = aliases(live, execution)
-    resolved = registry.resolve(module)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
     if kwargs:
@@ -226,31 +233,50 @@ def _record(
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
     if received.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
-    detached = tuple([o.detach() for o in outputs])
-    owned, parameters, computed = _tensors(module, resolved, execution)
-    inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
-    versions = (*received.versions, *map(version_of, detached))
-    run = run_of_model(module)
-    stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed)
-    call = Call(
-        module,
-        resolved.rule,
-        resolved.provenance,
-        tuple(received.edges),
-        stored,
-        threading.get_ident(),
-        execution.training,
-        settings_of(module),
-        received.is_rewired,
-        not _torch.has_saving_hooks(),
-        inside,
-        run.sizes,
-        run.receives(inputs),
-    )
+    edges, versions = received.edges, received.versions
+    found = _Found(args, kwargs, inputs, edges, versions, outputs, received.is_rewired)
+    call = _call(module, resolved, found, execution)
     for index, output in enumerate(outputs):
         if output.grad_fn is not None and output.layout is torch.strided:
             _attach(call, index, own.get(id(output), output), execution)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
+
+
+class _Found(NamedTuple):
+    """What a call received, as it is stored, and what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    edges: list[Edge | None]
+    versions: list[int]
+    outputs: tuple[Tensor, ...]
+    is_rewired: bool = False
+
+
+def _call(module: Module, resolved: Resolved, found: _Found, execution: Execution) -> Call:
+    args, kwargs, inputs, edges, versions, outputs, is_rewired = found
+    detached = tuple([o.detach() for o in outputs])
+    owned, parameters, computed = _tensors(module, resolved, execution)
+    inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
+    known = (*versions, *map(version_of, detached))
+    run = run_of_model(module)
+    return Call(
+        module,
+        resolved.rule,
+        resolved.provenance,
+        tuple(edges),
+        Stored(args, kwargs, inputs, detached, known, owned, parameters, computed),
+        execution.thread,
+        execution.training,
+        settings_of(module),
+        is_rewired,
+        not _torch.has_saving_hooks(),
+        inside,
+        run.sizes,
+        run.receives(inputs),
+        _torch.is_distributed(),
+    )
 
 
 def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> None:

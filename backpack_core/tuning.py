@@ -16,6 +16,8 @@ CACHE: Final = 4 * 2**20
 DIRECT: Final = 5 * 2**19
 # Entries of one product from which on adding its square by itself beats a reduction over several.
 LARGE: Final = 2**14
+# Positions from which on adding up what was formed costs less than a product for the sum.
+SUMMED: Final = 8
 # Rows of a symmetric product from which on half of it is formed, in bands, and mirrored.
 SYMMETRIC: Final = 384
 # Bytes of the widest columns that are carried at once on a CPU. A tensor of more than 32 MiB is

@@ -1,9 +1,10 @@
 """What extending a model costs: ``python -m benchmarks.overhead``.
 
-Two ratios, each of runs that alternate in one process:
+Microseconds for each call of a module, in a chain of ``Linear`` layers of width 4: forward, forward
+and backward, and with individual gradients. Then ratios, of runs that alternate in one process:
 
 - forward and backward pass of an extended model with no extension active, over those of a plain one
-  (the cost of recording; target: at most 1.3);
+  (the cost of recording; target: at most 1.1), for several widths;
 - those with individual gradients of one convolution, over those of the plain convolution (target:
   at most 1.5).
 """
@@ -52,6 +53,27 @@ def step(model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> None:
     lossfunc(model(x), y).backward()
 
 
+def calls(rounds: int, clock: str, count: int = 24) -> None:
+    """Microseconds for each call, above those of a plain module."""
+    plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
+    extended, x = extend(copy.deepcopy(plain)), torch.randn(2, 4, requires_grad=True)
+
+    def individual() -> None:
+        output = extended(x).sum()
+        with backpack(BatchGrad(), check="never"):
+            output.backward()
+
+    for what, ours, theirs in (
+        ("forward", lambda: extended(x), lambda: plain(x)),
+        ("forward and backward", lambda: extended(x).sum().backward(), None),
+        ("with individual gradients", individual, None),
+    ):
+        reference = theirs or (lambda: plain(x).sum().backward())
+        mine, other, _ = ratio(ours, reference, rounds, clock)
+        each = (mine - other) / count * 1e6
+        print(f"{what:42} {each:9.1f} us more for each call   plain {other / count * 1e6:9.1f} us")
+
+
 def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> None:
     """The cost of recording, in a perceptron of three layers."""
     sizes = [width, width, width, 10]
@@ -68,7 +90,7 @@ def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> No
         rounds,
         clock,
     )
-    report("extended, no extension active", ours, theirs, factor, target=1.3)
+    report(f"extended, no extension active, width {width}", ours, theirs, factor, target=1.1)
 
 
 def individual_gradients(rounds: int, clock: str, batch: int = 64) -> None:
@@ -98,20 +120,22 @@ def individual_gradients(rounds: int, clock: str, batch: int = 64) -> None:
 def report(what: str, ours: float, theirs: float, factor: float, target: float) -> None:
     """Print a line."""
     print(
-        f"{what:40} {ours * 1e3:9.3f} ms   plain {theirs * 1e3:9.3f} ms   "
+        f"{what:42} {ours * 1e3:9.3f} ms   plain {theirs * 1e3:9.3f} ms   "
         f"ratio {factor:5.2f} (target {target})"
     )
 
 
 def main() -> None:
-    """Measure and print both ratios."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    recording(400, options.clock)
+    calls(100, options.clock)
+    for width in (64, 256, 512, 1024):
+        recording(4 * 10**4 // width, options.clock, width=width)
     individual_gradients(30, options.clock)
 
 

@@ -16,6 +16,7 @@ from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
     gram,
+    has_free_sum,
     inner_version,
     is_formed,
     per_sample_square_sum,
@@ -24,6 +25,7 @@ from backpack_core.contract.operations import (
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct
+from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
 
@@ -75,12 +77,19 @@ class AffineProduct(SampleProduct):
         return mat.reshape(*mat.shape[: mat.dim() - len(self.sizes)], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """By a batched product."""
+        """By a batched product; the sum over samples along with all of it, if it is needed."""
         out = self.out[columns, samples]
         if self.inp is None:
             return self.to_parameter(out.sum(2))
-        inp = self.inp if samples == slice(0, self.samples) else self.inp[samples]
-        return self.to_parameter(contractions.products(out, inp))
+        if samples != slice(0, self.samples):
+            return self.to_parameter(contractions.products(out, self.inp[samples]))
+        is_along = batch_sum in self.needs and self.positions > 1 and len(out) == self.columns
+        if not is_along or torch.is_grad_enabled():
+            return self.to_parameter(contractions.products(out, self.inp))
+        total = self.new_zeros(self.columns, *self.sizes)
+        formed = contractions.products(out, self.inp, total)
+        self.results[(batch_sum,)] = self.to_parameter(total)
+        return self.to_parameter(formed)
 
     def pieces(self) -> Iterator[Piece]:
         """In one buffer."""
@@ -172,12 +181,26 @@ def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     return contractions.squared_norm(product.out, inp)
 
 
-@for_weights(batch_sum)
-def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+@batch_sum.register
+def batch_sum_affine(product: AffineProduct) -> Tensor:
     """By :func:`contractions.sums`, or as a by-product of what others need."""
+    inp = product.inp
+    if inp is None or reads_formed(product):
+        formed = as_formed(product)
+        known = product.results.get((batch_sum,))
+        return batch_sum(formed) if known is None else known
     if square_sum in product.needs and per_sample_square_sum not in product.needs:
         return _moments(product, inp)[0]
     return product.to_parameter(contractions.sums(product.out, inp))
+
+
+@has_free_sum.register
+def has_free_sum_affine(product: AffineProduct) -> bool:
+    """Of a bias, of what is formed anyway, and of moments; each where it has fewer numbers."""
+    if product.inp is None:
+        return True
+    is_moment = square_sum in product.needs and per_sample_square_sum not in product.needs
+    return product.positions >= SUMMED and (is_formed(product) or is_moment)
 
 
 def _moments(product: AffineProduct, inp: Rows) -> tuple[Tensor, Tensor]:

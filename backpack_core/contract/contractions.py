@@ -62,12 +62,23 @@ class DirectRows(ABC):
         """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
 
     @abstractmethod
+    def total(self, out: Tensor) -> Tensor | None:
+        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
+
+    @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:
         """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
 
 
-def products(out: Tensor, inp: Rows) -> Tensor:
-    """``M`` itself. Shape ``[V, N, G, O, I]``."""
+def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
+    """``M`` itself. Shape ``[V, N, G, O, I]``.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        total: ``Σ_n M`` is added to it while pieces are in the cache, if positions are shared and
+            autograd records nothing. Shape ``[V, G, O, I]``.
+    """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if _is_empty(out, inp):
@@ -81,11 +92,16 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     if columns == 1 and _is_direct(inp, 1, out):
         for _, rows, piece in pieces(out, inp):
             result[0, rows] = piece.squeeze(2)
+            if total is not None:
+                add(total[0], piece.squeeze(2))
         return result
     for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
         for piece, target in zip(out[:, rows], result[:, rows], strict=True):
             torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
+        if total is not None:
+            for sums, target in zip(total, result[:, rows], strict=True):
+                add(sums, target)
     return result
 
 
@@ -175,6 +191,10 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     if _is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
     total: Tensor | None = None
+    if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
+        total = inp.total(out)
+        if total is not None:
+            return total
     for rows in row_steps(inp, out.element_size()):
         left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
         right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)

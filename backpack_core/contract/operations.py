@@ -146,6 +146,12 @@ def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
 
 
 @singledispatch
+def has_free_sum(product: SampleProduct) -> bool:
+    """Whether :func:`batch_sum` comes with what else is needed, at no more than its reading."""
+    return False
+
+
+@singledispatch
 def inner_version(product: SampleProduct, other: SampleProduct) -> Tensor | None:
     """The same from the factors of the first form, where it knows how with the second's."""
     return None

@@ -27,6 +27,7 @@ from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
+Gradient = Literal["autograd", "shared", "none"]
 
 logger = logging.getLogger("backpack_core")
 
@@ -43,6 +44,7 @@ class Context:
         retain_graph: Whether inputs and outputs are kept for another backward pass.
         beside: Outputs of nodes that are no part of the loss that quantities are of.
         observer: Called with what a rule sees of each output that is visited.
+        gradient: Where the gradient of the parameters comes from.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
@@ -58,6 +60,7 @@ class Context:
     retain_graph: bool = False
     beside: frozenset[tuple[Node, int]] = frozenset()
     observer: Callable[[View], None] | None = None
+    gradient: Gradient = "autograd"
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)

@@ -8,7 +8,7 @@ autograd node between calls, until autograd gets there, and every call and node 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, logger
+from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.leaves import add_leaves
@@ -88,6 +89,7 @@ class BackwardPass:
         """
         _alive.add(self)
         self.context = context
+        self._roots = [*roots]
         self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
         self.is_running = False
@@ -103,7 +105,7 @@ class BackwardPass:
         self._release_last: list[Call] = []
         self._groups = list(context.groups)
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
-        self._roots: list[Edge] = []
+        self._walked: list[Edge] = []
         self._alignment = Alignment()
         graph_and_groups = self.survey, self._alignment, self._groups
         self._schedule = HookSchedule(*graph_and_groups, context.passes)
@@ -147,9 +149,9 @@ class BackwardPass:
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
         alignment, known = self._alignment, {*self._alignment.starts}
-        self._roots += edges
+        self._walked += edges
         groups = [g.propagator for g in self.context.groups]
-        align(alignment, self.survey, self._roots, all(p.keeps_apart for p in groups))
+        align(alignment, self.survey, self._walked, all(p.keeps_apart for p in groups))
         refuse_misaligned(self.survey, alignment, self.context.groups)
         for node in alignment.starts.keys() - known:
             when_reached(node, self._schedule, HookSchedule.reach, self.context.passes)
@@ -180,6 +182,20 @@ class BackwardPass:
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
                 self._schedule.leave(slot, edge, wide=dye.begin(gradient))
+
+    def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What to tell autograd so that it leaves out gradients, as ``gradient=`` says.
+
+        Args:
+            options: The arguments of ``backward()``.
+        """
+        what = self.context.gradient
+        if what == "autograd" or not self._is_outermost:
+            return {}
+        if what == "none":
+            return without_gradients(self.survey, self._roots, options)
+        plain = self._sink.plain = plan(self.survey, self.context.groups, self._roots, options)
+        return {} if plain is None else plain.begin()
 
     # Visits --------------------------------------------------------------------------------------
 
@@ -277,9 +293,8 @@ class BackwardPass:
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             for site in self.survey.leaves.values():
                 view = self._view(site, None)
-                slots = self._schedule.waiting_at(
-                    site
-                )  # none if backward(inputs=...) leaves it out
+                # None, where backward(inputs=...) leaves it out.
+                slots = self._schedule.waiting_at(site)
                 for slot in slots:
                     self._traversal.visit(slot, site, view)
                 if slots and self.context.extension_hook is not None:
@@ -291,6 +306,8 @@ class BackwardPass:
             self._sums.leave()
         for task in [t for t, p in self.context.passes.items() if p is self]:
             del self.context.passes[task]
+        if self._sink.plain is not None:
+            self._sink.plain.leave()
 
     def finish(self) -> None:
         """Autograd is through: store what had to wait for that."""
@@ -313,6 +330,16 @@ class BackwardPass:
             ):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
+        if self._sink.plain is not None:
+            self._deliver(self._sink.plain)
+
+    def _deliver(self, plain: PlainGradient) -> None:
+        """Hand on what is shared; passes that hooks on parameters begin are inside of this one."""
+        self.context.passes[-1] = self
+        try:
+            plain.deliver()
+        finally:
+            self.leave()
 
 
 def _log(view: View) -> None:

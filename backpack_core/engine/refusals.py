@@ -155,6 +155,8 @@ def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:
         "no sample. Hand that term over, backpack(..., beside=[term]), and quantities are those "
         "of the rest; or call backward() on it outside of the block."
     )
+
+
 def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
     """The module that owns a parameter inside an extended model and does not report itself."""
     for model in owners_of(modules):

@@ -12,6 +12,7 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.carriers import allows_fallback, tolerates
+from backpack_core.engine.gradient import PlainGradient
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.ownership import owned
@@ -80,6 +81,7 @@ class Sink(ABC):
     def _complete(self, group: Group, pending: Pending) -> None:
         """Let all extensions of a group read off one parameter."""
         readings, view, name, parameter, is_covered = pending
+        self._ask(group, pending)
         whole = readings[0] if len(readings) == 1 else None
         for extension in group.extensions:
             try:
@@ -104,6 +106,13 @@ class Sink(ABC):
             except Exception as error:
                 place(error, view, extension)
                 raise
+        self._completed(group, pending, whole)
+
+    def _ask(self, group: Group, pending: Pending) -> None:  # noqa: B027
+        """Ask more of the product of a parameter than the extensions do; default: nothing."""
+
+    def _completed(self, group: Group, pending: Pending, whole: Any) -> None:  # noqa: B027
+        """What follows when a parameter was read; default: nothing."""
 
 
 def join(readings: list[Any]) -> Any:
@@ -145,6 +154,7 @@ class FieldSink(Sink):
     Attributes:
         partial: What earlier chunks of columns gave.
         deferred: Values of extensions that finish when the pass is through.
+        plain: What is done where the plain gradient is a sum of products, if anything is.
     """
 
     def __init__(self, survey: Survey, outer: FieldSink | None) -> None:
@@ -161,6 +171,26 @@ class FieldSink(Sink):
         self._token = object()  # a reference to this sink would be a cycle
         self._unshared: set[int] = set()
         self._missing: tuple[int, Counter[int]] = (0, Counter())
+        self.plain: PlainGradient | None = None
+
+    def _ask(self, group: Group, pending: Pending) -> None:
+        """For the sum, where the gradient is made of it."""
+        needs = None if self.plain is None else self.plain.needs(group, pending.parameter)
+        if needs is not None:
+            for reading in pending.readings:
+                reading.needs = needs
+
+    def _completed(self, group: Group, pending: Pending, whole: Any) -> None:
+        """Take the sum."""
+        if self.plain is None or self.plain.needs(group, pending.parameter) is None:
+            return
+        try:
+            whole = join(pending.readings) if whole is None else whole
+            is_reached = len(pending.readings) > 1 or pending.view.is_reached
+            self.plain.take(pending.parameter, whole, is_reached)
+        except Exception as error:
+            place(error, pending.view, group.first)
+            raise
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""

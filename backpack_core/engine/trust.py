@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from torch.nn import Module
 
@@ -16,6 +16,7 @@ from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
 _TRUST: Final = "_backpack_trust"
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,8 +35,13 @@ class Trust:
     def is_due(self) -> bool:
         """Count a pass; whether it should be measured: the first, and 1, 2, 4, 8, … after it."""
         self.passes += 1
-        before = self.passes - 1
-        return self.open_sites is None or bool(self.open_sites) or before & (before - 1) == 0
+        return self.open_sites is None or bool(self.open_sites) or is_round(self.passes)
+
+
+def is_round(passes: int) -> bool:
+    """Whether so many passes are the first, or 1, 2, 4, 8, … after it."""
+    before = passes - 1
+    return before & (before - 1) == 0
 
 
 class Measurement:
@@ -82,22 +88,27 @@ def measurement(
         return None
     if any(is_symbolic(call.stored.outputs[index]) for call, index in survey.sites):
         return None
-    trust = _trust_in(survey, is_curvature)
+    trust = known_of(survey, Trust, is_curvature)
     is_due = trust.is_due()
     if not is_due and check != "always":
         return None
     return Measurement(survey, roots, trust, is_curvature)
 
 
-def _trust_in(survey: Survey, is_curvature: bool) -> Trust:
+def known_of(survey: Survey, make: Callable[[], T], *asked: Any) -> T:
     """What is known of the structure of a pass.
 
     Structures differ by the calls and the nodes between them, in train and eval mode, and by which
     axes are as long as the batch; not by sizes, so that padding to other lengths is the same one.
+
+    Args:
+        survey: The graph.
+        make: Makes what is known of a new one: nothing.
+        asked: What else tells passes apart.
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
     table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
-    found: Trust = table.setdefault(hash((is_curvature, *_structure(survey))), Trust())
+    found: T = table.setdefault(hash((make, asked, _structure(survey))), make())
     return found
 
 

@@ -112,6 +112,7 @@ class Call:
         inside: What the modules inside were, where the module may have to run once more.
         sizes: How long axis 0 of the tensors was that the model received, if it ran as a whole.
         receives_input: Whether any of them is among what the module received, or a view of one.
+        is_distributed: It ran inside of DistributedDataParallel.
     """
 
     __slots__ = (
@@ -119,6 +120,7 @@ class Call:
         "_stored",
         "edges",
         "inside",
+        "is_distributed",
         "is_readable",
         "is_rewired",
         "module",
@@ -146,6 +148,7 @@ class Call:
         inside: tuple[State, ...] = (),
         sizes: tuple[int, ...] = (),
         receives_input: bool = False,
+        is_distributed: bool = False,
     ) -> None:
         self.module: Final = module
         self.rule: Final = rule
@@ -159,6 +162,7 @@ class Call:
         self.inside: Final = inside
         self.sizes: Final = sizes
         self.receives_input: Final = receives_input
+        self.is_distributed: Final = is_distributed
         self._stored: Stored | None = stored
         _Count.made += 1
 

@@ -34,8 +34,11 @@ class Execution:
     def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
         self.training = training
         self.tensors = tensors
-        self.versions = [version_of(t) for t in tensors]
-        self.edges = [edge_of(t) for t in tensors]
+        if len(tensors) == 1:  # nearly always
+            self.versions, self.edges = [version_of(tensors[0])], [edge_of(tensors[0])]
+        else:
+            self.versions = [version_of(t) for t in tensors]
+            self.edges = [edge_of(t) for t in tensors]
         self.thread = threading.get_ident()
         self.is_recorded = False
         self.computed: dict[str, Tensor] = {}
@@ -122,6 +125,27 @@ class _Twin(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """As it is."""
         return grad
+
+
+def is_simple(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, execution: Execution
+) -> bool:
+    """Whether a module made one new real tensor of another, and left everything as it was.
+
+    What was known before the forward is then all that there is to store.
+    """
+    if kwargs or len(args) != 1 or len(execution.tensors) != 1 or not isinstance(result, Tensor):
+        return False
+    received, edge, node = args[0], execution.edges[0], result.grad_fn
+    return (
+        received is execution.tensors[0]
+        and node is not None
+        and node is not received.grad_fn
+        and (edge is None or node is not edge.node)
+        and result.layout is torch.strided
+        and not (result._is_view() or result.is_complex() or received.is_complex())
+        and not has_site(node, result.output_nr)
+    )
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:

@@ -69,6 +69,8 @@ def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
 def computed_in_hooks(module: Module, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Parameters that a forward pre-hook computed from others and left as plain attributes."""
     attributes = module.__dict__
+    if attributes.keys().isdisjoint(names):
+        return {}
     found = {name: attributes[name] for name in names if name in attributes}
     return {n: t for n, t in found.items() if isinstance(t, Tensor) and t.grad_fn is not None}
 
@@ -88,7 +90,7 @@ _OF_ALL = frozenset(vars(Module()))
 def settings_of(module: Module) -> Settings:
     """Names and values of a module's plain attributes."""
     attributes = module.__dict__
-    names = [n for n in attributes.keys() - _OF_ALL if isinstance(attributes[n], _PLAIN)]
+    names = [n for n in attributes if n not in _OF_ALL and isinstance(attributes[n], _PLAIN)]
     return tuple(names), tuple([attributes[name] for name in names])
 
 

@@ -155,3 +155,15 @@ def test_inputs_of_two_calls(contraction: Callable[..., Tensor]) -> None:
     expected = CONTRACTIONS[contraction](products(out, inp) + products(other, seen))
     assert_close(found, expected)
     assert max(part.largest for part in lazy) <= 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_sum_along_with_products(shape: tuple[int, ...], budget: int | None) -> None:
+    """Added to what is there, where positions are shared; else nothing is."""
+    out, inp = _factors(shape)
+    total = torch.ones(shape[0], *shape[3:])
+    with torch.no_grad():
+        found = contractions.products(out, inp, total)
+    expected = products(out, inp)
+    assert_close(found, expected)
+    assert_close(total, 1 + expected.sum(1) if shape[2] > 1 else torch.ones_like(total))

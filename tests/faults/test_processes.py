@@ -12,6 +12,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack_core import backpack, extend
+from backpack_core.engine.active import Gradient
+from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Problem
@@ -32,20 +34,21 @@ def _one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("_one_process")
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 @pytest.mark.parametrize("options", ["plain", "static_graph", "find_unused_parameters"])
-def test_quantities_under_data_parallel(options: str) -> None:
+@pytest.mark.parametrize("source", ["autograd", "shared"])
+def test_quantities_under_data_parallel(options: str, source: Gradient) -> None:
     plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
     model, lossfunc = extend(copy.deepcopy(plain)), nn.CrossEntropyLoss()
     given = {} if options == "plain" else {options: True}
     parallel = DistributedDataParallel(model, **given)  # type: ignore[arg-type]
     extended = extend(copy.deepcopy(lossfunc))
-    for _ in range(3):
+    for _ in range(5):
         x, y = torch.randn(4, 3), torch.randint(0, 3, (4,))
         problem = Problem(plain, (x,), lossfunc, y)
         gradients = problem.expected(oracle.individual_gradients)
         diagonals = problem.expected(oracle.ggn_diagonals)
         parallel.zero_grad()
         loss = extended(parallel(x), y)
-        with backpack(BatchGrad(), DiagGGNExact()):
+        with backpack(BatchGrad(), DiagGGNExact(), gradient=source):
             loss.backward()
         for parameter, gradient, diagonal in zip(
             model.parameters(), gradients, diagonals, strict=True
@@ -53,3 +56,48 @@ def test_quantities_under_data_parallel(options: str) -> None:
             oracle.assert_close(parameter.grad_batch, gradient)
             oracle.assert_close(parameter.diag_ggn_exact, diagonal.sum(0))
             oracle.assert_close(parameter.grad, gradient.sum(0))
+
+
+@pytest.mark.usefixtures("_one_process")
+def test_what_data_parallel_waits_for_is_not_left_out() -> None:
+    parallel = DistributedDataParallel(extend(nn.Sequential(nn.Linear(3, 3))))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    loss = lossfunc(parallel(torch.randn(4, 3)), torch.randint(0, 3, (4,)))
+    with (
+        pytest.raises(UsageError, match="DistributedDataParallel waits for them"),
+        backpack(BatchGrad(), gradient="none"),
+    ):
+        loss.backward()
+
+
+def _train(rank: int, store: str, options: dict[str, bool]) -> None:
+    """Gradients of two processes are averaged, those that are sums of individual ones, too."""
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2
+    )
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    model = extend(copy.deepcopy(plain))
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0, **options)  # type: ignore[arg-type]
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for turn in range(9):
+        x, y = torch.randn(8, 9, 3), torch.randint(0, 3, (8,))
+        if turn % 2:  # else they are accumulated
+            plain.zero_grad()
+            parallel.zero_grad()
+        nn.CrossEntropyLoss()(plain(x).mean(1), y).backward()
+        mine = slice(4 * rank, 4 * rank + 4)
+        loss = lossfunc(parallel(x[mine]).mean(1), y[mine])
+        with backpack(BatchGrad(), gradient="shared"):
+            loss.backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            oracle.assert_close(ours.grad, theirs.grad)  # type: ignore[arg-type]
+    distributed.barrier()  # gloo may abort a process whose peer has left before
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_shared_gradients_are_averaged(tmp_path: Path, options: dict[str, bool]) -> None:
+    torch.multiprocessing.spawn(_train, (str(tmp_path / "store"), options), nprocs=2)

@@ -9,6 +9,7 @@ from torch import nn
 from backpack_core.contract import contractions
 from backpack_core.errors import UnsupportedError
 from backpack_layers.conv import ConvRule, ConvTransposeRule
+from tests import oracle
 from tests.layers.execution import check_rule, record
 
 # torch says that it copies the input where "same" is not symmetric.
@@ -156,6 +157,27 @@ def test_grouped_kernel_agrees_with_patches(
             torch.testing.assert_close(products / scale, (exact / scale).float(), atol=1e-6, rtol=0)
             squares, total = contractions.square_sum(out, inp), exact.square().sum((0, 1))
             torch.testing.assert_close(squares, total.float(), atol=1e-6 * scale**2, rtol=1e-5)
+            along = torch.zeros_like(products[:, 0])
+            contractions.products(out, inp, along)
+            for sums in (contractions.sums(out, inp), along):
+                size = exact.sum(1).abs().max()
+                torch.testing.assert_close(
+                    sums / size, (exact.sum(1) / size).float(), atol=3e-6, rtol=0
+                )
+
+
+@pytest.mark.parametrize(("channels", "case", "columns"), DIRECT_CASES)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_sums_are_gradients_of_the_weight(
+    dims: int, channels: int, case: dict[str, Any], columns: int
+) -> None:
+    x = torch.randn(3, channels, *[(40,), (9, 8), (5, 4, 6)][dims - 1])
+    view = record(CONV[dims](channels, 16, **case), x).view
+    out = ConvRule().affine_output(view, torch.randn(columns, *view.output_shape))
+    inp = ConvRule().affine_input(view)
+    with torch.no_grad():
+        found = contractions.sums(out, inp)
+    oracle.assert_close(found, torch.einsum("vnsgo,nsgi->vgoi", out, inp[:]))
 
 
 @pytest.mark.parametrize(

@@ -188,16 +188,30 @@ class DirectPatches(Patches, DirectRows):
 
     def product(self, out: Tensor, samples: slice) -> Tensor:
         """``Σ_s out ⊗ inp`` for columns ``[v, n, S, G, O]``, as ``[n·G, v·O, I]``."""
+        groups = out[0, :, 0, :, 0].numel()
+        return self._weight_gradient(out, samples, (1, -1), groups).view(groups, -1, self.shape[3])
+
+    def total(self, out: Tensor) -> Tensor | None:
+        """By the kernel of the plain gradient, for all columns as features of one output."""
+        if out.device.type != "cpu" or out.dtype != self._input.dtype:
+            return None  # it was measured nowhere else
+        columns, samples, _, groups, features = out.shape
+        found = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
+        return found.view(groups, columns, features, self.shape[3]).transpose(0, 1)
+
+    def _weight_gradient(
+        self, out: Tensor, samples: slice, lead: tuple[int, int], groups: int
+    ) -> Tensor:
+        """The gradient of a weight with some groups, of samples and features laid out as given."""
         conv, x = self._conv, self._input[samples]
         x, padding = _zero_padded(conv, x)
-        mat = out.permute(1, 3, 0, 4, 2).reshape(1, -1, *self._size)
-        groups = len(x) * conv.groups
+        mat = out.permute(1, 3, 0, 4, 2).reshape(*lead, *self._size)
         weight = x.new_empty(1).expand(mat.shape[1], x.shape[1] // conv.groups, *conv.kernel_size)
-        product: Tensor = torch.ops.aten.convolution_backward(
-            mat, x.reshape(1, -1, *x.shape[2:]), weight, None, conv.stride, padding, conv.dilation,
+        found: Tensor = torch.ops.aten.convolution_backward(
+            mat, x.reshape(*lead, *x.shape[2:]), weight, None, conv.stride, padding, conv.dilation,
             False, [0] * len(padding), groups, [False, True, False],
         )[1]  # fmt: skip
-        return product.view(groups, -1, self.shape[3])
+        return found
 
 
 def _conv(view: View) -> _ConvNd:

@@ -27,14 +27,13 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         if mean:
             part = part.mean(1, keepdim=True)
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
-            total = _add_outer(total, part.flatten(0, 1))
+            total = _add_outer(total, part.flatten(0, 1), scale)
             continue
         # Patches lie as [I, S]: a product for each sample is cheaper than copying them together.
         for sample in part:
-            total = _add_outer(total, sample)
+            total = _add_outer(total, sample, scale)
     assert total is not None
-    total = _mirrored(total)
-    return total * scale if torch.is_grad_enabled() else total.mul_(scale)
+    return _mirrored(total)
 
 
 def outer(vectors: Tensor) -> Tensor:
@@ -44,20 +43,23 @@ def outer(vectors: Tensor) -> Tensor:
     return _mirrored(_add_outer(None, vectors))
 
 
-def _add_outer(total: Tensor | None, vectors: Tensor) -> Tensor:
-    """``total + Σ_m vectors[m] ⊗ vectors[m]``, from the diagonal on; in place without autograd."""
+def _add_outer(total: Tensor | None, vectors: Tensor, scale: float = 1.0) -> Tensor:
+    """``total + scale · Σ_m vectors[m] ⊗ vectors[m]``, from the diagonal on; in place if it can."""
     size = vectors.shape[2]
     step = _band(size)
-    if torch.is_grad_enabled() or step == size:
-        left, right = vectors.permute(1, 2, 0), vectors.transpose(0, 1)
-        if total is None:
-            return torch.bmm(left, right)
-        return torch.baddbmm(total, left, right, out=None if torch.is_grad_enabled() else total)
+    left, right = vectors.permute(1, 2, 0), vectors.transpose(0, 1)
+    if torch.is_grad_enabled():
+        product = torch.bmm(left, right) * scale
+        return product if total is None else total + product
+    beta = 0.0 if total is None else 1.0  # then it is not read: nothing has to be there
     if total is None:
-        total = vectors.new_zeros(vectors.shape[1], size, size)
+        total = vectors.new_empty(vectors.shape[1], size, size)
+    if step == size:
+        return torch.baddbmm(total, left, right, beta=beta, alpha=scale, out=total)
     for target, group in zip(total, vectors.unbind(1), strict=True):
         for band in slices(size, step):
-            target[band, band.start :].addmm_(group[:, band].T, group[:, band.start :])
+            rest = group[:, band.start :]
+            target[band, band.start :].addmm_(group[:, band].T, rest, beta=beta, alpha=scale)
     return total
 
 
