@@ -10,6 +10,7 @@ DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder compat
 PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
 	plugins/secondorder/backpack_secondorder compat/backpack
 EXTRAS := testing,cli,dev
+DOCS_STAMP := $(VENV)/.docs-installed
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
@@ -18,7 +19,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
 
-.PHONY: help env demo test lint format types bench-env bench support build clean
+.PHONY: help env docs docs-quick demo test lint format types bench-env bench support build clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -76,9 +77,27 @@ bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d -
 support: $(STAMP) ## regenerate the support matrix of the documentation
 	$(BIN)/python -m backpack_core.testing.support --write docs/support-matrix.md
 
+# One of the gallery's scripts compares with Opacus, which asks for torchvision, but needs none of it.
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
+	$(PIP_INSTALL) --no-deps opacus opt-einsum
+	@touch $@
+
+SPHINX := $(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet $(ARGS)
+
+docs: $(DOCS_STAMP) ## build the site into docs/_build/html, gallery included (minutes)
+	$(SPHINX) docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
+
+docs-quick: export BACKPACK_GALLERY := 0
+docs-quick: $(DOCS_STAMP) ## build the site without running the gallery (seconds)
+	$(SPHINX) docs docs/_build/quick
+	$(BIN)/python docs/check_site.py docs/_build/quick
+
 build: $(STAMP) ## build sdist and wheel of every distribution into dist/
 	$(foreach folder,$(DISTRIBUTIONS),$(BIN)/python -m build --no-isolation --outdir dist $(folder) &&) true
 
 clean: ## remove the environment and everything generated
+	rm -rf docs/_build docs/api docs/gallery
 	rm -rf $(VENV) .venv-bench dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
