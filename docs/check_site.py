@@ -72,7 +72,9 @@ def main() -> None:
     if not (site / "index.html").exists():
         raise SystemExit(f"There is no site in {site}: run `make docs`.")
     found = sorted(set(faults(site)))
-    print("\n".join(found) or f"{len(list(site.rglob('*.html')))} pages, every link leads somewhere")
+    print(
+        "\n".join(found) or f"{len(list(site.rglob('*.html')))} pages, every link leads somewhere"
+    )
     if found:
         raise SystemExit(1)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+from sphinx.application import Sphinx
+
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from sphinx.application import Sphinx
 
 
 class Page(NamedTuple):

@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+
 from backpack_core.plugins import ensure_loaded, reset
 
 LOOK = {

@@ -22,7 +22,9 @@ def address(target: str) -> str | None:
     if target in _TENSORS:
         return f"{TORCH}/tensors.html#torch.Tensor"
     if target.startswith(("torch.", "nn.")):
-        return f"{TORCH}/generated/{target if target.startswith('torch.') else 'torch.' + target}.html"
+        return (
+            f"{TORCH}/generated/{target if target.startswith('torch.') else 'torch.' + target}.html"
+        )
     name = target.rpartition(".")[2]
     if isinstance(getattr(builtins, name, None), type) and target in {name, f"builtins.{name}"}:
         page = "exceptions" if issubclass(getattr(builtins, name), BaseException) else "functions"

@@ -105,6 +105,7 @@ for row, (name, value) in zip(axes, pictures.items(), strict=True):
             vmax=largest,
         )
         axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
     row[0].set_ylabel(name, rotation=0, ha="right", va="center")
 figure.suptitle("What one backward pass knows about six units")
 plt.show()

@@ -73,6 +73,7 @@ for axis, index in zip(top.subplots(2, 6).flat, order[:12].tolist(), strict=True
     colour = "crimson" if is_wrong[index] else "black"
     axis.set_title(f"labelled {y[index]}\nis {truth[index]}", color=colour, fontsize=9)
     axis.set(xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
 left, right = bottom.subplots(1, 2)
 bins = torch.logspace(-2, norms.max().log10().item(), 40).tolist()
 left.hist(norms[~is_wrong].clamp(min=0.01).tolist(), bins, label="right label", color="#0b6e63")

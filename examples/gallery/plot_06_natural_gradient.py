@@ -17,6 +17,7 @@ from torch import nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import KFAC
 
+torch.manual_seed(0)
 X = torch.tensor(load_digits().data / 16, dtype=torch.float32)
 STEPS, BATCH = 300, 256
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad, SqrtGGNExact
 
+torch.manual_seed(0)
 torch.set_default_dtype(torch.float64)
 digits = load_digits()
 X, y = torch.tensor(digits.data / 16), torch.tensor(digits.target)
 shuffled = torch.randperm(len(X))
 train, test = shuffled[:600], shuffled[600:]
-DECAY = 0.5
+DECAY = 3.0
 
 # %%
 # A linear classifier with weight decay, trained until the gradient is zero: influence functions suppose a
@@ -55,7 +56,9 @@ with torch.no_grad():
     losses = nn.functional.cross_entropy(model(X[missed]), y[missed], reduction="none")
 case = missed[losses.argsort()[len(losses) // 2]]  # neither the worst nor a close call
 said = model(X[case]).argmax().item()
-print(f"{len(missed)} of {len(test)} test digits are missed; this one is a {y[case]}, called a {said}")
+print(
+    f"{len(missed)} of {len(test)} test digits are missed; this one is a {y[case]}, called a {said}"
+)
 
 # %%
 # Individual gradients and the root of the curvature, from one backward pass.
@@ -94,6 +97,7 @@ axes = left.subplots(3, 6)
 for axis in axes.flat:
     axis.set(xticks=[], yticks=[])
     axis.grid(visible=False)
+    axis.spines[:].set_visible(False)
 for axis in axes[0, 1:]:
     axis.axis("off")
 axes[0, 0].imshow(X[case].reshape(8, 8), cmap="gray_r")

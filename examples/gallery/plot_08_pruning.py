@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import DiagGGNExact
 
+torch.manual_seed(0)
 digits = load_digits()
 X, y = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
 shuffled = torch.randperm(len(X))
 train, test = shuffled[:1200], shuffled[1200:]
 
-model = extend(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+model = extend(
+    nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+)
 lossfunc = extend(nn.CrossEntropyLoss())
 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
 for _ in range(40):
@@ -82,5 +85,6 @@ for axis, (name, score) in zip((middle, right), scores.items(), strict=True):
     image = axis.imshow(kept, vmin=0, vmax=40)
     axis.set(title=f"kept {name}", xticks=[], yticks=[])
     axis.grid(visible=False)
+    axis.spines[:].set_visible(False)
 figure.colorbar(image, ax=right, label="weights per pixel", shrink=0.8)
 plt.show()
