@@ -54,9 +54,8 @@ def faults(site: Path) -> Iterator[str]:
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not target.is_file():
                 yield f"{where} links to {link}: there is no such file"
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].anchors:
-                    yield f"{where} links to {link}: there is no such place on the page"
+            elif unquote(parts.fragment) not in {"", *getattr(pages.get(target), "anchors", ())}:
+                yield f"{where} links to {link}: there is no such place on the page"
     for sheet in site.rglob("*.css"):
         if "url(http" in sheet.read_text("utf-8").replace('"', ""):
             yield f"{sheet.relative_to(site)} fetches from another site"

@@ -24,6 +24,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "api_pages",
+    "further_pages",
     "mathml",
     "outside_links",
     "tables",
@@ -54,7 +55,7 @@ default_role = "code"
 add_module_names = False
 
 # -- gallery -------------------------------------------------------------------------------------
-# BACKPACK_GALLERY=0 leaves the scripts unexecuted: pages without pictures, in a fraction of the time.
+# BACKPACK_GALLERY=0 leaves the scripts unexecuted: pages without pictures, in seconds.
 _runs = os.environ.get("BACKPACK_GALLERY", "1") != "0"
 sphinx_gallery_conf = {
     "examples_dirs": ["../examples/gallery"],

@@ -1,7 +1,6 @@
-"""Links to files of the repository, and to the manuals of PyTorch and Python, without a network.
+"""Links to the manuals of PyTorch and Python, without a network.
 
-Sphinx would fetch an inventory for the manuals. The addresses follow from the names, so plain links do.
-A link to a file that is no page of the site (an example, a folder) shows the path instead.
+Sphinx would fetch an inventory of them. The addresses follow from the names, so plain links do.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ def address(target: str) -> str | None:
     if target in _TENSORS:
         return f"{TORCH}/tensors.html#torch.Tensor"
     if target.startswith(("torch.", "nn.")):
-        return (
-            f"{TORCH}/generated/{target if target.startswith('torch.') else 'torch.' + target}.html"
-        )
+        full = target if target.startswith("torch.") else f"torch.{target}"
+        return f"{TORCH}/generated/{full}.html"
     name = target.rpartition(".")[2]
     if isinstance(getattr(builtins, name, None), type) and target in {name, f"builtins.{name}"}:
         page = "exceptions" if issubclass(getattr(builtins, name), BaseException) else "functions"

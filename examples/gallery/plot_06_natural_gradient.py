@@ -8,6 +8,7 @@ SGD with momentum and Adam get the best of several learning rates.
 """
 
 import time
+from itertools import pairwise
 
 import torch
 from matplotlib import pyplot as plt
@@ -26,11 +27,7 @@ def make_model() -> nn.Sequential:
     """64 numbers through a bottleneck of 6, with the same start every time."""
     torch.manual_seed(0)
     sizes = [64, 48, 24, 6, 24, 48, 64]
-    layers = [
-        layer
-        for a, b in zip(sizes, sizes[1:], strict=False)
-        for layer in (nn.Linear(a, b), nn.Tanh())
-    ]
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 

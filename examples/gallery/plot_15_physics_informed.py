@@ -8,6 +8,7 @@ be roughly right; steps with the Gauss-Newton matrix of the residuals are far mo
 """
 
 import time
+from itertools import pairwise
 
 import torch
 from matplotlib import pyplot as plt
@@ -44,7 +45,7 @@ class Net(nn.Module):
     def __init__(self, width: int = 20) -> None:
         super().__init__()
         sizes = [1, width, width, 1]
-        pairs = zip(sizes, sizes[1:], strict=False)
+        pairs = pairwise(sizes)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
 
     def taylor(self, x: Tensor) -> Tensor:

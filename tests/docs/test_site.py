@@ -1,0 +1,87 @@
+"""The pages of the site: their code runs, and every error has an entry."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from backpack_core import errors, plugins
+
+DOCS = Path(__file__).parents[2] / "docs"
+TROUBLE = DOCS / "troubleshooting.md"
+# Pages whose code has tests of its own.
+ELSEWHERE = {TROUBLE, *(DOCS / "authors").glob("*.md")}
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks() -> list[Any]:
+    found = []
+    for page in sorted(set(DOCS.rglob("*.md")) - ELSEWHERE):
+        if not {"_build", "api", "gallery"} & set(page.relative_to(DOCS).parts):
+            for number, match in enumerate(BLOCK.finditer(page.read_text("utf-8"))):
+                found.append(pytest.param(match.group(1), id=f"{page.stem}-{number}"))
+    return found
+
+
+def entries() -> dict[str, str | None]:
+    """What raises each error, by its name; ``None`` for an entry without code."""
+    parts = re.split(r"^### (\w+)$", TROUBLE.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    found = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        match = BLOCK.search(text)
+        found[name] = match.group(1) if match else None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _as_a_reader_runs_it() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    errors.forget_warnings()
+    yield
+    torch.set_default_dtype(before)
+    plugins.reset()
+
+
+def run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    try:
+        exec(compile(code, "page.py", "exec"), vars(script))
+    finally:
+        vars(script).clear()  # classes are remembered, and would keep all that their script had
+
+
+@pytest.mark.parametrize("code", blocks())
+def test_code_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(code, monkeypatch)
+
+
+def test_every_error_has_an_entry() -> None:
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and value.__module__ == errors.__name__
+    }
+    assert set(entries()) == classes
+
+
+@pytest.mark.parametrize("name", [name for name, code in entries().items() if code])
+def test_code_raises_what_it_stands_under(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(errors, name)
+    code = entries()[name]
+    assert code is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(kind) as caught:
+            run(code, monkeypatch)
+    assert type(caught.value) is kind, caught.value
