@@ -28,10 +28,3 @@ def test_links_lead_somewhere(page):
             path = ROOT / "examples" / "gallery" / f"{path.stem}.py"
             path = path.with_name("GALLERY_HEADER.rst") if path.stem == "index" else path
         assert path.exists(), f"{page.name} links to {target}"
-
-
-def test_readme_example_runs(capsys):
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert code is not None
-    exec(code.group(1), {})
-    assert "grad_batch" not in capsys.readouterr().err

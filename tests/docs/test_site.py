@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -16,19 +17,21 @@ import torch
 
 from backpack_core import errors, plugins
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 TROUBLE = DOCS / "troubleshooting.md"
 # Pages whose code has tests of its own.
 ELSEWHERE = {TROUBLE, *(DOCS / "authors").glob("*.md")}
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Code, and what it prints if an indented block follows.
+BLOCK = re.compile(r"^```python\n(.*?)^```$((?:\n\n?    [^\n]+)*)", re.DOTALL | re.MULTILINE)
 
 
 def blocks() -> list[Any]:
     found = []
-    for page in sorted(set(DOCS.rglob("*.md")) - ELSEWHERE):
-        if not {"_build", "api", "gallery"} & set(page.relative_to(DOCS).parts):
+    for page in sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE):
+        if not {"_build", "api", "gallery"} & set(page.parts):
             for number, match in enumerate(BLOCK.finditer(page.read_text("utf-8"))):
-                found.append(pytest.param(match.group(1), id=f"{page.stem}-{number}"))
+                found.append(pytest.param(*match.groups(), id=f"{page.stem}-{number}"))
     return found
 
 
@@ -61,9 +64,15 @@ def run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
         vars(script).clear()  # classes are remembered, and would keep all that their script had
 
 
-@pytest.mark.parametrize("code", blocks())
-def test_code_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("code", "printed"), blocks())
+def test_code_runs(
+    code: str,
+    printed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run(code, monkeypatch)
+    assert capsys.readouterr().out.strip() == dedent(printed).strip()
 
 
 def test_every_error_has_an_entry() -> None:
