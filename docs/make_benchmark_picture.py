@@ -32,10 +32,6 @@ NETS = {
     "3c3d": "3C3D, 64 images",
     "transformer": "Transformer, 16 texts",
 }
-    "2c2d": "2C2D, 64 digits",
-    "3c3d": "3C3D, 64 images",
-    "transformer": "Transformer, 16 texts",
-}
 
 
 def draw(cells: list[dict[str, Any]], path: Path) -> None:
