@@ -26,12 +26,13 @@ ELSEWHERE = {TROUBLE, *(DOCS / "authors").glob("*.md")}
 BLOCK = re.compile(r"^```python\n(.*?)^```$((?:\n\n?    [^\n]+)*)", re.DOTALL | re.MULTILINE)
 
 
-def blocks() -> list[Any]:
+def pages() -> list[Any]:
     found = []
     for page in sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE):
         if not {"_build", "api", "gallery"} & set(page.parts):
-            for number, match in enumerate(BLOCK.finditer(page.read_text("utf-8"))):
-                found.append(pytest.param(*match.groups(), id=f"{page.stem}-{number}"))
+            blocks = BLOCK.findall(page.read_text("utf-8"))
+            if blocks:
+                found.append(pytest.param(blocks, id=page.stem))
     return found
 
 
@@ -55,24 +56,27 @@ def _as_a_reader_runs_it() -> Iterator[None]:
     plugins.reset()
 
 
-def run(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    try:
-        exec(compile(code, "page.py", "exec"), vars(script))
-    finally:
-        vars(script).clear()  # classes are remembered, and would keep all that their script had
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What a page's code is run in."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    yield module
+    vars(module).clear()  # classes are remembered, and would keep all that their script had
 
 
-@pytest.mark.parametrize(("code", "printed"), blocks())
+def run(code: str, script: ModuleType) -> None:
+    exec(compile(code, "page.py", "exec"), vars(script))
+
+
+@pytest.mark.parametrize("blocks", pages())
 def test_code_runs(
-    code: str,
-    printed: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    blocks: list[tuple[str, str]], script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(code, monkeypatch)
-    assert capsys.readouterr().out.strip() == dedent(printed).strip()
+    """Each page is one program, which prints what the page says it prints."""
+    for code, printed in blocks:
+        run(code, script)
+        assert capsys.readouterr().out.strip() == dedent(printed).strip()
 
 
 def test_every_error_has_an_entry() -> None:
@@ -85,12 +89,12 @@ def test_every_error_has_an_entry() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, code in entries().items() if code])
-def test_code_raises_what_it_stands_under(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_raises_what_it_stands_under(name: str, script: ModuleType) -> None:
     kind = getattr(errors, name)
     code = entries()[name]
     assert code is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(kind) as caught:
-            run(code, monkeypatch)
+            run(code, script)
     assert type(caught.value) is kind, caught.value
