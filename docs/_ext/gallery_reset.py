@@ -1,4 +1,4 @@
-"""What every script of the gallery begins with: torch as imported, two threads, and one look."""
+"""What every script of the gallery begins with: torch as imported, one thread, and one look."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOK = {
 def begin(conf: dict[str, Any], name: str) -> None:
     """Sphinx-gallery calls this before every script."""
     torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tensors are small: threads would wait for each other
     torch.manual_seed(0)
     reset()
     ensure_loaded()
