@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -19,7 +20,10 @@ from backpack_core.plugins.registry import registry
 
 
 class Page(NamedTuple):
-    """One page: what it is called, what it says first, and the modules whose names it lists."""
+    """One page: what it is called, what it says first, and the modules whose names it lists.
+
+    Of the modules, those count that there are; a page without any is left out.
+    """
 
     file: str
     title: str
@@ -45,11 +49,25 @@ PAGES = (
         "values",
         "Results and propagators",
         "What `param.kfac`, `param.ekfac` and `param.ggn_gram` are, and what travels backwards.",
-        (
-            "backpack_secondorder.kronecker",
-            "backpack_secondorder.gram",
-            "backpack_secondorder.propagators",
+        tuple(
+            f"backpack_secondorder.{name}"
+            for name in (
+                *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
+                *("blocks", "over_data", "conjugate_gradients", "curvlinops"),
+            )
         ),
+    ),
+    Page(
+        "data",
+        "backpack_data",
+        "Quantities of several batches, and of several processes.",
+        ("backpack_data",),
+    ),
+    Page(
+        "transformers",
+        "backpack_transformers",
+        "Rules for models of the transformers package.",
+        ("backpack_transformers",),
     ),
     Page(
         "modules",
@@ -103,7 +121,7 @@ def public_names(module: ModuleType) -> list[str]:
 
 def entries(page: Page) -> Iterator[tuple[str, object]]:
     """The dotted names of a page, and what they stand for."""
-    for name in page.modules:
+    for name in filter(find_spec, page.modules):
         module = import_module(name)
         for entry in public_names(module):
             value = getattr(module, entry)
@@ -133,7 +151,9 @@ def _write(app: Sphinx) -> None:
     folder.mkdir(exist_ok=True)
     for page in PAGES:
         path, content = folder / f"{page.file}.md", text(page)
-        if not path.exists() or path.read_text("utf-8") != content:
+        if not any(entries(page)):
+            path.unlink(missing_ok=True)
+        elif not path.exists() or path.read_text("utf-8") != content:
             path.write_text(content, encoding="utf-8")
 
 

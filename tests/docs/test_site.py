@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 import sys
 import warnings
@@ -79,18 +81,30 @@ def test_code_runs(
         assert capsys.readouterr().out.strip() == dedent(printed).strip()
 
 
-def test_every_error_has_an_entry() -> None:
-    classes = {
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__
+def public_errors() -> dict[str, type]:
+    """Of all packages of the library that are installed, by name."""
+    found = {}
+    for package in pkgutil.iter_modules():
+        if package.name.startswith("backpack_") and not package.name.startswith("backpack_plugin_"):
+            root = importlib.import_module(package.name)
+            for module in pkgutil.walk_packages(root.__path__, f"{package.name}."):
+                if not module.name.startswith(("backpack_core.testing", "backpack_core.cli")):
+                    found.update(vars(importlib.import_module(module.name)))
+    bases = (errors.BackpackError, errors.BackpackWarning)
+    return {
+        kind.__name__: kind
+        for kind in found.values()
+        if inspect.isclass(kind) and issubclass(kind, bases) and not kind.__name__.startswith("_")
     }
-    assert set(entries()) == classes
+
+
+def test_every_error_has_an_entry() -> None:
+    assert set(entries()) == set(public_errors())
 
 
 @pytest.mark.parametrize("name", [name for name, code in entries().items() if code])
 def test_code_raises_what_it_stands_under(name: str, script: ModuleType) -> None:
-    kind = getattr(errors, name)
+    kind = public_errors()[name]
     code = entries()[name]
     assert code is not None
     with warnings.catch_warnings():
