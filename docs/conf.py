@@ -42,6 +42,7 @@ highlight_language = "default"
 
 # -- API -----------------------------------------------------------------------------------------
 autodoc_member_order = "bysource"
+toc_object_entries = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "separated"
