@@ -11,6 +11,7 @@ PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/back
 	plugins/secondorder/backpack_secondorder plugins/transformers/backpack_transformers \
 	data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
+DOCS_STAMP := $(VENV)/.docs-installed
 
 PYPROJECTS := $(DISTRIBUTIONS:%=%/pyproject.toml)
 # What pip downloads is shown: torch alone takes minutes.
@@ -25,7 +26,7 @@ PYTHON_GUARD := import sys; sys.version_info >= (3, 11) or sys.exit( \
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
 
-.PHONY: help env env-models models demo test lint format types bench-env bench support build clean
+.PHONY: help env env-models models docs docs-quick demo test lint format types bench-env bench support build clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -99,9 +100,27 @@ models: $(MODELS_STAMP) ## try every quantity on every model, and write docs/mod
 support: $(STAMP) ## regenerate the support matrix of the documentation
 	$(BIN)/python -m backpack_core.testing.support --write docs/support-matrix.md
 
+# One of the gallery's scripts compares with Opacus, which asks for torchvision, but needs none of it.
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) --no-build-isolation --editable '.[docs]'
+	$(PIP_INSTALL) --no-deps opacus opt-einsum
+	@touch $@
+
+SPHINX := $(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet $(ARGS)
+
+docs: $(DOCS_STAMP) ## build the site into docs/_build/html, gallery included (minutes)
+	$(SPHINX) docs docs/_build/html
+	$(BIN)/python docs/check_site.py docs/_build/html
+
+docs-quick: export BACKPACK_GALLERY := 0
+docs-quick: $(DOCS_STAMP) ## build the site without running the gallery (seconds)
+	$(SPHINX) docs docs/_build/quick
+	$(BIN)/python docs/check_site.py docs/_build/quick
+
 build: $(STAMP) ## build sdist and wheel of every distribution into dist/
 	$(foreach folder,$(DISTRIBUTIONS),$(BIN)/python -m build --no-isolation --outdir dist $(folder) &&) true
 
 clean: ## remove the environment and everything generated
+	rm -rf docs/_build docs/api docs/gallery
 	rm -rf $(VENV) .venv-bench dist .coverage .coverage.* htmlcov .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

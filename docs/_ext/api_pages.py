@@ -1,0 +1,163 @@
+"""Writes the pages of the API reference, ``docs/api/*.md``, from the public names of the packages.
+
+A name that becomes public has an entry by itself; one without a docstring stops the build.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from sphinx.application import Sphinx
+
+from backpack_core.plugins import ensure_loaded
+from backpack_core.plugins.registry import registry
+
+
+class Page(NamedTuple):
+    """One page: what it is called, what it says first, and the modules whose names it lists.
+
+    Of the modules, those count that there are; a page without any is left out.
+    """
+
+    file: str
+    title: str
+    text: str
+    modules: tuple[str, ...]
+
+
+PAGES = (
+    Page(
+        "core",
+        "backpack_core",
+        "What a script and a plugin import. `from backpack_core import backpack, extend`.",
+        ("backpack_core",),
+    ),
+    Page(
+        "extensions",
+        "backpack_core.extensions",
+        "The extensions that are installed, whatever plugin brings them. "
+        "[Quantities](../extensions.md) has them with fields, shapes and formulas on one page.",
+        ("backpack_core.extensions",),
+    ),
+    Page(
+        "values",
+        "Results and propagators",
+        "What `param.kfac`, `param.ekfac` and `param.ggn_gram` are, and what travels backwards.",
+        tuple(
+            f"backpack_secondorder.{name}"
+            for name in (
+                *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
+                *("blocks", "over_data", "conjugate_gradients", "curvlinops"),
+            )
+        ),
+    ),
+    Page(
+        "data",
+        "backpack_data",
+        "Quantities of several batches, and of several processes.",
+        ("backpack_data",),
+    ),
+    Page(
+        "transformers",
+        "backpack_transformers",
+        "Rules for models of the transformers package.",
+        ("backpack_transformers",),
+    ),
+    Page(
+        "modules",
+        "backpack_layers.modules",
+        "Small modules for what a `Sequential` cannot say.",
+        ("backpack_layers.modules",),
+    ),
+    Page(
+        "operations",
+        "backpack_core.contract.operations",
+        "Functions of a product, which extensions are written with.",
+        ("backpack_core.contract.operations",),
+    ),
+    Page(
+        "errors",
+        "backpack_core.errors",
+        "Every exception and warning. [Troubleshooting](../troubleshooting.md) says what to do.",
+        ("backpack_core.errors",),
+    ),
+    Page(
+        "plugins",
+        "backpack_core.plugins",
+        "Loading and registering plugins.",
+        ("backpack_core.plugins",),
+    ),
+    Page(
+        "testing",
+        "backpack_core.testing",
+        "The conformance kit. [Testing](../authors/testing.md) shows how it is used.",
+        ("backpack_core.testing",),
+    ),
+)
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """What a module offers: the installed extensions, its lazy names, or what it defines."""
+    if module.__name__ == "backpack_core.extensions":
+        ensure_loaded()
+        return sorted(registry.extensions)
+    if hasattr(module, "_HOME_OF"):
+        return sorted(module._HOME_OF)
+    home = module.__name__
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and f"{getattr(value, '__module__', None)}.".startswith(f"{home}.")
+        and not inspect.ismodule(value)
+    ]
+
+
+def entries(page: Page) -> Iterator[tuple[str, object]]:
+    """The dotted names of a page, and what they stand for."""
+    for name in filter(find_spec, page.modules):
+        module = import_module(name)
+        for entry in public_names(module):
+            value = getattr(module, entry)
+            if inspect.isclass(value) or callable(value):
+                yield f"{name}.{entry}", value
+
+
+def text(page: Page) -> str:
+    """The page in Markdown."""
+    parts = [f"# {page.title}\n\n{page.text}\n"]
+    for name, value in entries(page):
+        if not inspect.getdoc(value):
+            raise SystemExit(f"{name} is public and has no docstring.")
+        # What is an instance of an own class, such as an operation, is shown as a function.
+        kind = "autoclass" if inspect.isclass(value) else "autofunction"
+        options = ":members:\n:show-inheritance:\n" if inspect.isclass(value) else ""
+        parts.append(
+            f"## {name.rpartition('.')[2]}\n\n```{{eval-rst}}\n.. {kind}:: {name}\n"
+            + "".join(f"   {line}\n" for line in options.splitlines())
+            + "```\n"
+        )
+    return "\n".join(parts)
+
+
+def _write(app: Sphinx) -> None:
+    folder = Path(app.srcdir) / "api"
+    folder.mkdir(exist_ok=True)
+    for page in PAGES:
+        path, content = folder / f"{page.file}.md", text(page)
+        if not any(entries(page)):
+            path.unlink(missing_ok=True)
+        elif not path.exists() or path.read_text("utf-8") != content:
+            path.write_text(content, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Write the pages before Sphinx looks for them."""
+    app.connect("config-inited", lambda app, config: _write(app))
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,114 @@
+"""The pages of the site: their code runs, and every error has an entry."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from backpack_core import errors, plugins
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TROUBLE = DOCS / "troubleshooting.md"
+# Pages whose code has tests of its own.
+ELSEWHERE = {TROUBLE, *(DOCS / "authors").glob("*.md")}
+# Code, and what it prints if an indented block follows.
+BLOCK = re.compile(r"^```python\n(.*?)^```$((?:\n\n?    [^\n]+)*)", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> list[Any]:
+    found = []
+    for page in sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE):
+        if not {"_build", "api", "gallery"} & set(page.parts):
+            blocks = BLOCK.findall(page.read_text("utf-8"))
+            if blocks:
+                found.append(pytest.param(blocks, id=page.stem))
+    return found
+
+
+def entries() -> dict[str, str | None]:
+    """What raises each error, by its name; ``None`` for an entry without code."""
+    parts = re.split(r"^### (\w+)$", TROUBLE.read_text("utf-8"), flags=re.MULTILINE)[1:]
+    found = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        match = BLOCK.search(text)
+        found[name] = match.group(1) if match else None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _as_a_reader_runs_it() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    errors.forget_warnings()
+    yield
+    torch.set_default_dtype(before)
+    plugins.reset()
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What a page's code is run in."""
+    module = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    yield module
+    vars(module).clear()  # classes are remembered, and would keep all that their script had
+
+
+def run(code: str, script: ModuleType) -> None:
+    exec(compile(code, "page.py", "exec"), vars(script))
+
+
+@pytest.mark.parametrize("blocks", pages())
+def test_code_runs(
+    blocks: list[tuple[str, str]], script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each page is one program, which prints what the page says it prints."""
+    for code, printed in blocks:
+        run(code, script)
+        assert capsys.readouterr().out.strip() == dedent(printed).strip()
+
+
+def public_errors() -> dict[str, type]:
+    """Of all packages of the library that are installed, by name."""
+    found = {}
+    for package in pkgutil.iter_modules():
+        if package.name.startswith("backpack_") and not package.name.startswith("backpack_plugin_"):
+            root = importlib.import_module(package.name)
+            for module in pkgutil.walk_packages(root.__path__, f"{package.name}."):
+                if not module.name.startswith(("backpack_core.testing", "backpack_core.cli")):
+                    found.update(vars(importlib.import_module(module.name)))
+    bases = (errors.BackpackError, errors.BackpackWarning)
+    return {
+        kind.__name__: kind
+        for kind in found.values()
+        if inspect.isclass(kind) and issubclass(kind, bases) and not kind.__name__.startswith("_")
+    }
+
+
+def test_every_error_has_an_entry() -> None:
+    assert set(entries()) == set(public_errors())
+
+
+@pytest.mark.parametrize("name", [name for name, code in entries().items() if code])
+def test_code_raises_what_it_stands_under(name: str, script: ModuleType) -> None:
+    kind = public_errors()[name]
+    code = entries()[name]
+    assert code is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(kind) as caught:
+            run(code, script)
+    assert type(caught.value) is kind, caught.value
