@@ -273,11 +273,6 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             return factor + shift
         return factor + torch.diag_embed(shift.expand(*shift.shape[:-1], factor.shape[-1]))
 
-    def __repr__(self) -> str:
-        """Shapes of the factors and of the parameter."""
-        shapes = " ⊗ ".join(str(list(factor.shape)) for factor in self)
-        return f"<KroneckerFactors {shapes} for {list(self.order.shape)}>"
-
 
 def diagonal_matrix(values: Tensor) -> KroneckerFactors:
     """A diagonal, ``[*θ]``, with the interface of Kronecker factors: its only one is a vector."""
