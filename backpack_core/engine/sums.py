@@ -42,6 +42,10 @@ class SumCheck(FirstOrderExtension):
         """
         super().__init__(fail_mode="silent")  # nothing is run once more for it
         self._survey = survey
+        # Under autocast, what is stored in single precision may have been computed in half.
+        outputs = [call.stored.outputs[index] for call, index in survey.sites]
+        dtypes = {o.dtype for o in outputs if o.is_floating_point()}
+        self._unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         self._task = -1
         self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
         self._handles: list[RemovableHandle] = []
@@ -91,7 +95,7 @@ class SumCheck(FirstOrderExtension):
             gradient = self._incoming.get((self._task, parameter))
             if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
                 continue
-            unit = max(torch.finfo(t.dtype).eps for t in (gradient, total))
+            unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in (gradient, total)))
             difference = _norm(gradient - total)
             allowed = max(size, _norm(gradient)) * unit**0.7
             if difference > allowed:  # what is not finite is not compared

@@ -190,8 +190,9 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     known = _known()
     if name not in known:
         is_method = isinstance(value, FunctionType)
-        # `_factor` beside `factor` is a helper.
+        # `_factor` and `factors` beside `factor` are helpers.
         alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
+        alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
         close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
         if close:
             what = f"{name}()" if is_method else f"{name} = {value!r}"
