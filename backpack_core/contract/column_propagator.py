@@ -164,7 +164,7 @@ class OutputGradient(ColumnPropagator):
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
         """What autograd brought; at a tensor without samples, what was kept apart."""
         if waiting is not None:
-            return waiting
+            return waiting.to(view.dtype)
         assert view.grad_output is not None
         return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
 

@@ -23,6 +23,8 @@ def add_leaves(survey: Survey, alignment: Alignment) -> None:
 
 
 def _owner(survey: Survey, parameter: Tensor) -> tuple[Module, str]:
+    if id(parameter) in survey.freed:
+        return survey.freed[id(parameter)]
     for model in owners_of(call.module for call in survey.trained):
         for module in model.modules():
             for name, own in module._parameters.items():

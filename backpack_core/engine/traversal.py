@@ -147,7 +147,7 @@ class Traversal:
         if self.survey.goes_inside(
             call
         ):  # the nodes inside see to it, from the last that have samples on
-            return not view.positions
+            return alignment.is_apart(site.edge)
         return any(edge is not None and alignment.is_apart(edge) for edge in call.edges)
 
     def _send_apart(

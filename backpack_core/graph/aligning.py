@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.nn import Parameter
+from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
@@ -12,6 +12,7 @@ from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.of_weights import leaves_given_to
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
+from backpack_core.graph.trained import Trained
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
@@ -72,7 +73,7 @@ def _hand_to_nodes(survey: Survey) -> None:
         if not survey.goes_inside(call):
             if leaves_given_to(call):
                 survey.open(site)
-        elif _has_children(call) and not any(own.is_covered for own in survey.trained[call]):
+        elif _has_children(call) and all(map(_is_left, survey.trained[call])):
             survey.disown(call)
     users: dict[int, set[Node]] = {}
     for (node, _), parameter in survey.bare_edges.items():
@@ -86,6 +87,11 @@ def _hand_to_nodes(survey: Survey) -> None:
                 survey.disown(site.call)
             else:
                 survey.open(site)
+
+
+def _is_left(own: Trained) -> bool:
+    """Whether no rule covers a parameter, and it is no result of a computation."""
+    return not own.is_covered and own.used.is_leaf
 
 
 def _has_children(call: Call) -> bool:
@@ -135,10 +141,11 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
             survey.open(survey.sites[call, index])
 
 
-def _targets(survey: Survey) -> dict[tuple[Node, int], Parameter]:
+def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads off, by the edge that leads to them."""
     if not survey.bare_edges:
         return {}
     models = owners_of(call.module for call in survey.trained)
     own = {id(parameter) for model in models for parameter in model.parameters()}
+    own |= survey.freed.keys()  # of which some may have been replaced in their module since
     return {edge: p for edge, p in survey.bare_edges.items() if id(p) in own}

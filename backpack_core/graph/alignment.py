@@ -52,6 +52,8 @@ class Alignment:
             there.
         positions: How many entries of axis 0 each sample has, at outputs of nodes; zero where
             there are no samples.
+        before: Outputs of nodes before any samples: what a loss becomes on its way to being a
+            single number.
         apart: Outputs of nodes at which what arrives is kept apart by sample.
         starts: Nodes with samples that send something to such an output.
         leaves: Parameters that no call reads off, or not all of them, by their node.
@@ -62,6 +64,7 @@ class Alignment:
     batch_size: int = 0
     faults: dict[tuple[Call, int], BackpackError] = field(default_factory=dict)
     positions: dict[Place, int] = field(default_factory=dict)
+    before: set[Place] = field(default_factory=set)
     apart: set[Place] = field(default_factory=set)
     starts: dict[Node, None] = field(default_factory=dict)
     leaves: dict[Node, Tensor] = field(default_factory=dict)
@@ -83,7 +86,8 @@ class Alignment:
             fault = (call, site.index) in self.faults
             received = call.stored.inputs[0].shape[:1].numel() if fault else self.batch_size
             return received // self.batch_size if fault and not received % self.batch_size else 1
-        return self.positions.get((site.edge.node, site.edge.output_nr), 1)
+        place = (site.edge.node, site.edge.output_nr)
+        return 1 if place in self.before else self.positions.get(place, 1)
 
     def crossing(self, node: Node) -> Crossing:
         """What is known of the samples at a node."""

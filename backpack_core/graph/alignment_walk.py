@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torch.nn import Parameter
+from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
@@ -23,7 +23,7 @@ class Walk:
         survey: Survey,
         found: Alignment,
         tables: set[Call],
-        targets: Mapping[tuple[Node, int], Parameter],
+        targets: Mapping[tuple[Node, int], Tensor],
     ) -> None:
         """Begin.
 
@@ -37,8 +37,7 @@ class Walk:
         self._found = found
         self._tables = tables
         self._size = max(1, survey.batch_size)
-        # Before any samples: what a loss becomes on its way to being a single number.
-        self._before: set[Place] = set()
+        self._before = found.before
         self._order: list[Place] = []
         self._of_weights = OfWeights(survey)
         self._targets = targets
@@ -96,8 +95,10 @@ class Walk:
             return
         shape = nodes.shape_of(*child)
         is_before = place in self._before
-        site = self._survey.site_at(Edge(*child))
-        if child[0] in self._of_weights or (site is not None and site.call in self._tables):
+        site, above = self._survey.site_at(Edge(*child)), self._survey.site_at(Edge(*place))
+        if above is not None and above.call.rule.is_loss:  # it says where samples are
+            found[child] = shape[:1].numel() // self._size
+        elif child[0] in self._of_weights or (site is not None and site.call in self._tables):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0

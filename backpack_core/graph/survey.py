@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
@@ -57,6 +57,7 @@ class Survey:
         bare_edges: The same by node, and position of the edge.
         leaves: Parameters that are looked at as calls, by the node that takes their gradient.
         disowned: Calls whose parameters are looked at where operations use them.
+        freed: Their modules and names, by ``id``.
         opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
@@ -74,19 +75,20 @@ class Survey:
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
-    bare: dict[int, tuple[Parameter, Node]] = field(default_factory=dict)
-    bare_edges: dict[tuple[Node, int], Parameter] = field(default_factory=dict)
+    bare: dict[int, tuple[Tensor, Node]] = field(default_factory=dict)
+    bare_edges: dict[tuple[Node, int], Tensor] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     leaves: dict[Node, Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
     disowned: set[Call] = field(default_factory=set)
+    freed: dict[int, tuple[Module, str]] = field(default_factory=dict)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
-    _owned: dict[Call, list[tuple[Node, int, Parameter]]] = field(default_factory=dict)
+    _owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     _seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
     def add(self, edges: Iterable[Edge]) -> None:
@@ -214,14 +216,13 @@ class Survey:
         self, parameter: Tensor, node: Node, position: int, region: Region | None
     ) -> None:
         """Note a parameter, and which enclosing call owns it, if any."""
-        if not isinstance(parameter, Parameter):
-            return
         for call in _calls(region):
             if any(parameter is own.parameter for own in self.trained[call]):
                 self._owned.setdefault(call, []).append((node, position, parameter))
                 return
-        self.bare[id(parameter)] = (parameter, node)
-        self.bare_edges[node, position] = parameter
+        if isinstance(parameter, Parameter):
+            self.bare[id(parameter)] = (parameter, node)
+            self.bare_edges[node, position] = parameter
 
     def goes_inside(self, call: Call) -> bool:
         """Whether what arrives at a call goes on through the nodes that made its output."""
@@ -238,8 +239,9 @@ class Survey:
         if self.trained[call]:
             self.disowned.add(call)
         sites = sum(own is call for own, _ in self.sites)
-        for _, parameter, *_ in self.trained[call]:
+        for name, parameter, *_ in self.trained[call]:
             self.uses[id(parameter)].count -= sites
+            self.freed[id(parameter)] = call.module, name
         self.trained[call] = ()
         for node, position, parameter in self._owned.get(call, ()):
             self.bare[id(parameter)] = (parameter, node)

@@ -34,7 +34,7 @@ CHANGING = frozenset({"with_other_weights", "then_replaced", "then_changed", "wi
 WITH_OTHER_DATA = frozenset({"after_another", "around_another"})
 
 
-class Interruption(Exception):
+class Interruption(BackpackError):
     """What a backward pass is interrupted with."""
 
 
@@ -47,11 +47,12 @@ class Interrupting(FirstOrderExtension):
         super().__init__()
         self.left = left
 
-    def read(self, product: SampleProduct) -> None:
+    def read(self, product: SampleProduct) -> Tensor:
         """Count down."""
         self.left -= 1
         if not self.left:
             raise Interruption
+        return product.new_zeros(*product.shape)
 
 
 @contextmanager
