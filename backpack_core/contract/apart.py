@@ -50,10 +50,9 @@ def put_together(mat: Tensor, positions: int) -> Tensor:
     Raises:
         SampleMixingError: Something of one sample reaches the entries of another.
     """
-    total = mat.sum(1)
-    if not positions or not mat.numel():
+    total, count = mat.sum(1), mat.shape[1]
+    if not positions or not mat.numel() or mat.shape[2:3] != (count * positions,):
         return total
-    count = mat.shape[1]
     own: Tensor = (
         mat.unflatten(2, (count, positions)).diagonal(0, 1, 2).movedim(-1, 1).flatten(1, 2)
     )

@@ -168,26 +168,23 @@ class OutputGradient(ColumnPropagator):
         assert view.grad_output is not None
         return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
 
-    def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
-        """The chosen samples, each as often as it is named."""
-        if self.subsampling is None:
-            return quantity
-        size = quantity.mat.shape[1 + axis]
-        chosen = torch.tensor([n % size for n in self.subsampling], device=quantity.mat.device)
-        return quantity.like(
-            {root: mat.index_select(1 + axis, chosen) for root, mat in quantity.blocks.items()}
-        )
-
     def supply(
         self, quantities: dict[int, Columns], grads: Sequence[Tensor | None]
     ) -> dict[int, Columns]:
         """At the last tensors that have samples, what autograd brought."""
         brought = {
-            nr: Columns({self._ROOT: gradient.unsqueeze(0)})
+            nr: self._of_the_chosen(gradient)
             for nr, gradient in enumerate(grads)
-            if gradient is not None
+            if gradient is not None and nr not in quantities
         }
         return {**brought, **quantities}
+
+    def _of_the_chosen(self, gradient: Tensor) -> Columns:
+        """A gradient as a column; of some samples, as columns with zeros for the others."""
+        column, size = gradient.unsqueeze(0), gradient.shape[:1].numel()
+        if self.subsampling is not None and gradient.dim():
+            column = column[:, [n % size for n in self.subsampling]]
+        return self.widen(Columns({self._ROOT: column}), size)
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Crossing

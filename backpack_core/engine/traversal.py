@@ -161,14 +161,17 @@ class Traversal:
             if not propagator.travels:
                 self.schedule.deliver(slot, site.below, own=quantity)
             return
-        if view.positions:
-            quantity = propagator.take_apart(quantity, view.positions)
+        if view.positions:  # of all samples: inputs without any cannot be cut
+            view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
+            quantity = propagator.take_apart(wide, view.positions)
+        is_wide = bool(view.positions)
         for position, arriving in carrier.send(view, quantity).items():
             edge = call.edges[position]
             if edge is None:
                 continue
             if self.alignment.is_apart(edge):
-                self.schedule.deliver(slot, edge, own=arriving)
+                own, wide = (None, arriving) if is_wide else (arriving, None)
+                self.schedule.deliver(slot, edge, wide=wide, own=own)
             elif not view.positions and not propagator.travels:
                 propagator.put_together(arriving, self.alignment.positions_at(edge))  # checks it
 

@@ -73,6 +73,8 @@ def _hand_to_nodes(survey: Survey) -> None:
         if not survey.goes_inside(call):
             if leaves_given_to(call):
                 survey.open(site)
+        elif survey.viewed:
+            continue  # of views that were changed in place, nodes show another shape
         elif _has_children(call) and all(map(_is_left, survey.trained[call])):
             survey.disown(call)
     users: dict[int, set[Node]] = {}

@@ -12,7 +12,7 @@ from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.of_weights import OfWeights
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge
+from backpack_core.record.call import Call, Edge, Site
 
 
 class Walk:
@@ -98,7 +98,7 @@ class Walk:
         site, above = self._survey.site_at(Edge(*child)), self._survey.site_at(Edge(*place))
         if above is not None and above.call.rule.is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
-        elif child[0] in self._of_weights or (site is not None and site.call in self._tables):
+        elif child[0] in self._of_weights or (self._is_table(site) and not is_before):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
@@ -113,6 +113,9 @@ class Walk:
                 self._before.add(child)
         if found[child]:
             self._before.discard(child)
+
+    def _is_table(self, site: Site | None) -> bool:
+        return site is not None and site.call in self._tables
 
     def _is_broadcast(self, place: Place, child: Place) -> bool:
         """Whether an operand has too few axes to have one where the samples are."""
@@ -173,6 +176,10 @@ class Walk:
         todo, seen = [place], {place}
         while todo:
             this = todo.pop()
+            site = self._survey.site_at(Edge(*this))
+            if site is not None and this != place:
+                trained = self._survey.trained[site.call]
+                self._found.beside += [(own.parameter, this[0]) for own in trained]
             for position, edge in edges_behind(this[0]):
                 child = (edge.node, edge.output_nr)
                 parameter = self._targets.get((this[0], position))

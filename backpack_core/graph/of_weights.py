@@ -34,7 +34,7 @@ class OfWeights:
                 children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
             is_known = nodes.is_of_its_operands(this) if not calls else True
             is_known &= all(map(_knows_its_inputs, calls))
-            is_known &= all(map(_is_weight, {*children} - {*inner}))
+            is_known &= all(map(self._is_weight, {*children} - {*inner}))
             if not is_known or any(self._known.get(child) is False for child in inner):
                 self._known[this] = False
             elif all(child in self._known for child in inner):
@@ -42,6 +42,11 @@ class OfWeights:
             else:
                 todo += [child for child in inner if child not in self._known]
         return self._known[node]
+
+    def _is_weight(self, leaf: Node) -> bool:
+        tensor = leaf.variable  # type: ignore[attr-defined]
+        known = self._survey.uses.keys() | self._survey.freed.keys()
+        return isinstance(tensor, Parameter) or id(tensor) in known
 
     def _calls_at(self, node: Node) -> set[Call]:
         """Calls that are stepped over at a node."""
@@ -63,7 +68,3 @@ def leaves_given_to(call: Call) -> list[Node]:
         t for t, edge in given if edge is None and isinstance(t, Parameter) and t.requires_grad
     ]
     return [get_gradient_edge(t).node for t in leaves]
-
-
-def _is_weight(leaf: Node) -> bool:
-    return isinstance(leaf.variable, Parameter)  # type: ignore[attr-defined]
