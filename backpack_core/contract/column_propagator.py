@@ -173,24 +173,33 @@ class OutputGradient(ColumnPropagator):
     ) -> dict[int, Columns]:
         """At the last tensors that have samples, what autograd brought."""
         brought = {
-            nr: self._of_the_chosen(gradient)
+            nr: Columns({self._ROOT: gradient.unsqueeze(0)})
             for nr, gradient in enumerate(grads)
-            if gradient is not None and nr not in quantities
+            if gradient is not None
         }
         return {**brought, **quantities}
-
-    def _of_the_chosen(self, gradient: Tensor) -> Columns:
-        """A gradient as a column; of some samples, as columns with zeros for the others."""
-        column, size = gradient.unsqueeze(0), gradient.shape[:1].numel()
-        if self.subsampling is not None and gradient.dim():
-            column = column[:, [n % size for n in self.subsampling]]
-        return self.widen(Columns({self._ROOT: column}), size)
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Crossing
     ) -> list[tuple[int, Columns]]:
         """Only to tensors that have no samples: else autograd brings the gradient."""
+        if self.subsampling is not None:
+            quantities = {
+                nr: columns
+                if isinstance(columns, ApartColumns)
+                else self._chosen(columns, nr, there)
+                for nr, columns in quantities.items()
+            }
         return cross_apart(node, quantities, there, keeps_all=False)
+
+    def _chosen(self, columns: Columns, nr: int, there: Crossing) -> Columns:
+        """The gradient of the whole batch as columns of some samples, zeros for the others."""
+        if nr not in there.positions:
+            return columns
+        whole = columns.mat.unflatten(1, (there.batch_size, there.positions[nr]))
+        picked = whole[:, [n % there.batch_size for n in self.subsampling or ()]]
+        found = self.widen(Columns({self._ROOT: picked}), there.batch_size)
+        return Columns({self._ROOT: found.mat.flatten(1, 2)})
 
 
 def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:
