@@ -97,7 +97,7 @@ class SumCheck(FirstOrderExtension):
                 continue
             unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in (gradient, total)))
             difference = _norm(gradient - total)
-            allowed = max(size, _norm(gradient)) * unit**0.7
+            allowed = max(_norm(gradient) * unit**0.7, size * min(32 * unit, unit**0.7))
             if difference > allowed:  # what is not finite is not compared
                 raise self._does_not_add_up(parameter, difference, _norm(gradient))
         return {}
@@ -144,12 +144,15 @@ def _magnitudes(product: SampleProduct) -> Iterator[float]:
     elif isinstance(product, AffineProduct | ScaleProduct):
         inp: Any = product.inp
         some = min(4, product.samples)
-        size = 1.0 if inp is None else _norm(inp[0:some]) * (product.samples / max(1, some)) ** 0.5
+        if inp is None:
+            size = float(product.out.shape[1:3].numel()) ** 0.5
+        else:
+            size = _norm(inp[0:some]) * (product.samples / max(1, some)) ** 0.5
         yield _norm(product.out) * size
     else:
         out = getattr(product, "out", None)
         if isinstance(out, Tensor):
-            yield _norm(out)
+            yield _norm(out) * float(out.shape[1:3].numel()) ** 0.5
 
 
 def _norm(tensor: Tensor) -> float:
