@@ -38,6 +38,7 @@ from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
 from backpack_core.graph.aligning import align
 from backpack_core.graph.alignment import Alignment
+from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.views import look_through
 from backpack_core.ledger import Ledger
@@ -131,7 +132,7 @@ class BackwardPass:
             raise
         refuse_beside(survey)
         if survey.faults and any(group.propagator.per_sample for group in self._groups):
-            fault = survey.fault()
+            fault = fault_in(survey)
             if fault is not None:
                 raise fault
         self._align(edges)

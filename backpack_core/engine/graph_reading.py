@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import UsageError
+from backpack_core.graph.paths import nonlinear
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.trained import complex_parameter
 from backpack_core.ledger import Ledger
@@ -61,7 +63,9 @@ class GraphPass:
         if self._readings:
             assert self._roots is not None
             gradients = self._gradients or (None,) * len(self._roots)
-            graph = LossGraph(self._roots, gradients, _parameters(survey), survey.nonlinear)
+            graph = LossGraph(
+                self._roots, gradients, _parameters(survey), partial(nonlinear, survey)
+            )
             for extension, reading in self._readings:
                 try:
                     with ledger.entry(None, type(extension), "graph") as entry:

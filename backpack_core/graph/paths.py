@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from torch.nn import Parameter
+
 from backpack_core._torch import Node
+from backpack_core.errors import BackpackError
+from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Site
+from backpack_core.record.call import Edge, Site
 
 
 def inside(site: Site) -> set[Node]:
@@ -32,3 +36,40 @@ def sources(survey: Survey, node: Node) -> list[str]:
                 seen.add(edge.node)
                 todo.append(edge.node)
     return list(found)
+
+
+def fault_in(survey: Survey) -> BackpackError | None:
+    """The first fault that concerns an extended module: its own, or of a node after it."""
+    for error, node in survey.faults:
+        if node is None or leads_to_parameters(survey, node):
+            return error
+    return None
+
+
+def nonlinear(survey: Survey) -> list[Node]:
+    """Nodes between calls, with parameters behind them, that are not known to be linear."""
+    between = dict.fromkeys(node for node, _ in survey.seen)
+    return [n for n in between if not nodes.is_linear(n) and leads_to_parameters(survey, n)]
+
+
+def leads_to_parameters(survey: Survey, start: Node) -> bool:
+    """Whether any trained parameter lies behind a node; calls may have been released since."""
+    seen: set[Edge] = set()
+    todo = [edge for _, edge in edges_behind(start)]
+    while todo:
+        edge = todo.pop()
+        if edge in seen:
+            continue
+        seen.add(edge)
+        site = survey.site_at(edge)
+        if isinstance(getattr(edge.node, "variable", None), Parameter):
+            return True
+        if site is None:
+            todo += [behind for _, behind in edges_behind(edge.node)]
+        elif survey.trained.get(site.call):
+            return True
+        elif survey.goes_inside(site.call):
+            todo.append(site.below)
+        else:
+            todo += [behind for behind in site.call.edges if behind is not None]
+    return False

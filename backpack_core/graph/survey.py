@@ -89,7 +89,7 @@ class Survey:
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
     _owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
-    _seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
+    seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
     def add(self, edges: Iterable[Edge]) -> None:
         """Walk everything behind some edges; what is known already is not walked again."""
@@ -189,9 +189,9 @@ class Survey:
     def _pass(self, node: Node, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
         """Go through a node between calls."""
         # Twice, where it is reached from inside an execution and from outside past its output.
-        if (node, region) in self._seen:
+        if (node, region) in self.seen:
             return
-        self._seen[node, region] = None
+        self.seen[node, region] = None
         if nodes.mixes_samples(node):
             self.faults.append((faults.mixing_node(node), node))
         for position, edge in edges_behind(node):
@@ -268,48 +268,14 @@ class Survey:
         if error is not None:
             self.faults.append((error, None))
 
-    def fault(self) -> BackpackError | None:
-        """The first fault that concerns an extended module: its own, or of a node after it."""
-        for error, node in self.faults:
-            if node is None or self._leads_to_parameters(node):
-                return error
-        return None
-
     def names(self) -> Iterator[str]:
         """Names of the nodes between calls."""
-        return (node.name() for node, _ in self._seen)
+        return (node.name() for node, _ in self.seen)
 
     @property
     def is_readable(self) -> bool:
         """Whether what autograd saved may be read by others, everywhere."""
         return all(call.is_readable for call, _ in self.sites)
-
-    def nonlinear(self) -> list[Node]:
-        """Nodes between calls, with parameters behind them, that are not known to be linear."""
-        between = dict.fromkeys(node for node, _ in self._seen)
-        return [n for n in between if not nodes.is_linear(n) and self._leads_to_parameters(n)]
-
-    def _leads_to_parameters(self, start: Node) -> bool:
-        """Whether any trained parameter lies behind a node; calls may have been released since."""
-        seen: set[Edge] = set()
-        todo = [edge for _, edge in edges_behind(start)]
-        while todo:
-            edge = todo.pop()
-            if edge in seen:
-                continue
-            seen.add(edge)
-            site = self.site_at(edge)
-            if isinstance(getattr(edge.node, "variable", None), Parameter):
-                return True
-            if site is None:
-                todo += [behind for _, behind in edges_behind(edge.node)]
-            elif self.trained.get(site.call):
-                return True
-            elif self.goes_inside(site.call):
-                todo.append(site.below)
-            else:
-                todo += [behind for behind in site.call.edges if behind is not None]
-        return False
 
 
 def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
