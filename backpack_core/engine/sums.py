@@ -77,7 +77,8 @@ class SumCheck(FirstOrderExtension):
 
     def hear(self, parameter: Tensor, gradient: Tensor) -> None:
         """What autograd brings, in this pass or in one inside of it."""
-        self._incoming[graph_task_id(), parameter] = gradient.detach()
+        # A copy: autograd may store the tensor itself, which is averaged or added to from then on.
+        self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
 
     def read(self, product: SampleProduct) -> tuple[Tensor, float]:
         """The sum over all samples, and how large its terms are."""
