@@ -65,7 +65,7 @@ class backpack:
                 there. ``"shared"``: where individual gradients or their moments are formed anyway,
                 it is their sum, equal to rounding, which saves up to a third of a plain pass; it is
                 accumulated, and hooks on parameters are called, at the end of the pass.
-                ``"none"``: parameters that get quantities get no ``grad``. See
+                ``"none"``: parameters of extended modules get no ``grad``. See
                 ``docs/gradient.md``.
 
         Raises:

@@ -100,7 +100,7 @@ class PlainGradient:
 
     def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:
         """What is asked of a parameter's product, if its sum may be taken; else ``None``."""
-        if group is not self.group:
+        if group.first is not self.group.first:  # what measures a pass may read along
             return None
         number = id(parameter)
         return self._needs if number in self._left or number in self._judged else None

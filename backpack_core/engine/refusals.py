@@ -11,6 +11,7 @@ from torch.nn import Module
 from backpack_core._torch import ModuleHooks, Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.groups import Group
+from backpack_core.engine.location import place_between
 from backpack_core.errors import (
     NotExtendedError,
     UncoveredParameterWarning,
@@ -22,6 +23,7 @@ from backpack_core.graph.above import begins_at_losses, nonlinear_above
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
+from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import name_of_parameter, owners_of
@@ -178,6 +180,8 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
         NotExtendedError: There would be no quantity at all.
     """
     calls = [call for call, _ in survey.sites]
+    if any(nodes.is_compiled(node) for _, node in survey.bare.values()):
+        return  # its modules may well be extended
     if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
         losses = ", ".join(dict.fromkeys(call.path for call in calls))
         names = ", ".join(type(extension).__name__ for extension in extensions)
@@ -216,10 +220,15 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: Sequen
         extensions: Those that read the loss as a whole.
 
     Raises:
+        NotExtendedError: There is no extended loss.
         UnsupportedError: A term leads to the net past all extended losses.
     """
     named = [e for e in extensions if e.is_of_losses or e.subsampling is not None]
     if named and not begins_at_losses(survey, roots):
+        if not any(call.rule.is_loss for call, _ in survey.sites):
+            error = nothing_arrived(View(*next(iter(survey.sites))), type(named[0]).__name__)
+            place_between(error, survey, named[0])
+            raise error
         raise UnsupportedError(
             f"{registry.describe(named[0])} belongs to the extended losses, and what backward() is "
             "called on depends on the net by another term, which none of them has computed. Extend "

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from backpack_core._torch import graph_task_id
+from backpack_core._torch import graph_task_id, hook_leaf_first
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.contract.operations import batch_sum
@@ -48,7 +47,7 @@ class SumCheck(FirstOrderExtension):
         self._unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         self._task = -1
         self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Any] = []
 
     def join(self, groups: list[Group]) -> None:
         """Read along with what is read anyway, or as a group of its own."""
@@ -64,10 +63,8 @@ class SumCheck(FirstOrderExtension):
         this = weakref.ref(self)
         for use in self._survey.uses.values():
             if use.parameter.is_leaf and use.count:
-                handle = use.parameter.register_hook(_Listener(this, use.parameter))
-                hooks: Any = use.parameter._backward_hooks
-                hooks.move_to_end(handle.id, last=False)
-                self._handles.append(handle)
+                hook = _Listener(this, use.parameter)
+                self._handles.append(hook_leaf_first(use.parameter, hook))
 
     def leave(self) -> None:
         """Listen no more."""
@@ -77,7 +74,8 @@ class SumCheck(FirstOrderExtension):
 
     def hear(self, parameter: Tensor, gradient: Tensor) -> None:
         """What autograd brings, in this pass or in one inside of it."""
-        self._incoming[graph_task_id(), parameter] = gradient.detach()
+        # A copy: autograd may store the tensor itself, which is averaged or added to from then on.
+        self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
 
     def read(self, product: SampleProduct) -> tuple[Tensor, float]:
         """The sum over all samples, and how large its terms are."""

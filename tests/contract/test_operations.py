@@ -103,7 +103,7 @@ def test_extensions_of_one_pass_share_a_product(monkeypatch: pytest.MonkeyPatch)
 def conv(*extensions: Extension) -> Problem:
     """A convolution, whose weight is shared by positions, as the whole model."""
     problem = classification(nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten()), (2, 4), classes=9)
-    problem.run(*extensions)
+    problem.run(*extensions, check="never")  # else sums are read, too, and compared
     return problem
 
 

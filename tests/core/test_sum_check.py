@@ -1,0 +1,81 @@
+"""In measured passes, sums over samples are compared with what autograd brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import backpack, extend
+from backpack_core.errors import UnsupportedError
+from backpack_core.extensions import BatchGrad
+from backpack_layers.linear import LinearRule
+from tests import oracle
+from tests.cases import Net, Problem, classification, mlp
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_what_does_not_add_up(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
+    """A layer rule that is wrong by a thousandth."""
+    problem = classification(mlp(), (3,))
+    original = LinearRule.affine_input
+    monkeypatch.setattr(LinearRule, "affine_input", lambda self, view: 1.001 * original(self, view))
+    if check == "never":
+        problem.run(BatchGrad(), check=check)
+        return
+    expected = r"parameter \d\.weight \(of shape .*\) do not add up"
+    with pytest.raises(UnsupportedError, match=expected):
+        problem.run(BatchGrad(), check=check)
+
+
+def _triple(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3)
+
+
+def _assert_individual(problem: Problem, **options: Any) -> None:
+    expected = problem.expected(oracle.individual_gradients)
+    problem.run(BatchGrad(), check="always", **options)
+    problem.compare("grad_batch", expected)
+
+
+def test_what_changes_a_gradient_in_place_once_it_is_stored() -> None:
+    """Autograd may store the very tensor that it brings; data parallel averages it in place."""
+    problem = classification(mlp(), (3,))
+    for parameter in problem.parameters:
+        parameter.register_post_accumulate_grad_hook(_triple)
+    for _ in range(2):
+        _assert_individual(problem)
+
+
+def test_hooks_on_parameters_change_what_is_stored() -> None:
+    problem = classification(mlp(), (3,))
+    for parameter in problem.parameters:
+        parameter.register_hook(lambda grad: 3 * grad)
+    _assert_individual(problem)
+
+
+@pytest.mark.parametrize("gradient", ["autograd", "shared", "none"])
+def test_parameters_of_functions_have_autograds_gradient(gradient: Any) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        result: Tensor = net.c(torch.tanh(F.linear(net.a(x), net.weight)))
+        return result
+
+    model = extend(Net(forward, a=nn.Linear(3, 4), c=nn.Linear(4, 3)))
+    model.weight = nn.Parameter(torch.randn(4, 4))
+    x, y, lossfunc = torch.randn(5, 3), torch.randint(0, 3, (5,)), extend(nn.CrossEntropyLoss())
+    plain = torch.autograd.grad(F.cross_entropy(model(x), y), [*model.parameters()])
+    for _ in range(5):  # some are not measured
+        model.zero_grad()
+        loss = lossfunc(model(x), y)
+        with backpack(BatchGrad(), gradient=gradient):
+            loss.backward()
+        for parameter, expected in zip(model.parameters(), plain, strict=True):
+            oracle.assert_close(parameter.grad_batch.sum(0), expected)
+            if parameter.grad is not None:
+                oracle.assert_close(parameter.grad, expected)
+            is_left_out = gradient == "none" and parameter is not model.weight
+            assert (parameter.grad is None) == is_left_out
