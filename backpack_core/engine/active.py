@@ -151,3 +151,14 @@ def _is_alive(ident: int) -> bool:
     # A new thread, this one for example, may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
+
+
+def log_visit(view: View) -> None:
+    """Say where a backward pass is."""
+    logger.info(
+        "%s: output %s, rule %s of %s",
+        view.path,
+        list(view.output_shape),
+        type(view.call.rule).__name__,
+        view.call.provenance,
+    )

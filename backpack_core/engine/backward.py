@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, current_node
-from backpack_core.engine.active import Context, logger
+from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
@@ -257,7 +257,7 @@ class BackwardPass:
                 self._traversal.visit(slot, site, view)
             self._graph.observe(view)
         if context.debug:
-            _log(view)
+            log_visit(view)
         if context.extension_hook is not None and call not in self.survey.disowned:
             context.extension_hook(call.module)
         self.visiting = None
@@ -341,13 +341,3 @@ class BackwardPass:
             plain.deliver()
         finally:
             self.leave()
-
-
-def _log(view: View) -> None:
-    logger.info(
-        "%s: output %s, rule %s of %s",
-        view.path,
-        list(view.output_shape),
-        type(view.call.rule).__name__,
-        view.call.provenance,
-    )

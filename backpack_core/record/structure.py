@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -68,3 +69,11 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, .
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # nearly always
         return args
     return (*iter_tensors(args), *iter_tensors(kwargs))
+
+
+def as_index(indices: tuple[int, ...], device: torch.device) -> Any:
+    """What picks samples: a slice where they are consecutive, which copies nothing."""
+    start = indices[0] if indices else 0
+    if indices == tuple(range(start, start + len(indices))):
+        return slice(start, start + len(indices))
+    return torch.tensor(indices, device=device, dtype=torch.long)

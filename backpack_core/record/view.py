@@ -21,7 +21,7 @@ from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call
 from backpack_core.record.replay import output_again
 from backpack_core.record.state import as_it_was
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.structure import as_index, map_tensors
 
 T = TypeVar("T")
 
@@ -282,7 +282,7 @@ class View:
         view = copy(self)
         view.kept, view._tensors, view._columns, view._whole = {}, {}, [], self.full
         view.indices = tuple(known[i] for i in indices)
-        view._pick = _as_index(view.indices, self.stored.outputs[self.index].device)
+        view._pick = as_index(view.indices, self.stored.outputs[self.index].device)
         whole = self.full.grad_output
         view.grad_output = None if whole is None else view._cut(whole)
         return view
@@ -344,11 +344,3 @@ class View:
         """The call, and the samples."""
         some = "" if self.indices is None else f", samples {list(self.indices)}"
         return f"<view of {self.call!r}, output {self.index}{some}>"
-
-
-def _as_index(indices: tuple[int, ...], device: torch.device) -> Any:
-    """What picks samples: a slice where they are consecutive, which copies nothing."""
-    start = indices[0] if indices else 0
-    if indices == tuple(range(start, start + len(indices))):
-        return slice(start, start + len(indices))
-    return torch.tensor(indices, device=device, dtype=torch.long)
