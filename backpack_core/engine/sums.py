@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from backpack_core._torch import graph_task_id
+from backpack_core._torch import graph_task_id, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.contract.operations import batch_sum
@@ -22,6 +22,7 @@ from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.ledger import Ledger
 from backpack_core.record.owner import name_of_parameter
@@ -96,11 +97,24 @@ class SumCheck(FirstOrderExtension):
             if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
                 continue
             unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in (gradient, total)))
-            difference = _norm(gradient - total)
-            allowed = max(size, _norm(gradient)) * unit**0.7
-            if difference > allowed:  # what is not finite is not compared
+            difference, largest = _norm(gradient - total), max(size, _norm(gradient))
+            if difference > largest * unit**0.7:  # what is not finite is not compared
+                unit = max(unit, self._coarsest())
+            if difference > largest * unit**0.7:
                 raise self._does_not_add_up(parameter, difference, _norm(gradient))
         return {}
+
+    def _coarsest(self) -> float:
+        """The rounding unit of what was computed inside of modules and between them, at worst.
+
+        Many a norm or softmax computes in single precision, whatever it is given.
+        """
+        dtypes = {
+            metadata_of(node, nr).dtype
+            for node in behind(site.edge.node for site in self._survey.sites.values())
+            for nr in range(len(node._input_metadata))
+        }
+        return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
