@@ -12,7 +12,7 @@ from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.of_weights import OfWeights
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge
+from backpack_core.record.call import Edge
 
 
 class Walk:
@@ -22,7 +22,7 @@ class Walk:
         self,
         survey: Survey,
         found: Alignment,
-        tables: set[Call],
+        tables: set[Node],
         targets: Mapping[tuple[Node, int], Parameter],
     ) -> None:
         """Begin.
@@ -30,7 +30,7 @@ class Walk:
         Args:
             survey: What is known about the graph.
             found: Gets what is found.
-            tables: Calls that returned something that all samples share.
+            tables: Nodes inside of calls that returned something that all samples share.
             targets: Parameters that no call reads off, by the edge that leads to them.
         """
         self._survey = survey
@@ -96,8 +96,7 @@ class Walk:
             return
         shape = nodes.shape_of(*child)
         is_before = place in self._before
-        site = self._survey.site_at(Edge(*child))
-        if child[0] in self._of_weights or (site is not None and site.call in self._tables):
+        if child[0] in self._tables or child[0] in self._of_weights:
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0

@@ -11,7 +11,7 @@ _HEAD = """# Models
 Tiny models with random weights, in double precision and evaluation mode, with eager attention where
 nothing else is said; written by `make models`{versions}.
 
-A ✓ is a quantity that agrees at every trained parameter with a loop over single samples (first
+A ✓ is a quantity that agrees with a loop over single samples at every trained parameter that the
 order), or with the explicit Jacobian of every output and the Hessian of the loss (all others). The
 number beside it is the largest error, relative to the largest entry at the parameter, or to a
 thousandth of the largest at any parameter where that is more. 1e-9 is allowed; 1e-4 where the model
