@@ -86,7 +86,7 @@ class ParametricRule(LayerRule):
             ``M``, of shape ``[V, N, *θ]``.
         """
         product = self.param_product(view, name, mat.flatten(0, 1))
-        return regrouped(product, *mat.shape[:2], view.kept)
+        return regrouped(product, mat.shape[0], mat.shape[1], view.kept)
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""
