@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from backpack_core.extending import extend as extend
     from backpack_core.extending import is_extended as is_extended
     from backpack_core.extending import unextend as unextend
+    from backpack_core.fields import quantities as quantities
     from backpack_core.plugins.loading import prefer as prefer
     from backpack_core.plugins.registration import register as register
     from backpack_core.plugins.registration import unregister as unregister
-    from backpack_core.quantities import quantities as quantities
     from backpack_core.record.switch import disable as disable
     from backpack_core.record.view import View as View
     from backpack_core.tuning import memory_budget as memory_budget
@@ -78,7 +78,7 @@ _HOMES = {
     "contract.scale": "ScaleProduct",
     "plugins.loading": "prefer",
     "plugins.registration": "register unregister",
-    "quantities": "quantities",
+    "fields": "quantities",
     "record.switch": "disable",
     "record.view": "View",
     "extending": "extend is_extended unextend",

@@ -85,7 +85,8 @@ class ParametricRule(LayerRule):
         Returns:
             ``M``, of shape ``[V, N, *θ]``.
         """
-        return regrouped(self.param_product(view, name, mat.flatten(0, 1)), *mat.shape[:2])
+        product = self.param_product(view, name, mat.flatten(0, 1))
+        return regrouped(product, mat.shape[0], mat.shape[1], view.kept)
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""

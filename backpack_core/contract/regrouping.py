@@ -1,12 +1,14 @@
 """Products of calls that saw something else on axis 0 than the samples.
 
 Either several entries of it belong to each sample, or none does and columns came for every sample
-apart. What the rule took for samples are then more positions.
+apart. What the rule took for samples are then more positions: of all samples, as the rows of a
+table are, or of one sample each, as windows are, which is read off what arrived.
 """
 
 from __future__ import annotations
 
 from functools import singledispatch
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +21,16 @@ from backpack_core.contract.scale import ScaleProduct
 
 
 @singledispatch
-def regrouped(product: SampleProduct, columns: int, samples: int) -> SampleProduct:
+def regrouped(
+    product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
     """A product ``[V, N, *θ]``, from one of ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
 
     Args:
         product: What a rule gave.
         columns: ``V``.
         samples: ``N``.
+        kept: What is known of the call; which rows the samples reach is added.
 
     Returns:
         The sum over ``B``, in the same form where that is possible.
@@ -51,31 +56,70 @@ def regrouped(product: SampleProduct, columns: int, samples: int) -> SampleProdu
 
 
 @regrouped.register
-def _regrouped_affine(product: AffineProduct, columns: int, samples: int) -> SampleProduct:
-    out = product.out.reshape(columns, samples, -1, *product.out.shape[3:])
-    inp = None if product.inp is None else _shared(product.inp, samples, out.shape[2])
+def _regrouped_affine(
+    product: AffineProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
+    out, inp = _positions(product.out, product.inp, columns, samples, kept)
     return AffineProduct(out, inp, product.shape, product.arrange)
 
 
 @regrouped.register
-def _regrouped_scale(product: ScaleProduct, columns: int, samples: int) -> SampleProduct:
-    out = product.out.reshape(columns, samples, -1, product.out.shape[3])
-    inp = None if product.inp is None else _shared(product.inp, samples, out.shape[2])
+def _regrouped_scale(
+    product: ScaleProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
+    out, inp = _positions(product.out, product.inp, columns, samples, kept)
     return ScaleProduct(out, inp, product.shape)
 
 
 @regrouped.register
-def _regrouped_lookup(product: LookupProduct, columns: int, samples: int) -> SampleProduct:
-    out = product.out.reshape(columns, samples, -1, product.out.shape[3])
-    row = _shared(product.row, samples, out.shape[2])
+def _regrouped_lookup(
+    product: LookupProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
+    out, row = _positions(product.out, product.row, columns, samples, kept)
+    assert row is not None
     return LookupProduct(out, row, product.shape)
 
 
-def _shared(rows: Rows, samples: int, positions: int) -> Tensor:
-    """``[B, S, *]`` as ``[N, positions, *]``: those of each sample, or the same for all."""
-    whole = rows[slice(0, rows.shape[0])]
-    flat = whole.flatten(0, 1)
-    if len(flat) != samples * positions:
-        return flat.expand(samples, *flat.shape)
-    found: Tensor = flat.unflatten(0, (samples, positions))
-    return found
+def _positions(
+    out: Tensor, rows: Rows | None, columns: int, samples: int, kept: dict[Any, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """``[V, N, positions, *]`` and ``[N, positions, *]``, from what a rule took for samples."""
+    is_apart = out.shape[0] != columns
+    out = out.reshape(columns, samples, -1, *out.shape[3:])
+    whole = None if rows is None else rows[slice(0, rows.shape[0])].flatten(0, 1)
+    if not is_apart:
+        return out, None if whole is None else whole.unflatten(0, (samples, -1))
+    layout = _layout(_reached(out, kept))
+    if layout is None:
+        return out, None if whole is None else whole.expand(samples, *whole.shape)
+    before, after = layout
+    own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
+    if whole is not None:
+        whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
+    return own.movedim(-1, 1).flatten(2, 3), whole
+
+
+def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:
+    """Which samples reach which rows, by these columns and those before. Shape ``[N, B]``."""
+    found = (out.detach() != 0).flatten(3).any(-1).any(0).cpu()
+    key = ("reached", *found.shape)
+    kept[key] = found | kept[key] if key in kept else found
+    reached: Tensor = kept[key]
+    return reached
+
+
+def _layout(reached: Tensor) -> tuple[int, int] | None:
+    """How axis 0 is made of samples, ``[before, N, after]``; ``None`` if they share its rows.
+
+    A row of a table is reached by all samples that need it. Where each is reached by one at most,
+    and in the order of samples, it is theirs.
+    """
+    samples, rows = reached.shape
+    used = reached.any(0).nonzero().flatten()
+    if rows % samples or not len(used) or reached.sum(0).max() > 1:
+        return None
+    share, owner = rows // samples, reached.int().argmax(0)[used]
+    for after in range(share, 0, -1):
+        if share % after == 0 and torch.equal(used // after % samples, owner):
+            return share // after, after
+    return None

@@ -108,7 +108,7 @@ class RuleCarrier(Carrier):
                 reading = self._propagator.product(rule, view, name, quantity)
                 if view.positions > 1 and isinstance(reading, SampleProduct):
                     roots = reading.roots
-                    reading = regrouped(reading, reading.columns, self._batch_size)
+                    reading = regrouped(reading, reading.columns, self._batch_size, view.kept)
                     reading.roots = roots
                 used[name] = reading
                 is_linear = is_covered and name in rule.linear_in_params

@@ -68,8 +68,8 @@ def _place(error: Exception, extension: Extension | None, where: str) -> None:
     error.backpack_context = text  # type: ignore[attr-defined]
 
 
-# Ours say what to do, and callers recover from memory that is used up.
-_AS_THEY_ARE = (BackpackError, torch.OutOfMemoryError, MemoryError)
+# Ours say what to do, callers recover from memory that is used up, users make errors of warnings.
+_AS_THEY_ARE = (BackpackError, Warning, torch.OutOfMemoryError, MemoryError)
 _OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import graph_task_id, hook_leaf_first
+from backpack_core._torch import graph_task_id, hook_leaf_first, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.contract.operations import batch_sum
@@ -21,6 +21,7 @@ from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.ledger import Ledger
 from backpack_core.record.owner import name_of_parameter
@@ -94,11 +95,24 @@ class SumCheck(FirstOrderExtension):
             if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
                 continue
             unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in (gradient, total)))
-            difference = _norm(gradient - total)
-            allowed = max(_norm(gradient) * unit**0.7, size * min(32 * unit, unit**0.7))
-            if difference > allowed:  # what is not finite is not compared
+            difference, sizes = _norm(gradient - total), (_norm(gradient), size)
+            if difference > _allowed(*sizes, unit):  # what is not finite is not compared
+                unit = max(unit, self._coarsest())
+            if difference > _allowed(*sizes, unit):
                 raise self._does_not_add_up(parameter, difference, _norm(gradient))
         return {}
+
+    def _coarsest(self) -> float:
+        """The rounding unit of what was computed inside of modules and between them, at worst.
+
+        Many a norm or softmax computes in single precision, whatever it is given.
+        """
+        dtypes = {
+            metadata_of(node, nr).dtype
+            for node in behind(site.edge.node for site in self._survey.sites.values())
+            for nr in range(len(node._input_metadata))
+        }
+        return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
 
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
@@ -151,6 +165,11 @@ def _magnitudes(product: SampleProduct) -> Iterator[float]:
         out = getattr(product, "out", None)
         if isinstance(out, Tensor):
             yield _norm(out) * float(out.shape[1:3].numel()) ** 0.5
+
+
+def _allowed(gradient: float, terms: float, unit: float) -> float:
+    """What rounding may make of a gradient, as a sum of terms of some size."""
+    return max(gradient * unit**0.7, terms * min(32 * unit, unit**0.7))
 
 
 def _norm(tensor: Tensor) -> float:

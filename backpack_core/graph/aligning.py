@@ -41,7 +41,8 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
-        Walk(survey, alignment, tables, _targets(survey)).run(roots)
+        within = (inside(site) for site in survey.unusual if site.call in tables)
+        Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 
 
 def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:

@@ -12,7 +12,7 @@ from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.of_weights import OfWeights
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Edge
 
 
 class Walk:
@@ -22,7 +22,7 @@ class Walk:
         self,
         survey: Survey,
         found: Alignment,
-        tables: set[Call],
+        tables: set[Node],
         targets: Mapping[tuple[Node, int], Tensor],
     ) -> None:
         """Begin.
@@ -30,7 +30,7 @@ class Walk:
         Args:
             survey: What is known about the graph.
             found: Gets what is found.
-            tables: Calls that returned something that all samples share.
+            tables: Nodes inside of calls that returned something that all samples share.
             targets: Parameters that no call reads off, by the edge that leads to them.
         """
         self._survey = survey
@@ -95,10 +95,10 @@ class Walk:
             return
         shape = nodes.shape_of(*child)
         is_before = place in self._before
-        site, above = self._survey.site_at(Edge(*child)), self._survey.site_at(Edge(*place))
+        above = self._survey.site_at(Edge(*place))
         if above is not None and above.call.rule.is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
-        elif child[0] in self._of_weights or (self._is_table(site) and not is_before):
+        elif child[0] in self._of_weights or (child[0] in self._tables and not is_before):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
@@ -113,9 +113,6 @@ class Walk:
                 self._before.add(child)
         if found[child]:
             self._before.discard(child)
-
-    def _is_table(self, site: Site | None) -> bool:
-        return site is not None and site.call in self._tables
 
     def _is_broadcast(self, place: Place, child: Place) -> bool:
         """Whether an operand has too few axes to have one where the samples are."""

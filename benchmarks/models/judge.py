@@ -65,9 +65,8 @@ class Judge:
         self.oracle = Oracle(self.model, self.inputs, self.lossfunc, self.target)
         extend(self.model)
         extend(self.lossfunc)
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self.names = [name.removeprefix("net.") for name, _ in named]
-        self.parameters = [parameter for _, parameter in named]
+        self.names = [name.removeprefix("net.") for name in self.oracle.names]
+        self.parameters = [self.model.get_parameter(name) for name in self.oracle.names]
         self.error, self.note = 0.0, ""
 
     def judge(self, quantity: str) -> Cell:

@@ -17,7 +17,8 @@ class Oracle:
     """The derivatives of one model at every trained parameter.
 
     Attributes:
-        parameters: The trained parameters of a copy of the model.
+        names: Of the trained parameters that the output depends on; others have no gradient either.
+        parameters: These, of a copy of the model.
         jacobians: For each sample and parameter, ``[D, *θ]``.
         hessians: Of each sample's loss in the output, ``[D, D]``.
         slopes: For each sample, the gradient of its loss in its output, ``[D]``.
@@ -36,7 +37,12 @@ class Oracle:
         """
         self.model = copy.deepcopy(model)
         self.inputs, self.lossfunc, self.target = inputs, lossfunc, target
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        found = torch.autograd.grad(
+            self.model(**inputs).sum(), [*trained.values()], allow_unused=True
+        )
+        self.names = [n for n, g in zip(trained, found, strict=True) if g is not None]
+        self.parameters = [trained[name] for name in self.names]
         self.jacobians: list[list[Tensor]] = []
         self.hessians: list[Tensor] = []
         self.slopes: list[Tensor] = []

@@ -11,8 +11,9 @@ _HEAD = """# Models
 Tiny models with random weights, in double precision and evaluation mode, with eager attention where
 nothing else is said; written by `make models`{versions}.
 
-A ✓ is a quantity that agrees at every trained parameter with a loop over single samples (first
-order), or with the explicit Jacobian of every output and the Hessian of the loss (all others). The
+A ✓ is a quantity that agrees with a loop over single samples (first order), or with the explicit
+Jacobian of every output and the Hessian of the loss (all others), at every trained parameter that
+the output depends on (others have no quantity, as they have no gradient). The
 number beside it is the largest error, relative to the largest entry at the parameter, or to a
 thousandth of the largest at any parameter where that is more. 1e-9 is allowed; 1e-4 where the model
 computes a part in single precision whatever it is given, as many norms and softmaxes do.

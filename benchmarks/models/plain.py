@@ -85,7 +85,9 @@ class Packed(Recurrent):
         """The mean over steps."""
         lengths = 2 + x[:, 0] % 4  # whatever the first word says
         packed = pack_padded_sequence(self.embedding(x), lengths, True, False)
-        return self.head(pad_packed_sequence(self.net(packed)[0], True)[0].mean(1))
+        # Of all steps, or the mean of a sample would depend on the longest in the batch.
+        steps, _ = pad_packed_sequence(self.net(packed)[0], True, total_length=x.shape[1])
+        return self.head(steps.mean(1))
 
 
 class Cells(Module):

@@ -16,7 +16,10 @@ from benchmarks.models.judge import Judge
 TRIALS = {
     trial.name: trial for trial in (*plain.TRIALS, *text.TRIALS, *vision.TRIALS, *adapters.TRIALS)
 }
-FAMILIES = ("Llama", "Gemma", "Falcon", "RoBERTa", "DINOv2", "Whisper", "GPT-2, LoRA", "GRUCell")
+FAMILIES = (
+    "Llama", "Gemma", "Falcon", "RoBERTa", "XLNet", "DINOv2", "Swin", "ConvNeXt", "Whisper",
+    "GPT-2, LoRA", "Llama, DoRA", "GRUCell",
+)  # fmt: skip
 QUANTITIES = ("first order", "GGN diagonal", "GGN, sampled", "Kronecker", "products")
 
 # Packages build models, and these say what they do.

@@ -302,3 +302,54 @@ def test_columns_with_structure_from_elsewhere() -> None:
     factors = problem.parameters[1].kflr
     assert isinstance(factors, KroneckerFactors)
     oracle.assert_close(factors.dense(), factors[0])
+
+
+def _time_first(net: Any, h: Tensor) -> Tensor:
+    return net.b(h.transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+def _windows_first(net: Any, h: Tensor) -> Tensor:
+    windows = h.view(-1, 2, 2, 3).transpose(0, 1).flatten(0, 1)
+    return net.b(windows).view(2, -1, 2, 2).transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
+
+
+def _frozen(net: Any, h: Tensor) -> Tensor:
+    return net.c(net.b(h.detach().clone()))[..., :2]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sharing", ["kfc", "expand", "reduce"])
+@pytest.mark.parametrize("order", [_time_first, _windows_first, _frozen])
+def test_rows_of_samples_in_other_orders(order: Any, sharing: Any) -> None:
+    """Where axis 0 is not the batch, but each row is of one sample, factors are the usual ones."""
+    found = []
+    for forward in (order, lambda net, h: order(net, h) if order is _frozen else net.b(h)):
+        torch.manual_seed(0)
+        net = Net(
+            lambda net, x, forward=forward: torch.tanh(forward(net, net.a(x))).sum(1),
+            a=nn.Linear(3, 3),
+            b=nn.Linear(3, 2),
+            c=nn.Linear(2, 5),
+        )
+        net.a.requires_grad_(order is not _frozen)
+        problem = classification(net, (4, 3), 3)
+        received: list[Tensor] = []
+        handle = net.b.register_forward_hook(lambda m, x, y: received.append(x[0]))  # noqa: B023
+        problem.run(KFLR(sharing))
+        handle.remove()
+        found.append(net.b.weight.kflr)
+    for ours, expected in zip(*found, strict=True):
+        oracle.assert_close(ours, expected)
+    x = received[-1].detach().reshape(3, 4, 3)
+    if sharing == "kfc":
+        oracle.assert_close(found[0][1], torch.einsum("nsi,nsj->ij", x, x) / 3)
+    elif sharing == "expand":
+        oracle.assert_close(found[0][1], torch.einsum("nsi,nsj->ij", x, x) / 12)
+    else:
+        oracle.assert_close(found[0][1], torch.einsum("ni,nj->ij", x.mean(1), x.mean(1)) / 3)
+
+
+def test_rows_of_a_table_count_for_all_samples() -> None:
+    net = Net(lambda net, x: net.a(x) + net.b(torch.eye(4)), a=nn.Linear(3, 3), b=nn.Linear(4, 3))
+    problem = classification(Net(lambda outer, x: outer.net(x).tanh().sum(1), net=net), (4, 3), 4)
+    problem.run(KFLR())
+    oracle.assert_close(net.b.weight.kflr[1], torch.eye(4))

@@ -189,7 +189,9 @@ class DirectPatches(Patches, DirectRows):
     def product(self, out: Tensor, samples: slice) -> Tensor:
         """``Σ_s out ⊗ inp`` for columns ``[v, n, S, G, O]``, as ``[n·G, v·O, I]``."""
         groups = out[0, :, 0, :, 0].numel()
-        return self._weight_gradient(out, samples, (1, -1), groups).view(groups, -1, self.shape[3])
+        return self._weight_gradient(out, samples, (1, -1), groups).reshape(
+            groups, -1, self.shape[3]
+        )
 
     def total(self, out: Tensor) -> Tensor | None:
         """By the kernel of the plain gradient, for all columns as features of one output."""
@@ -197,7 +199,7 @@ class DirectPatches(Patches, DirectRows):
             return None  # it was measured nowhere else
         columns, samples, _, groups, features = out.shape
         found = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
-        return found.view(groups, columns, features, self.shape[3]).transpose(0, 1)
+        return found.reshape(groups, columns, features, self.shape[3]).transpose(0, 1)
 
     def _weight_gradient(
         self, out: Tensor, samples: slice, lead: tuple[int, int], groups: int

@@ -108,10 +108,20 @@ class CausalLMLoss(Module):
         counts = (labels != self.ignore_index).to(torch.promote_types(dtype, torch.float32))
         if self.average == "sequence":
             counts = counts / counts.sum(1, keepdim=True).clamp(min=1)
-        if self.reduction == "mean":
-            by_sequence = self.average == "sequence"
-            counts = counts / (max(1, len(target)) if by_sequence else counts.sum().clamp(min=1))
-        return counts.to(dtype)
+        return (counts * self.normalisation(target)).to(dtype)
+
+    def normalisation(self, target: Tensor) -> float | Tensor:
+        """What a mean over the whole batch puts in front of the sum.
+
+        Args:
+            target: Tokens of the whole batch. Shape ``[N, T]``.
+        """
+        if self.reduction != "mean":
+            return 1.0
+        if self.average == "sequence":
+            return 1.0 / max(1, len(target))
+        labels = target[:, 1:] if self.shift else target
+        return 1.0 / (labels != self.ignore_index).sum().clamp(min=1)
 
     def extra_repr(self) -> str:
         """The settings."""
@@ -126,6 +136,10 @@ class CausalLMLossRule(SoftmaxLossRule):
     def check(self, view: View) -> None:
         """The target must not require a gradient."""
         check_arguments(view, axes=3)
+
+    def normalisation(self, view: View) -> float | Tensor:
+        """A mean is over the tokens that count, or over sequences."""
+        return cast(CausalLMLoss, view.module).normalisation(tensor(view.full, "target"))
 
     def by_position(self, view: View, x: Tensor) -> Tensor:
         """Without the last position, if targets are shifted."""
