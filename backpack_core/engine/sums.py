@@ -169,7 +169,8 @@ def _magnitudes(product: SampleProduct) -> Iterator[float]:
 
 def _allowed(gradient: float, terms: float, unit: float) -> float:
     """What rounding may make of a gradient, as a sum of terms of some size."""
-    return max(gradient * unit**0.7, terms * min(32 * unit, unit**0.7))
+    bound: float = unit**0.7
+    return max(gradient * bound, terms * min(32 * unit, bound))
 
 
 def _norm(tensor: Tensor) -> float:
