@@ -116,9 +116,8 @@ def _push_apart(
     if found and found.keys() >= there.apart:
         return found
     parts: dict[int, list[Tensor]] = {}
-    widest = max(c.blocks[root][:, :1].nbytes for c in present.values())
-    some = max(c.blocks[root].nbytes for c in present.values())
-    for samples in slices(there.batch_size, max(1, memory_budget() // max(1, some, widest))):
+    size = max(columns.blocks[root].nbytes for columns in present.values())  # with masks, for each
+    for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
         mats, count = {}, len(range(there.batch_size)[samples])
         for nr, columns in present.items():
             mat = columns.blocks[root]

@@ -59,8 +59,8 @@ class Weights:
             is_first: Whether they are on axis 0, if that is as long as the batch.
 
         Returns:
-            As many as there are guesses, or none if it is hopeless; ``None`` if there are no
-            samples in it.
+            As many as there are guesses, or none if there would have to be more; ``None`` if there
+            are no samples in it, as far as its axes tell.
         """
         size = len(self)
         if not size or (tensor.numel() == 1 and size != 1):
@@ -73,7 +73,7 @@ class Weights:
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
             found = [self._shaped(values, tensor, 0) for values in rows]
         else:
-            return [] if not tensor.numel() % size else None
+            return None
         if len(found) > self._guesses:
             return []
         return (found * self._guesses)[: self._guesses]

@@ -105,6 +105,7 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
     "contrastive": _contrastive,
     "statistic": lambda output: output.mean(0).square().sum(),
     "spread": lambda output: output.std(0).sum(),
+    "even": lambda output: output[:, :2, :2].mean(0).square().sum(),
     "log_of_means": lambda output: output.square().mean((0, 1)).log().sum(),
 }
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
