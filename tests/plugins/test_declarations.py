@@ -254,7 +254,9 @@ def doctor(fake_distribution: FakeDistribution, monkeypatch: Any) -> Callable[..
             entry_points={"slip": f"slip_module:{target}"},
             modules={"slip_module": source},
         )
-        (found,) = examine(limit=60).findings
+        findings = examine(limit=60).findings
+        # Families name libraries that may not be installed, which is found, too.
+        (found,) = [f for f in findings if "backpack_transformers" not in f.problem]
         return found
 
     return judge
