@@ -95,7 +95,7 @@ def squared_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖²``. Shape ``[V, N]``."""
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in _pieces(product):
-        result[columns, samples] = part.flatten(2).square().sum(2)
+        result[columns, samples] = _flat(part).square().sum(2)
     return result
 
 
@@ -111,7 +111,7 @@ def batch_sum(product: SampleProduct) -> Tensor:
 @Operation
 def gram(product: SampleProduct) -> Tensor:
     """``⟨M[v, n], M[w, m]⟩``. Shape ``[V, N, V, N]``."""
-    flat = dense(product).flatten(2).flatten(0, 1)
+    flat = _flat(dense(product)).flatten(0, 1)
     lead = (product.columns, product.samples)
     return (flat @ flat.T).reshape(*lead, *lead)
 
@@ -141,7 +141,7 @@ def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
             return found
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in _pieces(product):
-        result[columns, samples] = (part * other.part(columns, samples)).flatten(2).sum(2)
+        result[columns, samples] = _flat(part * other.part(columns, samples)).sum(2)
     return result
 
 
@@ -196,3 +196,8 @@ def batch_sum_sum(product: SumProduct) -> Tensor:
 def weighted_sum_sum(product: SumProduct, weights: Tensor) -> Tensor:
     """Part by part."""
     return reduce(torch.add, (weighted_sum(part, weights) for part in product.parts))
+
+
+def _flat(part: Tensor) -> Tensor:
+    """Shape ``[V, N, P]``, also of a parameter that is a single number."""
+    return part.flatten(2) if part.dim() > 2 else part.unsqueeze(2)

@@ -256,9 +256,12 @@ class DyePropagator(Propagator):
         self, node: Node, quantities: dict[int, Dye], there: Crossing
     ) -> list[tuple[int, Dye]]:
         """Call the node for all columns, if that has no effects; else it ends."""
-        if there.apart:
-            self._compare_before(node, quantities, there)
-        return [(i, dye) for i, dye in self._cross(node, quantities) if i not in there.apart]
+        crossed = self._cross(node, quantities)
+        if not there.apart:
+            return crossed
+        self._compare_before(node, quantities, there)
+        # Samples may be together again further on, where something is missing then.
+        return [(i, _LOST if i in there.apart else dye) for i, dye in crossed]
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
         arrived = list(quantities.values())

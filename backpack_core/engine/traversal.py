@@ -132,7 +132,7 @@ class Traversal:
         for position, arriving in inputs.items():
             edge = call.edges[position]
             if edge is not None and not self.alignment.is_apart(edge):
-                if view.positions:
+                if view.positions or not self.alignment.is_apart(site.edge):
                     self.schedule.deliver(slot, edge, own=arriving)
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)

@@ -39,7 +39,7 @@ class Walk:
         self._size = max(1, survey.batch_size)
         self._before = found.before
         self._order: list[Place] = []
-        self._of_weights = OfWeights(survey)
+        self._of_weights = OfWeights(survey, tables)
         self._targets = targets
 
     def run(self, roots: list[Edge]) -> None:
@@ -103,7 +103,7 @@ class Walk:
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
             self._before.add(child)
-        elif shape[:1] == (self._size,) and not self._is_broadcast(place, child):
+        elif shape[:1] == (self._size,) and not self._is_other(place, child, position):
             found[child] = 1
         elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):
             found[child] = shape[0] // self._size
@@ -114,11 +114,20 @@ class Walk:
         if found[child]:
             self._before.discard(child)
 
-    def _is_broadcast(self, place: Place, child: Place) -> bool:
-        """Whether an operand has too few axes to have one where the samples are."""
-        is_node = self._survey.site_at(Edge(*place)) is None
-        is_known = is_node and nodes.operation_of(place[0]) in nodes.ELEMENTWISE
-        return is_known and len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
+    def _is_other(self, place: Place, child: Place, position: int) -> bool:
+        """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
+        if self._survey.site_at(Edge(*place)) is not None:
+            return False
+        operation = nodes.operation_of(place[0])
+        is_broadcast = len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
+        if is_broadcast and operation in nodes.ELEMENTWISE:
+            return True
+        if place in self._before:
+            return False
+        keeps_rows = nodes.keeps_rows(*place, position)
+        if self._found.positions[place]:
+            return operation in nodes.PERMUTATIONS and not keeps_rows
+        return keeps_rows and nodes.shape_of(*place)[:1] == (self._size,)
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""

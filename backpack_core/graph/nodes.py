@@ -42,6 +42,7 @@ PIECEWISE_LINEAR = frozenset(
 )
 # Views in the order of the entries.
 VIEWS = frozenset(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"])
+PERMUTATIONS = frozenset(["Permute", "Transpose", "T"])
 # Entry by entry: what is broadcast is summed around the node, not in it.
 ELEMENTWISE = frozenset(
     """
@@ -51,6 +52,16 @@ ELEMENTWISE = frozenset(
     Erf Expm1 Log1P Square
     """.split()  # noqa: SIM905
 )
+# What goes along axes that the node saved, and leaves all others alone.
+_ALONG = {
+    "Transpose": ("_saved_dim0", "_saved_dim1"),
+    **dict.fromkeys(
+        ["Slice", "Select", "Cat", "Split", "SplitWithSizes", "Unbind", "Softmax", "LogSoftmax"],
+        ("_saved_dim",),
+    ),
+    "Sum": ("_saved_dim",),
+    "Mean": ("_saved_dim",),
+}
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
@@ -149,14 +160,25 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     child, number = node.next_functions[position]
     assert child is not None
     out, inp = shape_of(node, output_nr), shape_of(child, number)
-    if len(out) != len(inp) or out[0] != inp[0]:
+    if not out or out[:1] != inp[:1]:
+        return False
+    if operation in _ALONG:
+        return not any(axis % len(inp) == 0 for axis in _axes(node, _ALONG[operation]))
+    if operation == "Permute":
+        return _axes(node, ("_saved_dims",))[0] % len(inp) == 0
+    if len(out) != len(inp):
         return False
     if operation == "NativeLayerNorm":
         return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
-    if operation in ("Softmax", "LogSoftmax"):
-        axis: int = node._saved_dim  # type: ignore[attr-defined]
-        return (axis + len(inp)) % 2**64 % len(inp) != 0
-    return operation in ELEMENTWISE or _ROW_FACTOR.get(operation) == position
+    return operation in ELEMENTWISE | {"Bmm", "Expand"} or _ROW_FACTOR.get(operation) == position
+
+
+def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
+    """Axes that a node saved; torch gives negative ones as numbers of 64 bits without a sign."""
+    found = [getattr(node, attribute) for attribute in attributes]
+    found = [0 if axis is None else axis for axis in found]  # all of them
+    axes = [axis for one in found for axis in (one if isinstance(one, tuple) else (one,))]
+    return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
 
 
 def is_stack_of_numbers(node: Node) -> bool:

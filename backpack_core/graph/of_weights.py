@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
@@ -14,9 +16,10 @@ from backpack_core.record.call import Call, Edge
 class OfWeights:
     """Says of nodes whether what they computed has no part in any sample."""
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: Survey, tables: Iterable[Node]) -> None:
+        """Begin; of tables it is known."""
         self._survey = survey
-        self._known: dict[Node, bool] = {}
+        self._known = dict.fromkeys(tables, True)
 
     def __contains__(self, node: Node) -> bool:
         """Whether a tensor is known to be a function of parameters alone."""

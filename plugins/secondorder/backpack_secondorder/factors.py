@@ -34,7 +34,7 @@ def block(product: SampleProduct) -> Tensor:
     size = product.shape.numel()
     total = product.new_zeros(size, size)
     for _, _, part in product.pieces():
-        vectors = rearrange(part.flatten(2), "v n p -> (v n) p")
+        vectors = part.reshape(-1, size)
         total = torch.addmm(total, vectors.T, vectors)
     return total
 

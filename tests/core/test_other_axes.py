@@ -1,0 +1,137 @@
+"""Samples that leave axis 0 for a while, as in ``einsum``, and parameters of a single number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.extensions import (
+    KFLR,
+    BatchDiagGGNExact,
+    BatchDotGrad,
+    BatchGrad,
+    BatchL2Grad,
+    ClippedSumGrad,
+    DiagGGNExact,
+    SumGradSquared,
+    Variance,
+)
+from tests import oracle
+from tests.cases import Net
+
+T, H, D = 3, 2, 2
+
+
+def _heads(h: Tensor) -> Tensor:
+    return h.unflatten(2, (H, D)).transpose(1, 2)
+
+
+def _distances(net: Any, q: Tensor) -> Tensor:
+    steps = torch.arange(T)
+    table: Tensor = net.table(steps.unsqueeze(1) - steps + T)
+    return torch.einsum("bhnd,nrd->bhnr", q, table)
+
+
+def _relative(net: Any, x: Tensor) -> Tensor:
+    """Two ways to the query, one of them past a table of distances."""
+    q, k = _heads(net.a(x)), _heads(net.b(x))
+    return _distances(net, q) + torch.einsum("bhid,bhjd->bhij", q, k)
+
+
+def _passed_by(net: Any, x: Tensor) -> Tensor:
+    q = _heads(net.a(x))
+    return torch.cat([_distances(net, q), q], 3)
+
+
+def _merged_heads(net: Any, x: Tensor) -> Tensor:
+    """Modules without parameters between nodes that have samples on other axes."""
+    q, k, v = (_heads(m(x)).flatten(0, 1) for m in (net.a, net.b, net.c))
+    weights = net.softmax(torch.einsum("bid,bjd->bij", q, k))
+    return torch.einsum("bij,bjd->bid", weights, v).unflatten(0, (-1, H))
+
+
+def _by_position(net: Any, x: Tensor) -> Tensor:
+    """Matrices of their own for every position, of which there may be as many as samples."""
+    return torch.einsum("bti,tio->bto", torch.tanh(net.a(x)), net.coefficients)
+
+
+NETS = {"relative": _relative, "passed_by": _passed_by, "merged_heads": _merged_heads}
+NETS["by_position"] = _by_position
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("samples", [1, 2, T, 4])
+@pytest.mark.parametrize("name", NETS)
+def test_other_axes(name: str, samples: int, check: str) -> None:
+    layers = {letter: nn.Linear(2, H * D, bias=letter != "b") for letter in "abc"}
+    coefficients = nn.Parameter(torch.randn(T, H * D, 3))
+    net = Net(
+        lambda net, x: NETS[name](net, x).flatten(1),
+        **layers,
+        table=nn.Embedding(2 * T, D),
+        softmax=nn.Softmax(-1),
+        coefficients=coefficients,
+    )
+    _check(net, torch.randn(samples, T, 2), check)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_single_numbers(samples: int) -> None:
+    net = Net(
+        lambda net, x: net.b(torch.tanh(net.a(x) * net.slope.exp() + net.shift)),
+        a=nn.Linear(3, 4),
+        b=nn.Linear(4, 2),
+        slope=nn.Parameter(torch.tensor(0.7)),
+        shift=nn.Parameter(torch.tensor(0.2)),
+    )
+    x = torch.randn(samples, 3)
+    individual = _check(net, x, "first")
+    norms = (
+        torch.stack([g.reshape(samples, -1).square().sum(1) for g in individual.values()])
+        .sum(0)
+        .sqrt()
+    )
+    blocks = {p: torch.einsum("nij->ij", oracle.ggn(net, _loss, [x], p)) for p in individual}
+    with backpack(
+        BatchDotGrad(), Variance(), ClippedSumGrad(float(norms.min()) / 2), KFLR(fail_mode="block")
+    ):
+        _loss(extend(net)(x)).backward()
+    weights = norms.min() / 2 / norms
+    for parameter in (net.slope, net.shift):
+        rows = individual[parameter]
+        oracle.assert_close(parameter.batch_dot, rows.outer(rows))
+        oracle.assert_close(parameter.variance, rows.var(0, correction=0))
+        oracle.assert_close(parameter.grad_clipped, weights @ rows)
+        oracle.assert_close(parameter.kflr.dense(), blocks[parameter])
+
+
+def _loss(output: Tensor) -> Tensor:
+    """Curvature in every direction, another for every entry."""
+    loss: Tensor = extend(nn.MSELoss())(
+        output, torch.linspace(-1, 1, output[0].numel()).expand_as(output)
+    )
+    return loss
+
+
+def _check(net: nn.Module, x: Tensor, check: str) -> dict[Any, Tensor]:
+    """Compare with one sample after the other; returns individual gradients."""
+    firsts = BatchGrad(), BatchL2Grad(), SumGradSquared()
+    with backpack(*firsts, DiagGGNExact(), BatchDiagGGNExact(), check=check):
+        _loss(extend(net)(x)).backward()
+    found = {}
+    for parameter in net.parameters():
+        expected = oracle.individual_gradients(net, _loss, [x], parameter)
+        if not expected.any():
+            continue
+        found[parameter] = expected
+        oracle.assert_close(parameter.grad_batch, expected)  # type: ignore[attr-defined]
+        oracle.assert_close(parameter.batch_l2, expected.reshape(len(x), -1).square().sum(1))  # type: ignore[attr-defined]
+        oracle.assert_close(parameter.sum_grad_squared, expected.square().sum(0))  # type: ignore[attr-defined]
+        diagonals = oracle.ggn_diagonals(net, _loss, [x], parameter)
+        oracle.assert_close(parameter.diag_ggn_exact_batch, diagonals)  # type: ignore[attr-defined]
+        oracle.assert_close(parameter.diag_ggn_exact, diagonals.sum(0))  # type: ignore[attr-defined]
+    return found
