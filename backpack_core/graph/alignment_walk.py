@@ -127,6 +127,8 @@ class Walk:
         keeps_rows = nodes.keeps_rows(*place, position)
         if self._found.positions[place]:
             return operation in nodes.PERMUTATIONS and not keeps_rows
+        if operation in nodes.SELECTIONS and not keeps_rows:  # of one sample, or with all of them?
+            return any(length % self._size == 0 for length in nodes.shape_of(*place))
         return keeps_rows and nodes.shape_of(*place)[:1] == (self._size,)
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:

@@ -42,6 +42,7 @@ PIECEWISE_LINEAR = frozenset(
 )
 # Views in the order of the entries.
 VIEWS = frozenset(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"])
+SELECTIONS = frozenset(["Select", "Unbind"])
 PERMUTATIONS = frozenset(["Permute", "Transpose", "T"])
 # Entry by entry: what is broadcast is summed around the node, not in it.
 ELEMENTWISE = frozenset(

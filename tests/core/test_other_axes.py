@@ -59,8 +59,16 @@ def _by_position(net: Any, x: Tensor) -> Tensor:
     return torch.einsum("bti,tio->bto", torch.tanh(net.a(x)), net.coefficients)
 
 
+def _sequence_first(net: Any, x: Tensor) -> Tensor:
+    """Projections are packed on a first axis of three, of which samples know nothing."""
+    h, _ = net.recurrent(torch.cat([x, x.cos()], 1).transpose(0, 1))
+    h, _ = net.attention(h, h, h)
+    result: Tensor = net.c(h).transpose(0, 1)
+    return result
+
+
 NETS = {"relative": _relative, "passed_by": _passed_by, "merged_heads": _merged_heads}
-NETS["by_position"] = _by_position
+NETS |= {"by_position": _by_position, "sequence_first": _sequence_first}
 
 
 @pytest.mark.parametrize("check", ["first", "never"])
@@ -75,6 +83,8 @@ def test_other_axes(name: str, samples: int, check: str) -> None:
         table=nn.Embedding(2 * T, D),
         softmax=nn.Softmax(-1),
         coefficients=coefficients,
+        recurrent=nn.GRU(2, 2),
+        attention=nn.MultiheadAttention(2, 1, bias=False),
     )
     _check(net, torch.randn(samples, T, 2), check)
 
