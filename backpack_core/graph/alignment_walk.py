@@ -124,12 +124,12 @@ class Walk:
             return True
         if place in self._before:
             return False
-        keeps_rows = nodes.keeps_rows(*place, position)
-        if self._found.positions[place]:
-            return operation in nodes.PERMUTATIONS and not keeps_rows
-        if operation in nodes.SELECTIONS and not keeps_rows:  # of one sample, or with all of them?
+        has_samples = bool(self._found.positions[place])
+        if nodes.keeps_rows(*place, position):
+            return not has_samples and nodes.shape_of(*place)[:1] == (self._size,)
+        if operation in nodes.SELECTIONS:  # of one sample, or with all of them?
             return any(length % self._size == 0 for length in nodes.shape_of(*place))
-        return keeps_rows and nodes.shape_of(*place)[:1] == (self._size,)
+        return has_samples and operation in nodes.PERMUTATIONS
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""

@@ -67,8 +67,15 @@ def _sequence_first(net: Any, x: Tensor) -> Tensor:
     return result
 
 
+def _packed(net: Any, x: Tensor) -> Tensor:
+    """Two projections on a first axis, of positions that are merged with the samples."""
+    q, k = net.a(x).flatten(0, 1).unflatten(1, (2, D)).permute(1, 0, 2).unbind(0)
+    h: Tensor = torch.tanh(q * k + net.coefficients[0, 0, :D])
+    return h.unflatten(0, (-1, T))
+
+
 NETS = {"relative": _relative, "passed_by": _passed_by, "merged_heads": _merged_heads}
-NETS |= {"by_position": _by_position, "sequence_first": _sequence_first}
+NETS |= {"by_position": _by_position, "sequence_first": _sequence_first, "packed": _packed}
 
 
 @pytest.mark.parametrize("check", ["first", "never"])
