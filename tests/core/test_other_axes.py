@@ -69,9 +69,10 @@ def _sequence_first(net: Any, x: Tensor) -> Tensor:
 
 def _packed(net: Any, x: Tensor) -> Tensor:
     """Two projections on a first axis, of positions that are merged with the samples."""
-    q, k = net.a(x).flatten(0, 1).unflatten(1, (2, D)).permute(1, 0, 2).unbind(0)
-    h: Tensor = torch.tanh(q * k + net.coefficients[0, 0, :D])
-    return h.unflatten(0, (-1, T))
+    h = torch.tanh(net.a(x).flatten(0, 1) + net.coefficients[0, :, 0])
+    q, k = h.unflatten(1, (2, D)).permute(1, 0, 2).unbind(0)
+    result: Tensor = (q * k).unflatten(0, (-1, T))
+    return result
 
 
 NETS = {"relative": _relative, "passed_by": _passed_by, "merged_heads": _merged_heads}
