@@ -252,6 +252,9 @@ _QUANTITIES: dict[str, Quantity] = {
         needs="double backward",
         cancels=True,
     ),
+    "diag_hmp": Quantity(
+        lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="double backward", cancels=True
+    ),
     "pchmp": positive_curvature_product(lambda values: values.clamp_min(0)),
     "ggn_gram": Quantity(_explicit_gram, _spectral, needs="curvature", cancels=True),
     "ekfac": Quantity(_one, _eigenbasis_error(_sampled_ggn), needs="structure"),

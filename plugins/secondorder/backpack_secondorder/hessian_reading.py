@@ -147,6 +147,7 @@ def require_linear(rule: object, view: View, name: str) -> None:
         raise UnsupportedError(
             f"The Hessian in {name!r} of {view.path} needs the layer's second derivative in that "
             f"parameter, which {type(rule).__name__} does not declare to vanish: write a layer "
-            "rule that names it in linear_in_params, freeze the parameter, or use the generalised "
-            "Gauss-Newton matrix (DiagGGNExact, GGNMP)."
+            "rule that names it in linear_in_params, freeze the parameter, or use DiagHMP, which "
+            "takes a product for every entry, or the generalised Gauss-Newton matrix "
+            "(DiagGGNExact, GGNMP)."
         )

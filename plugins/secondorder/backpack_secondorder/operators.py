@@ -17,6 +17,7 @@ from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.record.call import edge_at
@@ -28,6 +29,7 @@ from backpack_secondorder.residual import (
     live_inputs,
     modified,
     require_one_input,
+    unit_vectors,
 )
 
 
@@ -100,7 +102,8 @@ class HessianOperator(Operator):
                 _grad((loss,), (root,), (gradient,), True)[0]
                 for loss, root, gradient in zip(losses, roots, arriving, strict=True)
             ]
-            gradients = tuple(map(_of_samples, self._chosen, own))
+            with torch.enable_grad():  # whoever asks may have switched it off
+                gradients = tuple(map(_of_samples, self._chosen, own))
         return _grad(roots, self._graph.parameters, gradients, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
@@ -108,6 +111,46 @@ class HessianOperator(Operator):
         if not gradient.requires_grad:
             return torch.zeros_like(vector)
         return _grad((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
+
+    def diagonal(self, parameter: Tensor, chunk_size: int) -> Tensor:
+        """The diagonal of the block of a parameter, ``[*θ]``.
+
+        Args:
+            parameter: ``θ``.
+            chunk_size: How many unit vectors are multiplied at a time.
+        """
+        single = parameter.detach().unsqueeze(0)
+        parts = []
+        for start in range(0, parameter.numel(), chunk_size):
+            some = slice(start, start + chunk_size)
+            product = self._several(parameter, unit_vectors(single, some).squeeze(1))
+            parts.append(product.reshape(len(product), -1).diagonal(start))
+        if not parts:
+            return torch.zeros_like(single[0])
+        found = torch.cat(parts).reshape(parameter.shape)
+        return found if self._is_differentiable else found.detach()
+
+    def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
+        """Vectors times the block at once, if torch can; a random sum of them tells whether."""
+        if self._is_differentiable or len(vectors) < 3:
+            return self.multiply(parameter, vectors)
+        weights = 0.5 + torch.rand(len(vectors), generator=torch.Generator().manual_seed(0))
+        weights = weights.to(vectors)
+        total = torch.einsum("v,v...->...", weights, vectors)
+        with suspended(), without_autocast(), explained():
+            gradient = self._gradients[self._place(parameter)]
+            if not gradient.requires_grad:
+                return torch.zeros_like(vectors)
+            try:
+                (found,) = torch.autograd.grad(
+                    (gradient,), (parameter,), (vectors,), retain_graph=True, is_grads_batched=True
+                )
+            except RuntimeError:  # whatever it is, it is explained one by one
+                return self.multiply(parameter, vectors)
+        expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
+        if agree(weights, found, expected, found.abs().sum()):
+            return found
+        return self.multiply(parameter, vectors)
 
 
 class CurvatureOperator(Operator):

@@ -6,8 +6,8 @@ every architecture that autograd can differentiate twice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -132,7 +132,7 @@ class HMP(ProductExtension):
 
     def begin(self) -> GraphReading:
         """Collect the losses, whose samples subsampling chooses from."""
-        return _OfLoss(self.subsampling)
+        return OfLoss(self.subsampling)
 
 
 class PCHMP(ProductExtension):
@@ -215,16 +215,19 @@ class _OfOutputs(_Collecting):
         return self._stored(CurvatureOperator(graph, terms), graph)
 
 
-class _OfLoss(_Collecting):
-    """For ``HMP``."""
+class OfLoss(_Collecting):
+    """For ``HMP`` and what is made of it."""
 
-    def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
+    def operator(self, graph: LossGraph) -> HessianOperator:
+        """The Hessian, of the samples that were chosen."""
+        if self._subsampling is None:
+            return HessianOperator(graph)
+        self._require_losses("The Hessian of some samples")
+        return HessianOperator(graph, self._losses)
+
+    def results(self, graph: LossGraph) -> Mapping[Tensor, Any]:
         """One matrix, a block for each parameter."""
-        chosen = None
-        if self._subsampling is not None:
-            self._require_losses("HMP with subsampling")
-            chosen = self._losses
-        return self._stored(HessianOperator(graph, chosen), graph)
+        return self._stored(self.operator(graph), graph)
 
 
 class _OfResiduals(_Collecting):

@@ -32,7 +32,8 @@ def require_one_input(rule: LayerRule, view: View) -> None:
         raise UnsupportedError(
             f"{view.path} is nonlinear in {len(live)} inputs at once, and "
             f"{type(rule).__name__} knows no mixed second derivatives: an exact Hessian is "
-            "not to be had. Use the generalised Gauss-Newton matrix (DiagGGNExact, GGNMP)."
+            "not to be had from rules. Use DiagHMP or HMP, or the generalised Gauss-Newton matrix "
+            "(DiagGGNExact, GGNMP)."
         )
 
 

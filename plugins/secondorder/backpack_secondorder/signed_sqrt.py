@@ -168,7 +168,8 @@ class SignedSqrt(Propagator):
             raise refuse(
                 node,
                 "it is not known to be linear, and the Hessian needs its second derivative. "
-                "(Products of two activations and functional activations are of this kind)",
+                "(Products of two activations and functional activations are of this kind; DiagHMP "
+                "takes them all, entry by entry)",
             )
         arrived = {number: quantity.as_columns() for number, quantity in quantities.items()}
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}
