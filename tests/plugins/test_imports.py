@@ -79,7 +79,6 @@ BELOW = {
         "plugins",
         "tuning",
         "values",
-        "ledger",
     },
 }
 
