@@ -20,7 +20,7 @@ from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import Untouched, owned
+from backpack_core.record.untouched import ask, owned
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -97,11 +97,9 @@ class Sink(ABC):
                 try:
                     whole = join(readings) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
-                    given = Untouched(view, shown)
                     way = "rule" if is_covered else "autodiff"
-                    read = partial(extension.read, shown)
+                    read = partial(ask, extension, "read", shown, view=view)
                     value = watched(group.watch, read, view.call.module, type(extension), way)
-                    given.check(extension, "read")
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
                 except UnsupportedError as error:

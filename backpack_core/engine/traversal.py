@@ -20,7 +20,6 @@ from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter
-from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
@@ -107,11 +106,9 @@ class Traversal:
         if call.edges.count(None) == len(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            given = Untouched(view, quantity)
             send = partial(carrier.send, view, quantity)
             watch, kind = self.groups[slot].watch, type(carrier.speaker)
             inputs = watched(watch, send, call.module, kind, "sent")
-            given.check(carrier.speaker, "propagate")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)
         except OverwrittenInputError:
@@ -133,9 +130,8 @@ class Traversal:
         call, alignment = site.call, self.survey.alignment
         if not alignment.apart or call.rule.is_loss:
             return False
-        if self.survey.goes_inside(
-            call
-        ):  # the nodes inside see to it, from the last that have samples on
+        if self.survey.goes_inside(call):
+            # The nodes inside see to it, from the last that have samples on.
             return alignment.is_apart(site.edge)
         return any(edge is not None and alignment.is_apart(edge) for edge in call.edges)
 
@@ -181,9 +177,8 @@ class Traversal:
         size = None if chunks is None else chunks.size(slot, view)
         if chunks is None or size is None:
             return quantity
-        edges = (
-            (site.below,) if self.survey.goes_inside(call) and not call.rule.is_loss else call.edges
-        )
+        goes_inside = self.survey.goes_inside(call) and not call.rule.is_loss
+        edges = (site.below,) if goes_inside else call.edges
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         propagator = self.groups[slot].propagator
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
@@ -234,18 +229,14 @@ class Traversal:
         group = self.groups[slot]
         trained = self.survey.trained[view.call]
         if carrier.gives_values:
-            given = Untouched(view, quantity)
             for found in carrier.find(view, trained, quantity):
-                given.check(carrier.speaker, found.name)
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
             return
         beside: dict[Any, Any] = {}
-        given = Untouched(view, quantity)
         everything = list(carrier.find(view, trained, quantity))  # before any of it is read
-        given.check(carrier.speaker, "product")
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)
