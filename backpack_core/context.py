@@ -13,10 +13,11 @@ from torch.utils.checkpoint import CheckpointError
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
-from backpack_core.engine.groups import Watch, group
+from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import Announcer
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.profile import Profile, Summary
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 
@@ -42,7 +43,6 @@ class backpack:
         beside: Sequence[Tensor] = (),
         observer: Callable[[View], None] | None = None,
         gradient: Gradient = "autograd",
-        watch: Watch | None = None,
     ) -> None:
         """Check and store the request.
 
@@ -67,10 +67,6 @@ class backpack:
                 accumulated, and hooks on parameters are called, at the end of the pass.
                 ``"none"``: parameters of extended modules get no ``grad``. See
                 ``docs/gradient.md``.
-            watch: Called as ``watch(function, module, kind, way)`` for every value that is read,
-                and every quantity that is sent on; returns what the function does. ``module`` is
-                ``None`` for the loss as a whole, ``kind`` the class of the extension, or of the
-                propagator. :class:`backpack_core.cli.profile.Profile` is one.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -95,6 +91,7 @@ class backpack:
                 f"gradient is one of {', '.join(get_args(Gradient))}. Got {gradient!r}."
             )
         self._extensions = extensions
+        self._profile = Profile()
         terms = frozenset(map(_edge_of_term, beside))
         self._begin = partial(
             Context,
@@ -106,10 +103,19 @@ class backpack:
             terms,
             observer,
             gradient,
-            watch,
+            self._profile,
         )
-        self._watch = watch
         self._entered: list[tuple[Context, Announcer]] = []
+
+    def summary(self) -> Summary:
+        """What each extension took at each module so far: rule or autodiff, time, bytes.
+
+        Example:
+            >>> with backpack(DiagGGNExact()) as block:
+            ...     loss.backward()
+            >>> print(block.summary())
+        """
+        return self._profile.summary()
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""
@@ -128,7 +134,7 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        context = self._begin(*group(self._extensions, self._watch))
+        context = self._begin(*group(self._extensions, self._profile))
         announcer = Announcer(context)
         self._entered.append((context, announcer))
         push(context)

@@ -67,7 +67,7 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_matrix_fits_a_terminal() -> None:
     report = matrix()
     lines = list(folded(report, 100))
-    assert len(lines) < 200
+    assert len(lines) < 240
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())
     for row in report.rows:

@@ -2,10 +2,6 @@
 
 Two readings of the clock for each value that is read and each quantity that is sent; where a
 profiler of torch's runs, its trace has a label for each as well.
-
-    with backpack(DiagGGNExact(), watch=(profile := Profile())):
-        loss.backward()
-    print(profile)
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """Notes what everything took; for ``backpack(..., watch=...)``, in any number of blocks."""
+    """Notes what everything took."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
@@ -79,10 +75,6 @@ class Profile:
         """What each extension took at each module so far: rule or autodiff, time, bytes."""
         known = self._known.items()
         return Summary(Row(_path(m), kind.__name__, way, *found) for (m, kind, way), found in known)
-
-    def __str__(self) -> str:
-        """The summary."""
-        return str(self.summary())
 
 
 def _path(module: Module | None) -> str:
