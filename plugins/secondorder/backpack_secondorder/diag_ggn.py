@@ -21,6 +21,7 @@ class DiagGGNExact(ExactExtension):
     degree = 1
     over_batches = "sum"
     columns_add = True
+    columns_mix = True
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
@@ -40,6 +41,7 @@ class DiagGGNMC(SampledExtension):
     degree = 1
     over_batches = "sum"
     columns_add = True
+    columns_mix = True
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
@@ -58,6 +60,7 @@ class BatchDiagGGNExact(ExactExtension):
     degree = 1
     over_batches = "concatenate"
     columns_add = True
+    columns_mix = True
     per_sample = True
     needs = (per_sample_square_sum,)
 
@@ -77,6 +80,7 @@ class BatchDiagGGNMC(SampledExtension):
     degree = 1
     over_batches = "concatenate"
     columns_add = True
+    columns_mix = True
     per_sample = True
     needs = (per_sample_square_sum,)
 

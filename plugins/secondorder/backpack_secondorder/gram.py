@@ -123,6 +123,7 @@ class GGNGram(SecondOrderExtension):
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
+        tolerance: float = 0.0,
     ) -> None:
         """Store the settings.
 
@@ -132,8 +133,11 @@ class GGNGram(SecondOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+            tolerance: Of the exact loss Hessian, share of the trace that may be left out; see
+                :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
-        propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
+        samples = as_subsampling(subsampling)
+        propagator = LossSqrt(samples=mc_samples, subsampling=samples, tolerance=tolerance)
         super().__init__(propagator, savefield, fail_mode)
 
     def read(self, product: SampleProduct) -> GramBlock:

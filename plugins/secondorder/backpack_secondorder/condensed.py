@@ -1,0 +1,93 @@
+"""Columns of many outputs, replaced by as many as there are numbers behind the last layer.
+
+A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer, the head, has
+``D < C`` inputs, what reaches them is of rank ``D`` at most, so that ``D`` columns with the same
+outer products can take their place in the rest of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backpack_core import Columns, View
+from backpack_core.contract.columns import Root
+from backpack_core.contract.parametric import AffineRule
+from backpack_core.record.call import Call, Edge, site_at
+
+# Share of the columns below which their replacement pays: it takes about as long as to carry all of
+# them through the head.
+WORTHWHILE = 0.75
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadRoot(Root):
+    """Of columns that have not been anywhere but at the output of the head.
+
+    Attributes:
+        head: The call.
+    """
+
+    head: Call | None = None
+
+
+def at_head(view: View, quantity: Columns) -> Columns | None:
+    """Columns at a loss with roots that say so, if the layer before it is a head that is narrow.
+
+    Args:
+        view: The call of the loss. What it sends may go to other calls only, not to operations.
+        quantity: The columns.
+
+    Returns:
+        ``None`` where columns are better left alone.
+    """
+    edge = _only_edge(view.call)
+    site = None if edge is None else site_at(edge)
+    if site is None or site.layout is not None or torch.is_grad_enabled():
+        return None
+    head = site.call
+    if not isinstance(head.rule, AffineRule) or head.goes_inside or _only_edge(head) is None:
+        return None
+    samples, *shape = head.stored.inputs[0].shape
+    size = torch.Size(shape).numel()
+    if samples != view.full.batch_size or any(
+        size > WORTHWHILE * count for count in quantity.sizes.values()
+    ):
+        return None
+    return Columns(
+        {
+            HeadRoot(root.name, root.signs, root.scale, head): mat
+            for root, mat in quantity.blocks.items()
+        }
+    )
+
+
+def is_at_head(view: View, root: Root) -> bool:
+    """Whether columns of a root are at the output of their head, all of them."""
+    return isinstance(root, HeadRoot) and root.head is view.call
+
+
+def condensed(columns: Columns) -> Columns:
+    """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
+
+    They are the triangular factor of ``M[:, n] = Q R``, so nothing is squared.
+
+    Args:
+        columns: At a tensor with ``D`` numbers ``[*in]`` for each sample.
+    """
+    blocks: dict[Root, Tensor] = {}
+    for root, mat in columns.blocks.items():
+        dtype = torch.promote_types(mat.dtype, torch.float32)
+        vectors = mat.flatten(2).transpose(0, 1).to(dtype)
+        triangle = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
+        new = Root(root.name, scale=root.scale)
+        blocks[new] = triangle.to(mat.dtype).unflatten(2, mat.shape[2:])
+    return Columns(blocks)
+
+
+def _only_edge(call: Call) -> Edge | None:
+    """Where everything that a call sends goes, if that is one place."""
+    edges = [edge for edge in call.edges if edge is not None]
+    return edges[0] if len(edges) == 1 else None
