@@ -73,7 +73,7 @@ def rank(rule: LossRule, shape: torch.Size) -> int:
         return 1
     if not isinstance(rule, classification.SoftmaxLossRule):
         return shape.numel()
-    return (shape[0] - 1) * shape[1:].numel()
+    return max(1, shape[0] - 1) * shape[1:].numel()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import torch
 from torch import Tensor
 
@@ -31,14 +33,14 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
     if classes == 1:
         return log_p.unsqueeze(0)  # zeros
     # Beyond this, p is zero in any case; logarithms of sums must be finite.
-    log_p = log_p.clamp(min=4 * torch.log(log_p.new_tensor(torch.finfo(dtype).tiny)).item())
+    log_p = log_p.clamp(min=4 * log(torch.finfo(dtype).tiny))
     order = log_p.argsort(1, descending=True)
     ordered = log_p.gather(1, order)
     tails = ordered.flip(1).logcumsumexp(1).flip(1)
     here, behind, first = tails[:, :-1], tails[:, 1:], ordered[:, :-1]
     # Half of logarithms, not roots: their derivative is finite where p underflows. Where the bound
     # is met, so are the probabilities that are multiplied by it.
-    bound = torch.log(here.new_tensor(torch.finfo(dtype).max)).item() / 2
+    bound = log(torch.finfo(dtype).max) / 2
     outside = _columns(-((first - here - behind) / 2).clamp(max=bound).exp() * factor)
     inside = _columns(((first + behind - here) / 2).exp() * factor)
     rank = order.argsort(1)
