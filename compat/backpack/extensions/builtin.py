@@ -83,7 +83,7 @@ class ByLossHessian(IncumbentNames):
             )
         self.loss_hessian_strategy = loss_hessian_strategy
         if loss_hessian_strategy == EXACT:
-            propagator = EveryColumn(subsampling=as_subsampling(subsampling))
+            propagator: LossSqrt = EveryColumn(subsampling=as_subsampling(subsampling))
         else:
             samples = self.get_num_mc_samples()
             propagator = LossSqrt(samples, as_subsampling(subsampling))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -253,6 +252,10 @@ def _target_weight(view: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
         Shape ``[N, *positions]``, and a number.
     """
     whole = view.full
+    return whole.once("target weight", lambda: _sum_of_weights(whole, smoothing))
+
+
+def _sum_of_weights(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     weight = x.new_ones(x.shape[1]) if weight is None else weight

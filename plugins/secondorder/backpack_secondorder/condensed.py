@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from backpack_core import Columns, View
-from backpack_core.contract.columns import Root
+from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.call import Call, Edge, site_at
 
-# Share of the columns below which their replacement pays: it takes about as long as to carry all of
+# Share of the outputs below which columns are replaced: it takes about as long as to carry all of
 # them through the head.
 WORTHWHILE = 0.75
 
@@ -50,11 +50,9 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
     head = site.call
     if not isinstance(head.rule, AffineRule) or head.goes_inside or _only_edge(head) is None:
         return None
-    samples, *shape = head.stored.inputs[0].shape
-    size = torch.Size(shape).numel()
-    if samples != view.full.batch_size or any(
-        size > WORTHWHILE * count for count in quantity.sizes.values()
-    ):
+    size = head.stored.inputs[0].shape[1:].numel()
+    outputs = view.input_shape[1:2].numel()
+    if any(size > WORTHWHILE * min(count, outputs) for count in quantity.sizes.values()):
         return None
     return Columns(
         {
@@ -64,9 +62,14 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
     )
 
 
-def is_at_head(view: View, root: Root) -> bool:
-    """Whether columns of a root are at the output of their head, all of them."""
-    return isinstance(root, HeadRoot) and root.head is view.call
+def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
+    """Columns that are at the output of their head, all of their root, and the others."""
+    found: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
+    is_plain = bool(view.positions) and not isinstance(quantity, ApartColumns)
+    for root, mat in quantity.blocks.items():
+        is_at_head = is_plain and isinstance(root, HeadRoot) and root.head is view.call
+        found[not is_at_head][root] = mat
+    return Columns(found[0]), quantity.like(found[1])
 
 
 def condensed(columns: Columns) -> Columns:

@@ -97,7 +97,7 @@ class GGNGram(SecondOrderExtension):
     """Spectrum of the generalised Gauss-Newton matrix of all parameters together.
 
     The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``, and shares its nonzero eigenvalues with the Gram
-    matrix ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` outputs of the model, or ``mc_samples``),
+    matrix ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` columns of the root of the loss Hessian),
     which needs no ``M`` in affine layers. Stored in ``ggn_gram``, a :class:`GramBlock`:
 
     - ``param.ggn_gram.spectrum.eigenvalues``: the same for every parameter, largest first;

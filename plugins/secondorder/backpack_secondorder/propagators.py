@@ -12,7 +12,7 @@ from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossR
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
 from backpack_core.tuning import even_size
 from backpack_core.values import at_least_single
-from backpack_secondorder.condensed import at_head, condensed, is_at_head
+from backpack_secondorder.condensed import at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"
 
@@ -94,7 +94,8 @@ class LossSqrt(ColumnPropagator):
     ) -> tuple[Columns, Iterable[Columns]]:
         """Chunks at a loss; where the layer before it is narrow, behind that one."""
         if rule is None:  # they come into being there, so none has a part elsewhere
-            *first, last = quantity.chunks(even_size(sum(quantity.sizes.values()), size))
+            count = sum(quantity.sizes.values())
+            *first, last = quantity.chunks(even_size(count, size)) if count > size else [quantity]
             return last, first
         if self.mixes and rule.is_loss and not is_rooted:
             found = at_head(view, quantity)
@@ -104,14 +105,11 @@ class LossSqrt(ColumnPropagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """As ever; of columns at their head, see :meth:`residual`."""
-        blocks = quantity.blocks
-        whole = {root: mat for root, mat in blocks.items() if is_at_head(view, root)}
-        if whole:
-            through = super().propagate(rule, view, Columns(whole))
+        whole, rest = split_at_head(view, quantity)
+        if whole.blocks:
+            through = super().propagate(rule, view, whole)
             view.kept[_BEHIND_HEAD] = {i: condensed(columns) for i, columns in through.items()}
-            blocks = {root: mat for root, mat in blocks.items() if root not in whole}
-            quantity = quantity.like(blocks)
-        return super().propagate(rule, view, quantity) if blocks else {}
+        return super().propagate(rule, view, rest) if rest.blocks else {}
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Columns]:
         """Behind a head, the columns that take the place of those at its output."""

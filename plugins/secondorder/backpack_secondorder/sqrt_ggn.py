@@ -23,9 +23,10 @@ _OF_ONE_BATCH = Refused(
 class SqrtGGNExact(ExactExtension):
     """Square root of the generalised Gauss-Newton matrix, exact.
 
-    Stored in ``sqrt_ggn_exact``, shape ``[V, N, *θ]``, with as many columns ``V`` as the root of the
-    loss Hessian (the model's outputs, for classes one less): for each sample ``J_nᵀ S_n`` with ``S_n S_nᵀ = ∇²ℓ_n``, so that the outer products, summed over ``V`` and
-    ``N``, are the matrix. For a mean loss each entry carries the square root of the loss's ``1/N``.
+    Stored in ``sqrt_ggn_exact``, shape ``[V, N, *θ]`` with ``V`` outputs of the model, or one less
+    for classes: for each sample ``J_nᵀ S_n`` with ``S_n S_nᵀ = ∇²ℓ_n``, so that the outer products,
+    summed over ``V`` and ``N``, are the matrix. For a mean loss each entry carries the square root
+    of the loss's ``1/N``.
     Columns are the same for every parameter: products between parameters give off-diagonal blocks.
     With a ``tolerance``, how many there are depends on the batch.
     """
