@@ -6,6 +6,7 @@ from torch import Tensor
 
 from backpack_core import SampleProduct
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
+from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 
@@ -26,7 +27,7 @@ class DiagGGNExact(ExactExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v Σ_n M[v, n]²``."""
-        return square_sum(product)
+        return diagonal(product)
 
 
 class DiagGGNMC(SampledExtension):
@@ -46,7 +47,7 @@ class DiagGGNMC(SampledExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v Σ_n M[v, n]²``."""
-        return square_sum(product)
+        return diagonal(product)
 
 
 class BatchDiagGGNExact(ExactExtension):
@@ -66,7 +67,7 @@ class BatchDiagGGNExact(ExactExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return per_sample_square_sum(product)
+        return sample_diagonals(product)
 
 
 class BatchDiagGGNMC(SampledExtension):
@@ -86,4 +87,4 @@ class BatchDiagGGNMC(SampledExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return per_sample_square_sum(product)
+        return sample_diagonals(product)
