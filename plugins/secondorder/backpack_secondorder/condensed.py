@@ -14,8 +14,10 @@ from torch import Tensor
 
 from backpack_core import Columns, View
 from backpack_core.contract.columns import ApartColumns, Root
+from backpack_core.contract.contractions import slices
 from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.call import Call, Edge, site_at
+from backpack_core.tuning import memory_budget
 
 # Share of the outputs below which columns are replaced: it takes about as long as to carry all of
 # them through the head.
@@ -83,10 +85,14 @@ def condensed(columns: Columns) -> Columns:
     blocks: dict[Root, Tensor] = {}
     for root, mat in columns.blocks.items():
         dtype = torch.promote_types(mat.dtype, torch.float32)
-        vectors = mat.flatten(2).transpose(0, 1).to(dtype)
-        triangle = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
-        new = Root(root.name, scale=root.scale)
-        blocks[new] = triangle.to(mat.dtype).unflatten(2, mat.shape[2:])
+        count, samples, *shape = mat.shape
+        result = mat.new_empty(min(count, torch.Size(shape).numel()), samples, *shape)
+        # The factorisation copies what it is given: some samples at a time.
+        for rows in slices(samples, memory_budget() // max(1, mat[:, :1].nbytes)):
+            vectors = mat[:, rows].flatten(2).transpose(0, 1).to(dtype)
+            triangles = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
+            result[:, rows] = triangles.unflatten(2, shape)
+        blocks[Root(root.name, scale=root.scale)] = result
     return Columns(blocks)
 
 
