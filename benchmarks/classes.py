@@ -1,8 +1,8 @@
 """Many classes: ``python -m benchmarks.classes``, CPU time of one thread, the least of some rounds.
 
-First, ``DiagGGNExact`` and ``KFLR`` with fewer columns behind the head, with all of them, and with a
-tolerance, relative to a plain pass. Then, for single layers, diagonals by products and by pairs of
-positions.
+First, ``DiagGGNExact`` and ``KFLR`` with columns condensed behind the head, with all of them, and
+with all of them but a tolerance, relative to a plain pass. Then, for single layers, diagonals by
+products and by pairs of positions.
 """
 
 from __future__ import annotations
