@@ -293,3 +293,49 @@ def test_gradients_of_curvature_go_through_all_columns(carried: dict[int, list[i
 def test_sampled_columns_may_be_condensed() -> None:
     assert DiagGGNMC.columns_mix
     assert LossSqrt(samples=3).serving([DiagGGNMC(3)]) == LossSqrt(samples=3)
+
+
+def test_losses_beside_the_one_behind_the_head(carried: dict[int, list[int]]) -> None:
+    """One of another function of the outputs, and one of what the head reads."""
+    parts = {"body": nn.Linear(5, WIDTH), "act": nn.Tanh(), "head": nn.Linear(WIDTH, CLASSES)}
+    losses = [nn.CrossEntropyLoss(), nn.MSELoss(), nn.MSELoss()]
+    labels = torch.randint(0, CLASSES, (N,))
+    values, wanted = torch.randn(N, CLASSES), torch.randn(N, WIDTH)
+    net, x = Net(lambda net, x: net.head(net.act(net.body(x))), **parts), torch.randn(N, 5)
+
+    def total(hidden: Tensor, logits: Tensor) -> Tensor:
+        parts = (
+            losses[0](logits, labels),
+            losses[1](logits.sin(), values),
+            losses[2](hidden, wanted),
+        )
+        result: Tensor = parts[0] + 2 * parts[1] + 3 * parts[2]
+        return result
+
+    expected = [torch.zeros_like(p) for p in net.parameters()]
+    for forward, loss, factor in (
+        (net.forward, lambda out: losses[0](out, labels), 1),
+        (lambda x: net(x).sin(), lambda out: losses[1](out, values), 2),
+        (lambda x: net.act(net.body(x)), lambda out: losses[2](out, wanted), 3),
+    ):
+        hessians = oracle.loss_hessians(loss, forward(x).detach())
+        for p, sums in zip(net.parameters(), expected, strict=True):
+            for n in range(N):
+                jacobian = torch.stack(
+                    [
+                        torch.zeros_like(p) if g is None else g
+                        for c in forward(x)[n]
+                        for g in torch.autograd.grad(c, p, retain_graph=True, allow_unused=True)
+                    ]
+                ).flatten(1)
+                diagonal = torch.einsum("ca,cd,da->a", jacobian, hessians[n], jacobian)
+                sums += factor * diagonal.reshape(p.shape)
+    extend(net)
+    for lossfunc in losses:
+        extend(lossfunc)
+    with backpack(DiagGGNExact(), check="never"):
+        hidden = net.act(net.body(x))
+        total(hidden, net.head(hidden)).backward()
+    for p, sums in zip(net.parameters(), expected, strict=True):
+        oracle.assert_close(p.diag_ggn_exact, sums)  # type: ignore[attr-defined]
+    assert carried[CLASSES] == [CLASSES - 1, CLASSES]
