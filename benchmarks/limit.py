@@ -7,6 +7,7 @@ is low for nets as small as logistic regression.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,12 +50,22 @@ def limit(problem: Problem, quantity: Quantity, batch: int) -> Limit | None:
     net = layers(problem)
     gradient = sum(2 * layer.product + layer.back for layer in net)  # for a sample
     params = sum(layer.params for layer in net)
-    columns = problem.classes if quantity.exact else 1
-    parts = [work(layer, quantity.name, columns) for layer in net]
+    columns = problem.classes - 1 if quantity.exact else 1
+    parts = [work(layer, quantity.name, columns) for layer in net[-1:]]
+    parts += [
+        work(layer, quantity.name, _behind_head(net, quantity, columns)) for layer in net[:-1]
+    ]
     if any(part is None for part in parts):
         return None
     size = result_size(quantity.name, params, batch, columns)
     return Limit(1 + sum(part or 0 for part in parts) / gradient, 4 * size)
+
+
+def _behind_head(net: Sequence[Layer], quantity: Quantity, columns: int) -> int:
+    """Columns in the rest of a net: at most as many as the last layer has inputs, if mixed."""
+    head = net[-1]
+    is_mixed = head.positions == 1 and not quantity.name.startswith("Sqrt")
+    return min(columns, head.inputs) if is_mixed else columns
 
 
 def largest(problem: Problem, quantity: Quantity, bound: Limit | None) -> int:

@@ -67,14 +67,14 @@ def net_2c2d() -> nn.Module:
     )  # fmt: skip
 
 
-def net_3c3d() -> nn.Module:
+def net_3c3d(classes: int = 10) -> nn.Module:
     """Three convolutions and three linear layers on 3 × 32 × 32 (DeepOBS's 3C3D)."""
     return nn.Sequential(
         nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
         nn.Conv2d(64, 96, 3), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
         nn.Conv2d(96, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True),
         nn.Flatten(), nn.Linear(1152, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(),
-        nn.Linear(256, 10),
+        nn.Linear(256, classes),
     )  # fmt: skip
 
 
@@ -172,6 +172,11 @@ PROBLEMS = {
         Problem("transformer", _Classifier, (64, 128), 10, 16, 16),
         Problem("gpt2", _GPT2, (64,), 10, 16, 16, vocabulary=512),
         Problem("vit", _ViT, _IMAGE, 10, 16, 16),
+        # Many classes, for quantities with a column for each.
+        Problem("vit-100", partial(_ViT, classes=100), _IMAGE, 100, 16, 8),
+        Problem("vit-1000", partial(_ViT, classes=1000), _IMAGE, 1000, 16, 2),
+        Problem("3c3d-100", partial(net_3c3d, 100), _IMAGE, 100, 64, 16),
+        Problem("3c3d-1000", partial(net_3c3d, 1000), _IMAGE, 1000, 64, 4),
     )
 }
 

@@ -44,6 +44,8 @@ class Extension(ABC):
             pass, so that what one of them forms serves the others.
         columns_add: Whether values for disjoint sets of columns can be put together by
             :meth:`combine`, so that columns may go through the net in chunks.
+        columns_mix: Whether values depend on the columns only by ``Σ_v M[v, n] ⊗ M[v, n]``, so that
+            others, or fewer, with the same sum may take their place.
         per_sample: Whether the result is as large as individual gradients. To put together chunks
             then takes as long as to compute them, so columns may take as much memory as the result.
         is_deferred: Whether nothing can be stored before the whole backward pass is through: then
@@ -74,6 +76,7 @@ class Extension(ABC):
     savefield: str = ""
     needs: ClassVar[tuple[Operation[Any], ...]] = ()
     columns_add: ClassVar[bool] = False
+    columns_mix: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
     is_deferred: ClassVar[bool] = False
     keeps_graph: ClassVar[bool] = False

@@ -119,6 +119,10 @@ class Propagator(ABC):
             raise loss_behind_a_loss(view)
         return self.start(rule, view)
 
+    def serving(self, extensions: Sequence[Any]) -> Propagator:
+        """What travels for these extensions, all of this propagator. Default: itself."""
+        return self
+
     def nothing(self, view: View) -> Any | None:
         """The quantity at an output that the loss does not depend on; ``None`` for an error."""
         return None

@@ -68,4 +68,5 @@ def group(
         groups[key] = known._replace(
             extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
         )
-    return tuple(groups.values()), tuple(e for e in extensions if isinstance(e, GraphExtension))
+    found = [g._replace(propagator=g.propagator.serving(g.extensions)) for g in groups.values()]
+    return tuple(found), tuple(e for e in extensions if isinstance(e, GraphExtension))

@@ -85,7 +85,7 @@ def test_second_order() -> None:
     problem.compare("diag_ggn_exact", expected)
     ((_, _, g_inp, _, quantities),) = by_hand.seen
     assert g_inp == (None,)
-    assert quantities.shape == (3, 3, 4)
+    assert quantities.shape == (2, 3, 4)
     assert not any(hasattr(model[1], name) for name in IO)
 
 

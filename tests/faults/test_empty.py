@@ -53,7 +53,7 @@ TENSORS: dict[Callable[[], Any], Shape] = {
     DiagGGNMC: tuple,
     BatchDiagGGNExact: lambda s: (0, *s),
     BatchDiagGGNMC: lambda s: (0, *s),
-    SqrtGGNExact: lambda s: (3, 0, *s),
+    SqrtGGNExact: lambda s: (2, 0, *s),
     SqrtGGNMC: lambda s: (1, 0, *s),
     DiagHessian: tuple,
     BatchDiagHessian: lambda s: (0, *s),
@@ -217,7 +217,7 @@ def test_eigenvalues_of_no_sample(name: str) -> None:
         if len(extensions) == 2:
             assert not p.ekfac.values.any()  # type: ignore[attr-defined]
             assert p.ekfac.values.numel() == p.numel()  # type: ignore[attr-defined]
-        assert p.ggn_gram.gram.shape == (3, 0, 3, 0)  # type: ignore[attr-defined]
+        assert p.ggn_gram.gram.shape == (2, 0, 2, 0)  # type: ignore[attr-defined]
         assert p.ggn_gram.spectrum.eigenvalues.shape == (0,)  # type: ignore[attr-defined]
 
 

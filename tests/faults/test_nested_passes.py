@@ -149,7 +149,7 @@ def begin(where: str, problem: Problem, inner: Callable[[], None]) -> dict[str, 
 
 
 def eigenvalues(problem: Problem) -> Tensor:
-    """The largest ``V·N`` of the Gauss-Newton matrix of all parameters, by autograd."""
+    """The largest ``(C - 1)·N`` of the Gauss-Newton matrix of all parameters, by autograd."""
 
     def jacobians(forward: Any, _: Any, *rest: Any) -> Tensor:
         return oracle.jacobians(forward, *rest)
@@ -159,7 +159,7 @@ def eigenvalues(problem: Problem) -> Tensor:
         output = problem.model(*problem.inputs)
     hessian = oracle.loss_hessians(lambda out: problem.lossfunc(out, problem.target), output)
     matrix = torch.einsum("nca,ncd,ndb->ab", jacobian, hessian, jacobian)
-    return torch.linalg.eigvalsh(matrix).flip(0)[: output.numel()]
+    return torch.linalg.eigvalsh(matrix).flip(0)[: output.numel() - len(output)]
 
 
 WHERE = ("extension_hook", "gradient_hook", "accumulated", "output", "module_hook")

@@ -116,7 +116,7 @@ def test_what_is_shown() -> None:
     assert repr(model.weight.kfac) == factors
     assert repr(DiagGGNExact()) == (
         "DiagGGNExact(savefield='diag_ggn_exact', "
-        "propagator=LossSqrt(samples=None, subsampling=None))"
+        "propagator=LossSqrt(samples=None, subsampling=None, tolerance=0.0))"
     )
 
 

@@ -27,10 +27,10 @@ def test_spectrum(net: str) -> None:
     blocks = problem.fields("ggn_gram")
     spectrum = blocks[0].spectrum
     assert all(block.spectrum is spectrum for block in blocks)
-    assert_close(spectrum.gram.reshape(9, 9), rows @ rows.T)
+    assert_close(spectrum.gram.reshape(6, 6), rows @ rows.T)
     for p, block in zip(problem.parameters, blocks, strict=True):
         own = p.sqrt_ggn_exact.flatten(2).flatten(0, 1)
-        assert_close(block.gram.reshape(9, 9), own @ own.T)
+        assert_close(block.gram.reshape(6, 6), own @ own.T)
     assert_close(spectrum.eigenvalues, torch.linalg.eigvalsh(rows @ rows.T).flip(0))
     vectors = torch.cat([block.eigenvectors(2).flatten(1) for block in blocks], 1)
     assert_close(vectors @ vectors.T, torch.eye(2), 1e-8)
@@ -51,7 +51,7 @@ def test_shared_parameter() -> None:
     problem.run(GGNGram(), SqrtGGNExact())
     rows = whole(problem)
     blocks = problem.fields("ggn_gram")
-    assert_close(blocks[0].spectrum.gram.reshape(9, 9), rows @ rows.T)
+    assert_close(blocks[0].spectrum.gram.reshape(6, 6), rows @ rows.T)
     vectors = torch.cat([block.eigenvectors(1).flatten(1) for block in blocks], 1)
     assert_close(vectors @ rows.T @ rows, blocks[0].spectrum.eigenvalues[:1, None] * vectors, 1e-8)
 

@@ -17,10 +17,13 @@ from backpack.extensions.hbp_options import (
     LossHessianStrategy,
 )
 from backpack.extensions.strategies import extension_by
+from backpack_compat.roots import EveryColumn
 from backpack_core import Extension
+from backpack_core.contract.extension import as_subsampling
 from backpack_firstorder import individual, moments
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
 from backpack_secondorder.factors import kronecker_factors
+from backpack_secondorder.propagators import LossSqrt
 
 EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
 BOTEV_MARTENS = ExpectationApproximation.BOTEV_MARTENS
@@ -80,11 +83,11 @@ class ByLossHessian(IncumbentNames):
             )
         self.loss_hessian_strategy = loss_hessian_strategy
         if loss_hessian_strategy == EXACT:
-            base: Extension = diag_ggn.DiagGGNExact(subsampling=subsampling)
+            propagator: LossSqrt = EveryColumn(subsampling=as_subsampling(subsampling))
         else:
             samples = self.get_num_mc_samples()
-            base = diag_ggn.DiagGGNMC(mc_samples=samples, subsampling=subsampling)
-        Extension.__init__(self, base.propagator, savefield)
+            propagator = LossSqrt(samples, as_subsampling(subsampling))
+        Extension.__init__(self, propagator, savefield)
 
     def get_loss_hessian_strategy(self) -> str:
         """Which root of the loss Hessian is carried."""
@@ -220,7 +223,10 @@ class HBP(IncumbentNames):
         )
         self._base = extension_by(*strategies, self.get_num_mc_samples())
         self.over_batches = self._base.over_batches
-        Extension.__init__(self, self._base.propagator, savefield)
+        propagator = self._base.propagator
+        # Diagonals and roots share the columns.
+        propagator = EveryColumn() if propagator == LossSqrt() else propagator
+        Extension.__init__(self, propagator, savefield)
 
     def read(self, product: Any) -> Any:
         """The factors."""

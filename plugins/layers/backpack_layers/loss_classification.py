@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from backpack_layers._loss import (
     restrict,
     setting,
 )
+from backpack_layers.softmax_root import softmax_root
 
 
 class SoftmaxLossRule(LossRule):
@@ -32,8 +32,9 @@ class SoftmaxLossRule(LossRule):
     every option is a factor in front of the Fisher information of the softmax. Labels are therefore
     sampled from ``p``, and the total weight is that of the actual target.
 
-    Positions do not mix: the exact square root has ``V = C · positions`` columns. One sampled
-    column serves all positions, because their draws are independent.
+    Positions do not mix: the exact square root has ``V = (C - 1) · positions`` columns, see
+    :func:`softmax_root`. One sampled column serves all positions, because their draws are
+    independent.
     """
 
     hessian_is_psd = True
@@ -52,15 +53,11 @@ class SoftmaxLossRule(LossRule):
         """What stands in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, S]``."""
 
     def _sqrt_hessian(self, view: View) -> Tensor:
-        log_p = F.log_softmax(self.by_position(view, view.input), 1)
-        _, classes, positions = log_p.shape
-        eye = torch.eye(classes, dtype=log_p.dtype, device=log_p.device)[:, None, :, None]
-        # Half the logarithm, not the square root of p: its derivative is finite where p underflows.
-        half_p = (log_p / 2).exp().transpose(0, 1).unsqueeze(2)
-        half = half_p * (eye - log_p.exp()) * real_sqrt(view, self.weight(view))  # [C, N, C, S]
-        if positions != 1:
+        factor = real_sqrt(view, self.weight(view))
+        half = softmax_root(self.by_position(view, view.input), factor)
+        if half.shape[3] != 1:
             half = torch.diag_embed(half, dim1=1, dim2=-1).flatten(0, 1)
-        return self.at_input(view, half)
+        return self.at_input(view, half.to(view.input.dtype))
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         p = self.by_position(view, view.input).softmax(1)

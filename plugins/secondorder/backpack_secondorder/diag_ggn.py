@@ -6,6 +6,7 @@ from torch import Tensor
 
 from backpack_core import SampleProduct
 from backpack_core.contract.operations import per_sample_square_sum, square_sum
+from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 
@@ -21,11 +22,12 @@ class DiagGGNExact(ExactExtension):
     degree = 1
     over_batches = "sum"
     columns_add = True
+    columns_mix = True
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v Σ_n M[v, n]²``."""
-        return square_sum(product)
+        return diagonal(product)
 
 
 class DiagGGNMC(SampledExtension):
@@ -40,11 +42,12 @@ class DiagGGNMC(SampledExtension):
     degree = 1
     over_batches = "sum"
     columns_add = True
+    columns_mix = True
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v Σ_n M[v, n]²``."""
-        return square_sum(product)
+        return diagonal(product)
 
 
 class BatchDiagGGNExact(ExactExtension):
@@ -58,12 +61,13 @@ class BatchDiagGGNExact(ExactExtension):
     degree = 1
     over_batches = "concatenate"
     columns_add = True
+    columns_mix = True
     per_sample = True
     needs = (per_sample_square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return per_sample_square_sum(product)
+        return sample_diagonals(product)
 
 
 class BatchDiagGGNMC(SampledExtension):
@@ -77,9 +81,10 @@ class BatchDiagGGNMC(SampledExtension):
     degree = 1
     over_batches = "concatenate"
     columns_add = True
+    columns_mix = True
     per_sample = True
     needs = (per_sample_square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
         """``Σ_v M[v, n]²``."""
-        return per_sample_square_sum(product)
+        return sample_diagonals(product)

@@ -83,6 +83,7 @@ class EKFAC(MatrixExtension):
         savefield: str | None = None,
         fail_mode: StructureMode = "autodiff",
         basis: Mapping[Tensor, CurvatureMatrix] | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         """Store the settings.
 
@@ -98,8 +99,11 @@ class EKFAC(MatrixExtension):
                 :class:`~backpack_secondorder.kfac.KFAC`.
             basis: A matrix for each parameter, whose eigenvectors are used: factors of a data set,
                 say; default: those of the batch. Results share the memory of the eigenvectors.
+            tolerance: Of the exact loss Hessian, share of the trace that may be left out; see
+                :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
-        propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
+        samples = as_subsampling(subsampling)
+        propagator = LossSqrt(samples=mc_samples, subsampling=samples, tolerance=tolerance)
         self.fallback, mode = split_mode(fail_mode)
         super().__init__(propagator, savefield, mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)

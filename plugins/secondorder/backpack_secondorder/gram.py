@@ -97,7 +97,7 @@ class GGNGram(SecondOrderExtension):
     """Spectrum of the generalised Gauss-Newton matrix of all parameters together.
 
     The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``, and shares its nonzero eigenvalues with the Gram
-    matrix ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` outputs of the model, or ``mc_samples``),
+    matrix ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` columns of the root of the loss Hessian),
     which needs no ``M`` in affine layers. Stored in ``ggn_gram``, a :class:`GramBlock`:
 
     - ``param.ggn_gram.spectrum.eigenvalues``: the same for every parameter, largest first;
@@ -123,6 +123,7 @@ class GGNGram(SecondOrderExtension):
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
+        tolerance: float = 0.0,
     ) -> None:
         """Store the settings.
 
@@ -132,8 +133,11 @@ class GGNGram(SecondOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+            tolerance: Of the exact loss Hessian, share of the trace that may be left out; see
+                :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
-        propagator = LossSqrt(samples=mc_samples, subsampling=as_subsampling(subsampling))
+        samples = as_subsampling(subsampling)
+        propagator = LossSqrt(samples=mc_samples, subsampling=samples, tolerance=tolerance)
         super().__init__(propagator, savefield, fail_mode)
 
     def read(self, product: SampleProduct) -> GramBlock:

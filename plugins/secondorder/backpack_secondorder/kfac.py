@@ -71,6 +71,7 @@ class FactorsExtension(MatrixExtension):
     """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
 
     columns_add = True
+    columns_mix = True
     needs = (kronecker_factors,)
     weight_sharing: WeightSharing
 
@@ -160,6 +161,7 @@ class KFLR(FactorsExtension, ExactExtension):
         savefield: str | None = None,
         fail_mode: StructureMode = "autodiff",
         chunk_size: int | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         """Store the settings.
 
@@ -170,9 +172,11 @@ class KFLR(FactorsExtension, ExactExtension):
             fail_mode: For parameters without structure, ``"warning"`` and ``"silent"`` leave them
                 out, ``"block"`` and ``"diagonal"`` store these; see :class:`MatrixExtension`.
             chunk_size: How many columns to carry at once; default: by the memory budget.
+            tolerance: Share of the trace of the loss Hessian that may be left out; see
+                :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
         self.fallback, mode = split_mode(fail_mode)
-        super().__init__(subsampling, savefield, mode, chunk_size)
+        super().__init__(subsampling, savefield, mode, chunk_size, tolerance)
         self.weight_sharing = as_weight_sharing(weight_sharing)
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from backpack_core import ColumnPropagator, Columns, LossRule, View
+import torch
+from torch import Tensor
+
+from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
+from backpack_core.tuning import even_size
 from backpack_core.values import at_least_single
+from backpack_secondorder.condensed import at_head, condensed, split_at_head
+
+_BEHIND_HEAD = "columns behind the head"
 
 
 def warn_of_zero(rule: LossRule, view: View) -> None:
@@ -30,17 +38,32 @@ class LossSqrt(ColumnPropagator):
     Attributes:
         samples: Number of Monte-Carlo samples; ``None`` for the exact root.
         subsampling: The samples of the batch that take part; ``None`` for all.
+        tolerance: What :func:`truncated` leaves out of the exact root.
+        mixes: Whether columns may be replaced by others with the same outer products; see
+            ``condensed``.
     """
 
     samples: int | None = None
     subsampling: tuple[int, ...] | None = None
+    tolerance: float = 0.0
+    mixes: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Check the number of samples.
+        """Check the number of samples, and the tolerance.
 
         Raises:
-            UsageError: It is not positive.
+            UsageError: The number is not positive, or the tolerance no share of an exact root.
         """
+        if not isinstance(self.tolerance, int | float) or not 0 <= self.tolerance < 1:
+            raise UsageError(
+                "tolerance is the share of the trace of the loss Hessian that may be left out, at "
+                f"least 0 and below 1. Got {self.tolerance!r}."
+            )
+        if self.tolerance and self.samples is not None:
+            raise UsageError(
+                f"tolerance={self.tolerance!r} truncates the exact root of the loss Hessian, and "
+                f"mc_samples={self.samples!r} asks for a sampled one: leave one of both out."
+            )
         if self.samples is not None and (
             not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1
         ):
@@ -52,6 +75,66 @@ class LossSqrt(ColumnPropagator):
         scale = factor.sum() / max(1, factor.numel())
         if self.samples is None:
             warn_of_zero(rule, view)
-            return Columns.start("loss", rule.sqrt_hessian(view), scale=scale)
+            root = truncated(rule.sqrt_hessian(view), self.tolerance)
+            return Columns.start("loss", root, scale=scale)
         root = rule.sqrt_hessian_sampled(view, self.samples)
         return Columns.start("loss", root, scale=scale)
+
+    def serving(self, extensions: Sequence[Extension]) -> LossSqrt:
+        """Columns are mixed where none of the extensions minds."""
+        return replace(self, mixes=all(extension.columns_mix for extension in extensions))
+
+    def shed(
+        self,
+        rule: LayerRule | None,
+        view: View,
+        quantity: Columns,
+        size: int,
+        is_rooted: bool = False,
+    ) -> tuple[Columns, Iterable[Columns]]:
+        """Chunks at a loss; where the layer before it is narrow, behind that one."""
+        if rule is None:  # they come into being there, so none has a part elsewhere
+            count = sum(quantity.sizes.values())
+            *first, last = quantity.chunks(even_size(count, size)) if count > size else [quantity]
+            return last, first
+        if self.mixes and rule.is_loss and not is_rooted:
+            found = at_head(view, quantity)
+            if found is not None:
+                return found, ()
+        return super().shed(rule, view, quantity, size, is_rooted)
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
+        """As ever; of columns at their head, see :meth:`residual`."""
+        whole, rest = split_at_head(view, quantity)
+        if whole.blocks:
+            through = super().propagate(rule, view, whole)
+            view.kept[_BEHIND_HEAD] = {i: condensed(columns) for i, columns in through.items()}
+        return super().propagate(rule, view, rest) if rest.blocks else {}
+
+    def residual(self, rule: LayerRule, view: View) -> dict[int, Columns]:
+        """Behind a head, the columns that take the place of those at its output."""
+        found: dict[int, Columns] = view.kept.pop(_BEHIND_HEAD, {})
+        return found
+
+
+def truncated(root: Tensor, tolerance: float) -> Tensor:
+    """The largest columns of a root, so many that those left out are small for every sample.
+
+    ``H - S Sᵀ`` is positive semi-definite, with a trace of at most ``tolerance`` times that of
+    ``H``, for the Hessian ``H`` of each sample's loss.
+
+    Args:
+        root: Shape ``[V, N, *in]``.
+        tolerance: A share.
+
+    Returns:
+        Shape ``[v, N, *in]``; ``v ≥ 1`` is what the most demanding sample needs.
+    """
+    if not tolerance or not root.numel():
+        return root
+    norms = torch.linalg.vector_norm(root.detach().flatten(2), dim=2)
+    ordered, order = at_least_single(norms).sort(0, descending=True)
+    left = ordered.square().flip(0).cumsum(0).flip(0)  # the trace from each column on
+    count = int((left > tolerance * left[:1]).sum(0).max())
+    kept = order[: max(1, count)].reshape(-1, root.shape[1], *[1] * (root.dim() - 2))
+    return root.gather(0, kept.expand(-1, -1, *root.shape[2:]))

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct
-from backpack_core.contract.merging import OverBatches, Part
+from backpack_core.contract.extension import FailMode
+from backpack_core.contract.merging import OverBatches, Part, Refused
 from backpack_core.contract.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 # Samples side by side; the matrix, which is linear in the loss, is the sum of outer products.
 COLUMNS = OverBatches({"": Part("concatenate", axis=1)})
+_OF_ONE_BATCH = Refused(
+    "with a tolerance, batches differ in their number of columns: take tolerance=0.", COLUMNS
+)
 
 
 class SqrtGGNExact(ExactExtension):
     """Square root of the generalised Gauss-Newton matrix, exact.
 
-    Stored in ``sqrt_ggn_exact``, shape ``[V, N, *θ]`` with ``V`` outputs of the model: for each
-    sample ``J_nᵀ S_n`` with ``S_n S_nᵀ = ∇²ℓ_n``, so that the outer products, summed over ``V`` and
-    ``N``, are the matrix. For a mean loss each entry carries the square root of the loss's ``1/N``.
+    Stored in ``sqrt_ggn_exact``, shape ``[V, N, *θ]`` with ``V`` outputs of the model, or one less
+    for classes: for each sample ``J_nᵀ S_n`` with ``S_n S_nᵀ = ∇²ℓ_n``, so that the outer products,
+    summed over ``V`` and ``N``, are the matrix. For a mean loss each entry carries the square root
+    of the loss's ``1/N``.
     Columns are the same for every parameter: products between parameters give off-diagonal blocks.
+    With a ``tolerance``, how many there are depends on the batch.
     """
 
     savefield = "sqrt_ggn_exact"
@@ -29,6 +37,19 @@ class SqrtGGNExact(ExactExtension):
     columns_add = True
     per_sample = True
     needs = (dense,)
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        chunk_size: int | None = None,
+        tolerance: float = 0.0,
+    ) -> None:
+        """Store the settings; see :class:`~backpack_secondorder.square_root.ExactExtension`."""
+        super().__init__(subsampling, savefield, fail_mode, chunk_size, tolerance)
+        if tolerance:
+            self.over_batches = _OF_ONE_BATCH
 
     def read(self, product: SampleProduct) -> Tensor:
         """``M`` itself."""

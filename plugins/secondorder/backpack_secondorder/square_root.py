@@ -11,7 +11,14 @@ from backpack_secondorder.propagators import LossSqrt
 
 
 class ExactExtension(SecondOrderExtension):
-    """An extension of the exact square root of the loss Hessian: a column for every output."""
+    """An extension of the exact square root of the loss Hessian.
+
+    It has a column for every output of the model, and one less for classes (``CrossEntropyLoss``).
+    With a ``tolerance`` it has as many as are needed for ``H - S Sᵀ``, which is positive
+    semi-definite, to have a trace of at most ``tolerance · tr H`` for every sample's ``H = ∇²ℓ_n``.
+    That bound is in the Hessian of the loss. Of the matrix, nothing is overestimated, but how much
+    is missing depends on the Jacobians: ``Jᵀ (H - S Sᵀ) J``.
+    """
 
     def __init__(
         self,
@@ -19,6 +26,7 @@ class ExactExtension(SecondOrderExtension):
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
         chunk_size: int | None = None,
+        tolerance: float = 0.0,
     ) -> None:
         """Store the settings.
 
@@ -29,8 +37,11 @@ class ExactExtension(SecondOrderExtension):
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
             chunk_size: How many columns to carry at once; default: as many as fit into the memory
                 budget. Extensions that share the columns go by the smallest number.
+            tolerance: Share of the trace of the loss Hessian that may be left out for the sake of
+                fewer columns; see the class.
         """
-        super().__init__(LossSqrt(subsampling=as_subsampling(subsampling)), savefield, fail_mode)
+        propagator = LossSqrt(subsampling=as_subsampling(subsampling), tolerance=tolerance)
+        super().__init__(propagator, savefield, fail_mode)
         self.chunk_size = as_chunk_size(chunk_size)
 
 

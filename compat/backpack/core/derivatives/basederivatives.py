@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_compat.roots import with_every_column
 from backpack_compat.views import (
     Grads,
     checked_view,
@@ -279,7 +280,8 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     def _sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
-        return loss_rule_for(module).sqrt_hessian(loss_view(module, g_out).subsample(subsampling))
+        rule, view = loss_rule_for(module), loss_view(module, g_out).subsample(subsampling)
+        return with_every_column(rule, rule.sqrt_hessian(view))
 
     def _sqrt_hessian_sampled(
         self,

@@ -1,0 +1,30 @@
+"""Roots of loss Hessians with a column for every output, as the incumbent's are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backpack_core import Columns, LossRule, View
+from backpack_secondorder.propagators import LossSqrt
+
+
+def with_every_column(rule: LossRule, root: Tensor) -> Tensor:
+    """A root ``[V, N, *in]`` with columns of zeros up to the number of outputs."""
+    missing = root.shape[2:].numel() - len(root)
+    if rule.hessian_is_zero or missing <= 0:
+        return root
+    return torch.cat([root, root.new_zeros(missing, *root.shape[1:])])
+
+
+@dataclass(frozen=True)
+class EveryColumn(LossSqrt):
+    """The exact root, with as many columns as the model has outputs."""
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        """Columns of zeros at the end."""
+        columns = super().start(rule, view)
+        (root,) = columns.blocks
+        return Columns.start(root.name, with_every_column(rule, columns.mat), scale=root.scale)

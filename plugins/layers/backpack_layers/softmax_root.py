@@ -1,0 +1,54 @@
+"""A root of the Hessian of the softmax cross-entropy, with as many columns as it has rank."""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+
+def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
+    """Columns ``S`` with ``Σ_v S_v S_vᵀ = factor² (diag p - p pᵀ)``, ``p = softmax(logits)``.
+
+    The matrix has rank ``C - 1``. With classes numbered by falling probability, and ``t_v = Σ_{j ≥
+    v} p_j``, its factorisation ``L D Lᵀ`` is known:
+
+        S[v, v] = √(p_v t_{v+1} / t_v),    S[v, j] = -p_j √(p_v / (t_v t_{v+1}))  for j > v.
+
+    All terms of a sum have one sign, so every entry is as exact as ``p``, in any order. In this
+    one, what is left after ``m`` columns has a trace of at most ``t_m``, and that of the best
+    ``m - 1`` columns leaves no less: eigenvalues of the matrix lie between probabilities.
+
+    Args:
+        logits: Shape ``[N, C, S]``.
+        factor: Shape ``[N, 1, S]``.
+
+    Returns:
+        Shape ``[C - 1, N, C, S]``; a column of zeros for one class. In single precision at least.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    log_p = logits.log_softmax(1, dtype=dtype)
+    classes = log_p.shape[1]
+    if classes == 1:
+        return log_p.unsqueeze(0)  # zeros
+    # Beyond this, p is zero in any case; logarithms of sums must be finite.
+    log_p = log_p.clamp(min=4 * log(torch.finfo(dtype).tiny))
+    order = log_p.argsort(1, descending=True)
+    ordered = log_p.gather(1, order)
+    tails = ordered.flip(1).logcumsumexp(1).flip(1)
+    here, behind, first = tails[:, :-1], tails[:, 1:], ordered[:, :-1]
+    # Half of logarithms, not roots: their derivative is finite where p underflows. Where the bound
+    # is met, so are the probabilities that are multiplied by it.
+    bound = log(torch.finfo(dtype).max) / 2
+    outside = _columns(-((first - here - behind) / 2).clamp(max=bound).exp() * factor)
+    inside = _columns(((first + behind - here) / 2).exp() * factor)
+    rank = order.argsort(1)
+    turn = torch.arange(classes - 1, device=rank.device)[:, None, None, None]
+    root = torch.where(rank > turn, outside * log_p.exp(), 0)
+    return root.scatter_(2, _columns(order[:, :-1]), inside)
+
+
+def _columns(numbers: Tensor) -> Tensor:
+    """``[N, V, S] → [V, N, 1, S]``."""
+    return numbers.transpose(0, 1).unsqueeze(2)

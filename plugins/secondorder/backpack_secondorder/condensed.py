@@ -1,0 +1,102 @@
+"""Columns of many outputs, replaced by as many as there are numbers behind the last layer.
+
+A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer, the head, has
+``D < C`` inputs, what reaches them is of rank ``D`` at most, so that ``D`` columns with the same
+outer products can take their place in the rest of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backpack_core import Columns, View
+from backpack_core.contract.columns import ApartColumns, Root
+from backpack_core.contract.contractions import slices
+from backpack_core.contract.parametric import AffineRule
+from backpack_core.record.call import Call, Edge, site_at
+from backpack_core.tuning import memory_budget
+
+# Share of the outputs below which columns are replaced: it takes about as long as to carry all of
+# them through the head.
+WORTHWHILE = 0.75
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadRoot(Root):
+    """Of columns that have not been anywhere but at the output of the head.
+
+    Attributes:
+        head: The call.
+    """
+
+    head: Call | None = None
+
+
+def at_head(view: View, quantity: Columns) -> Columns | None:
+    """Columns at a loss with roots that say so, if the layer before it is a head that is narrow.
+
+    Args:
+        view: The call of the loss. What it sends may go to other calls only, not to operations.
+        quantity: The columns.
+
+    Returns:
+        ``None`` where columns are better left alone.
+    """
+    edge = _only_edge(view.call)
+    site = None if edge is None else site_at(edge)
+    if site is None or site.layout is not None or torch.is_grad_enabled():
+        return None
+    head = site.call
+    if not isinstance(head.rule, AffineRule) or head.goes_inside or _only_edge(head) is None:
+        return None
+    size = head.stored.inputs[0].shape[1:].numel()
+    outputs = view.input_shape[1:2].numel()
+    if any(size > WORTHWHILE * min(count, outputs) for count in quantity.sizes.values()):
+        return None
+    return Columns(
+        {
+            HeadRoot(root.name, root.signs, root.scale, head): mat
+            for root, mat in quantity.blocks.items()
+        }
+    )
+
+
+def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
+    """Columns that are at the output of their head, all of their root, and the others."""
+    found: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
+    is_plain = bool(view.positions) and not isinstance(quantity, ApartColumns)
+    for root, mat in quantity.blocks.items():
+        is_at_head = is_plain and isinstance(root, HeadRoot) and root.head is view.call
+        found[not is_at_head][root] = mat
+    return Columns(found[0]), quantity.like(found[1])
+
+
+def condensed(columns: Columns) -> Columns:
+    """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
+
+    They are the triangular factor of ``M[:, n] = Q R``, so nothing is squared.
+
+    Args:
+        columns: At a tensor with ``D`` numbers ``[*in]`` for each sample.
+    """
+    blocks: dict[Root, Tensor] = {}
+    for root, mat in columns.blocks.items():
+        dtype = torch.promote_types(mat.dtype, torch.float32)
+        count, samples, *shape = mat.shape
+        result = mat.new_empty(min(count, torch.Size(shape).numel()), samples, *shape)
+        # The factorisation copies what it is given: some samples at a time.
+        for rows in slices(samples, memory_budget() // max(1, mat[:, :1].nbytes)):
+            vectors = mat[:, rows].flatten(2).transpose(0, 1).to(dtype)
+            triangles = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
+            result[:, rows] = triangles.unflatten(2, shape)
+        blocks[Root(root.name, scale=root.scale)] = result
+    return Columns(blocks)
+
+
+def _only_edge(call: Call) -> Edge | None:
+    """Where everything that a call sends goes, if that is one place."""
+    edges = [edge for edge in call.edges if edge is not None]
+    return edges[0] if len(edges) == 1 else None

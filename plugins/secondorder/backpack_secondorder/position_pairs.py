@@ -1,0 +1,95 @@
+"""Diagonals over many columns from pairs of positions, where that takes fewer multiply-adds.
+
+    Σ_v (Σ_s out[v, s] inp[s])² = Σ_s Σ_t (Σ_v out[v, s] out[v, t]) inp[s] inp[t]
+
+The right side has no columns once the sum in brackets is there. Measured in
+``docs/design/contractions.md``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core import SampleProduct
+from backpack_core.contract.affine import AffineProduct, reads_formed
+from backpack_core.contract.contractions import Rows, slices
+from backpack_core.contract.operations import Operation, per_sample_square_sum, square_sum
+from backpack_core.tuning import CACHE, memory_budget
+
+# A multiply-add of the small products over columns, and an entry that is copied or multiplied for a
+# pair, in multiply-adds of a large product.
+_SMALL, _COPIED = 8, 60
+
+
+@Operation
+def diagonal(product: SampleProduct) -> Tensor:
+    """``Σ_v Σ_n M[v, n]²``. Shape ``[*θ]``."""
+    return square_sum(product)
+
+
+@Operation
+def sample_diagonals(product: SampleProduct) -> Tensor:
+    """``Σ_v M[v, n]²``. Shape ``[N, *θ]``."""
+    return per_sample_square_sum(product)
+
+
+@diagonal.register
+def diagonal_affine(product: AffineProduct) -> Tensor:
+    """By :func:`by_pairs` where that is cheaper; the sum over samples if that is needed anyway."""
+    if product.inp is None or not is_cheaper(product):
+        return square_sum(product)
+    if per_sample_square_sum in product.needs:
+        return sample_diagonals(product).sum(0)
+    return product.to_parameter(by_pairs(product.out, product.inp).sum(0))
+
+
+@sample_diagonals.register
+def sample_diagonals_affine(product: AffineProduct) -> Tensor:
+    """By :func:`by_pairs` where that is cheaper."""
+    if product.inp is None or not is_cheaper(product):
+        return per_sample_square_sum(product)
+    return product.to_parameter(by_pairs(product.out, product.inp, is_summed=False))
+
+
+def is_cheaper(product: AffineProduct) -> bool:
+    """Whether to take pairs, by the number of multiply-adds for a group of a sample."""
+    if product.inp is None or torch.is_grad_enabled() or reads_formed(product):
+        return False
+    columns, _, positions, groups, features = product.out.shape
+    size, pairs = product.inp.shape[3], positions * (positions + 1) // 2
+    kernel = features * positions**2
+    if positions == 1 or groups * kernel * product.out.element_size() > memory_budget():
+        return False
+    taken = _SMALL * columns * kernel + pairs * (features * size + _COPIED * (features + size))
+    return taken < columns * positions * features * size
+
+
+def by_pairs(out: Tensor, inp: Rows, is_summed: bool = True) -> Tensor:
+    """``Σ_v M²`` of columns ``[V, N, S, G, O]`` and inputs ``[N, S, G, I]``.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        is_summed: Add up samples.
+
+    Returns:
+        Shape ``[N, G, O, I]``, or ``[1, G, O, I]`` for the sum.
+    """
+    _, samples, positions, groups, features = out.shape
+    size = inp.shape[3]
+    result = out.new_zeros(1 if is_summed else samples, groups, features, size)
+    first, second = torch.triu_indices(positions, positions, device=out.device)
+    places = first * positions + second
+    twice = torch.where(first == second, 1, 2).to(out.dtype)
+    step = max(1, CACHE // (2 * groups * size * out.element_size()))
+    for n in range(samples):
+        rows = slice(n, n + 1)
+        right = inp[rows][0].transpose(0, 1).contiguous()  # [G, S, I]
+        left = out[:, n].permute(2, 3, 1, 0).flatten(0, 1)  # [G·O, S, V]
+        kernel = (left @ left.mT).view(groups, features, positions**2)
+        target = result[0 if is_summed else n]
+        for some in slices(len(places), step):
+            weights = kernel[:, :, places[some]].mul_(twice[some])
+            target.baddbmm_(weights, right[:, first[some]].mul_(right[:, second[some]]))
+    return result
