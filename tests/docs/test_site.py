@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from backpack_core import errors, plugins
+from backpack_core.cli.trouble import trouble
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -100,6 +101,33 @@ def public_errors() -> dict[str, type]:
 
 def test_every_error_has_an_entry() -> None:
     assert set(entries()) == set(public_errors())
+
+
+def test_every_message_leads_to_its_entry() -> None:
+    """Also that of a plugin's own subclass, to what it derives from."""
+
+    class Mine(errors.UnsupportedError):
+        __module__ = "backpack_plugin_mine"
+
+    found = public_errors() | {"Mine": Mine}
+    for name, kind in found.items():
+        if issubclass(kind, errors.BackpackError):
+            (note,) = kind("no", "more").__notes__  # type: ignore[attr-defined,unused-ignore]
+        else:
+            with pytest.warns(kind) as caught:
+                errors.warn("no", kind)
+            note = str(caught[0].message).rpartition("\n")[2]
+        command, entry = note.rsplit(" ", 1)
+        assert command == "Read more: backpack trouble"
+        assert entry == ("UnsupportedError" if kind is Mine else name)
+        assert trouble(entry)
+
+
+def test_the_command_prints_an_entry_and_knows_near_misses() -> None:
+    assert trouble("backpack_core.errors.SampleMixingError:").startswith("Samples of the batch")
+    assert "##" not in trouble("BackpackError")
+    with pytest.raises(errors.UsageError, match="did you mean SampleMixingError or"):
+        trouble("SampleMixError")
 
 
 @pytest.mark.parametrize("name", [name for name, code in entries().items() if code])
