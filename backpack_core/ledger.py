@@ -24,7 +24,8 @@ class Row(NamedTuple):
     Attributes:
         module: Path of the module.
         extension: Name of the extension; of the propagator where a quantity is sent on.
-        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), or ``"sent"``.
+        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), ``"sent"``, or
+            ``"check"`` (the library's own, in the first passes of a structure).
         calls: How often, chunks of columns and passes included.
         seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
         bytes: Size of what was stored, or sent, last.
@@ -36,6 +37,9 @@ class Row(NamedTuple):
     calls: int
     seconds: float
     bytes: int
+
+
+CHECKS = ("(checks of sums)", "check")
 
 
 class Ledger:
@@ -59,9 +63,17 @@ class Ledger:
         return Entry(found, key)
 
     def rows(self) -> list[Row]:
-        """One row for each module and extension, in the order in which they were met."""
-        known = self._known.items()
-        return [Row(_path(m), kind.__name__, way, *found) for (m, kind, way), found in known]
+        """One row for each module and extension, in the order in which they were met.
+
+        What the engine reads along to check itself is one row, under its own name.
+        """
+        rows, checks = [], [0, 0.0]
+        for (module, kind, way), (calls, seconds, size) in self._known.items():
+            if kind.__module__.startswith("backpack_core.engine."):
+                checks = [checks[0] + calls, checks[1] + seconds]
+            else:
+                rows.append(Row(_path(module), kind.__name__, way, calls, seconds, size))
+        return [*rows, Row("all modules", *CHECKS, *checks, 0)] if checks[0] else rows
 
 
 def _path(module: Module | None) -> str:
