@@ -40,7 +40,7 @@ from typing import Any
 
 
 def entry(kind: type) -> str:
-    """The entry of the troubleshooting page for an error or a warning: the nearest class of ours."""
+    """The entry of an error or a warning in the manual: the nearest class of ours."""
     return next(
         base.__name__
         for base in kind.__mro__
