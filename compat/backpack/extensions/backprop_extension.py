@@ -40,6 +40,8 @@ _FAIL_MODES: dict[str, FailMode] = {
     FAIL_SILENT: "silent",
 }
 
+__all__ = ["BackpropExtension", "FirstOrderBackpropExtension", "SecondOrderBackpropExtension"]
+
 
 class IncumbentNames(Extension):
     """What users of the incumbent expect of every extension beside its quantity."""

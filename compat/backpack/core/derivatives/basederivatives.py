@@ -29,6 +29,8 @@ from backpack_core.contract.operations import batch_sum, dense
 
 Subsampling = Sequence[int] | None
 
+__all__ = ["BaseDerivatives", "BaseLossDerivatives", "BaseParameterDerivatives"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
