@@ -17,14 +17,15 @@ WIDE = 9  # columns that are too many for a card
 
 def _wrap(app: Sphinx, tree: nodes.document, name: str) -> None:
     for table in list(tree.findall(nodes.table)):
-        if "table-wrapper" in (table.parent.get("classes") or []):
-            continue
         rows = [list(row.findall(nodes.entry)) for row in table.findall(nodes.row)]
         header = [entry.astext() for entry in rows[0]]
         wide = len(header) >= WIDE
-        box = nodes.container(classes=["scrolls", "wide" if wide else "cards-on-phones"])
-        table.replace_self(box)
-        box += table
+        box = table.parent
+        if "table-wrapper" not in (box.get("classes") or []):  # which the theme puts around
+            box = nodes.container()
+            table.replace_self(box)
+            box += table
+        box["classes"] += ["scrolls", "wide" if wide else "cards-on-phones"]
         if wide:
             folded = "".join(_fold(header, [cell.astext() for cell in row]) for row in rows[1:])
             text = f'<div class="folded">{folded}</div>'
