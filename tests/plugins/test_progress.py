@@ -14,6 +14,8 @@ import pytest
 import tomllib
 
 from backpack_core.cli import output
+from backpack_core.cli.isolation import load_isolated
+from backpack_core.cli.listing import installed
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,6 +31,16 @@ def test_a_bar_only_on_a_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TERM", "xterm")
     assert list(output.track([1, 2, 3], "Trying every layer")) == [1, 2, 3]
     assert ("Trying every layer" in stream.getvalue()) == stream.isatty()
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+def test_the_bar_of_the_doctor(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-plugin-firstorder")
+    reports = load_isolated(installed(), 60)
+    assert "loaded" in {report.state for report in reports}
+    assert ("Loading plugins" in stream.getvalue()) == stream.isatty()
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
