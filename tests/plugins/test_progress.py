@@ -52,6 +52,16 @@ def test_the_bar_of_the_example(stream: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert ("] 2/2" in stream.getvalue()) == stream.isatty()
 
 
+def test_the_description_on_an_index_links_to_no_file() -> None:
+    pytest.importorskip("hatchling")
+    stand_alone = runpy.run_path(str(ROOT / "hatch_build.py"))["standing_alone"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](docs/" in text
+    links = re.findall(r"\]\(([^)]*)\)", stand_alone(text))
+    assert all(link.startswith("https:") for link in links)
+    assert stand_alone("a [word](x.md), [far](https://a.b)") == "a word, [far](https://a.b)"
+
+
 def test_one_name_installs_the_families() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
