@@ -67,13 +67,13 @@ class Ledger:
 
         What the engine reads along to check itself is one row, under its own name.
         """
-        rows, checks = [], [0, 0.0]
+        rows, visits, took = [], 0, 0.0
         for (module, kind, way), (calls, seconds, size) in self._known.items():
             if kind.__module__.startswith("backpack_core.engine."):
-                checks = [checks[0] + calls, checks[1] + seconds]
+                visits, took = visits + calls, took + seconds
             else:
                 rows.append(Row(_path(module), kind.__name__, way, calls, seconds, size))
-        return [*rows, Row("all modules", *CHECKS, *checks, 0)] if checks[0] else rows
+        return [*rows, Row("all modules", *CHECKS, visits, took, 0)] if visits else rows
 
 
 def _path(module: Module | None) -> str:
