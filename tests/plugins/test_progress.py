@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 from backpack_core.cli import output
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.listing import installed
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
 
 ROOT = Path(__file__).parents[2]
 
