@@ -82,6 +82,22 @@ def test_code_runs(
         assert capsys.readouterr().out.strip() == dedent(printed).strip()
 
 
+LOOKS_RUNNABLE = re.compile(
+    r"^ {4,}(with .*:$|from \w+.* import |import \w|\w+ = \w+\(|print\()", re.MULTILINE
+)
+
+
+def test_what_looks_runnable_runs() -> None:
+    """Python stands in blocks that say so; an import alone may show where a name comes from."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        if not {"_build", "api", "gallery"} & set(page.parts):
+            text = re.sub(
+                r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+            )
+            found = [match.group() for match in LOOKS_RUNNABLE.finditer(text)]
+            assert all("backpack_core.extensions import" in line for line in found), page
+
+
 def public_errors() -> dict[str, type]:
     """Of all packages of the library that are installed, by name."""
     found = {}
