@@ -42,6 +42,8 @@ $(STAMP): $(PYPROJECTS) constraints.txt
 		$(foreach folder,$(DISTRIBUTIONS),--editable '$(folder)$(if $(filter .,$(folder)),[$(EXTRAS)])')
 	@touch $@
 
+# One thread: its tensors are small, and more only compete for cores that others use.
+demo: export OMP_NUM_THREADS := 1
 demo: $(STAMP) ## run the demonstration
 	$(BIN)/python -m backpack_core.demo
 

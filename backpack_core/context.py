@@ -197,7 +197,8 @@ def _check_extension(extension: object) -> None:
             f"backpack(...) takes extension instances. Got the class {extension.__name__}: write "
             f"{extension.__name__}()."
         )
+    hint = " Write backpack(*extensions)." if isinstance(extension, (list, tuple, set)) else ""
     raise NotAnExtensionError(
         f"backpack(...) takes extensions, instances of backpack_core.Extension. Got {extension!r} "
-        f"of type {type(extension).__name__}."
+        f"of type {type(extension).__name__}.{hint}"
     )

@@ -40,8 +40,24 @@ from pathlib import Path
 from typing import Any
 
 
+def entry(kind: type) -> str:
+    """The entry of an error or a warning in the manual: the nearest class of ours."""
+    return next(
+        base.__name__
+        for base in kind.__mro__
+        if base.__module__.startswith("backpack_") and "_plugin_" not in base.__module__
+    )
+
+
 class BackpackError(Exception):
-    """Base class of all errors raised by this library."""
+    """Base class of all errors raised by this library.
+
+    A traceback (from Python 3.11 on) ends in the command that prints what is known about its kind.
+    """
+
+    def __init__(self, *args: object, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__notes__ = [f"Read more: backpack trouble {entry(type(self))}"]
 
 
 class UsageError(BackpackError, ValueError):
@@ -186,6 +202,8 @@ def warn_once(key: Hashable, message: str, category: type[Warning]) -> None:
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that belongs to no library; at our own where there is none."""
+    if issubclass(category, BackpackWarning):
+        message = f"{message}\nRead more: backpack trouble {entry(category)}"
     frame = sys._getframe(1)
     level, inner = 2, 2
     while frame is not None:

@@ -7,7 +7,7 @@ profiler of torch's runs, its trace has a label for each as well.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,8 @@ class Row(NamedTuple):
     Attributes:
         module: Path of the module.
         extension: Name of the extension; of the propagator where a quantity is sent on.
-        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), or ``"sent"``.
+        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), ``"sent"``, or
+            ``"check"`` (the library's own, in the first passes of a structure).
         calls: How often, chunks of columns and passes included.
         seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
         bytes: Size of what was stored, or sent, last.
@@ -39,6 +40,9 @@ class Row(NamedTuple):
     calls: int
     seconds: float
     bytes: int
+
+
+CHECKS = ("(checks of sums)", "check")
 
 
 class Profile:
@@ -73,8 +77,18 @@ class Profile:
 
     def summary(self) -> Summary:
         """What each extension took at each module so far: rule or autodiff, time, bytes."""
-        known = self._known.items()
-        return Summary(Row(_path(m), kind.__name__, way, *found) for (m, kind, way), found in known)
+        return Summary(self._rows())
+
+    def _rows(self) -> Iterator[Row]:
+        """In the order in which they were met; what the engine reads to check itself is one row."""
+        visits, took = 0, 0.0
+        for (module, kind, way), (calls, seconds, size) in self._known.items():
+            if kind.__module__.startswith("backpack_core.engine."):
+                visits, took = visits + calls, took + seconds
+            else:
+                yield Row(_path(module), kind.__name__, way, calls, seconds, size)
+        if visits:
+            yield Row("all modules", *CHECKS, visits, took, 0)
 
 
 def _path(module: Module | None) -> str:

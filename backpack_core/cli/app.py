@@ -187,6 +187,29 @@ def explain(
         output.print_table(HEADER, rows, output.width())
 
 
+def _errors(incomplete: str) -> list[str]:
+    from backpack_core.cli.trouble import entries
+
+    return [name for name in entries() if name.startswith(incomplete)]
+
+
+@app.command()
+def trouble(
+    error: Annotated[
+        str,
+        typer.Argument(metavar="NAME", autocompletion=_errors, help="Of an error or a warning."),
+    ],
+) -> None:
+    """Say what is behind an error or a warning, and what to do.
+
+    Example: `backpack trouble SampleMixingError`
+    """
+    from backpack_core.cli import output
+    from backpack_core.cli.trouble import trouble as entry
+
+    output.say(entry(error))
+
+
 @app.command()
 def demo() -> None:
     """Compute gradients and curvature of a small net on real data, and compare with autograd."""

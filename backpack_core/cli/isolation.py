@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from backpack_core.cli import output
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.errors import PluginError
 from backpack_core.plugins.discovery import Plugin
@@ -20,7 +22,7 @@ START_LIMIT = 120.0  # seconds to start Python, import torch and read metadata
 
 
 def load_isolated(plugins: list[Plugin], limit: float) -> list[Report]:
-    """Load plugins in other processes.
+    """Load plugins in other processes, with a bar on a terminal.
 
     Args:
         plugins: All installed plugins.
@@ -32,12 +34,17 @@ def load_isolated(plugins: list[Plugin], limit: float) -> list[Report]:
     Raises:
         PluginError: The other process could not be started.
     """
+    with output.bar("Loading plugins", len(plugins)) as advance:
+        return _load(plugins, limit, advance)
+
+
+def _load(plugins: list[Plugin], limit: float, advance: Callable[[], None]) -> list[Report]:
     reports: dict[tuple[str, str], Report] = {}
     waiting = [(p.distribution, p.name) for p in plugins]
     culprits: list[tuple[str, str]] = []
     by_identity = {(p.distribution, p.name): p for p in plugins}
     while any(identity not in reports for identity in waiting):
-        worker = _Worker(culprits, reports, limit)
+        worker = _Worker(culprits, reports, limit, advance)
         culprit = worker.run()
         if culprit is None:
             break
@@ -63,7 +70,9 @@ class _Worker:
         skip: list[tuple[str, str]],
         reports: dict[tuple[str, str], Report],
         limit: float,
+        advance: Callable[[], None],
     ) -> None:
+        self.advance = advance
         self.skip = skip
         self.reports = reports
         self.limit = limit
@@ -121,6 +130,7 @@ class _Worker:
                 found = _report(message["end"])
                 if found.identity not in self.skip:
                     self.reports[found.identity] = found
+                    self.advance()
                 current = None
             elif "done" in message:
                 return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -78,6 +79,22 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
     yield from tracked(
         items, what, total, console=bar, transient=True, disable=not sys.stderr.isatty()
     )
+
+
+@contextmanager
+def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal, which the function it gives moves on; none where nobody looks on.
+
+    Args:
+        what: What is done.
+        total: How many steps there are.
+    """
+    from rich.progress import Progress
+
+    hidden = not sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda: progress.advance(task)
 
 
 def print_json(value: Any) -> None:

@@ -75,5 +75,5 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
         f"{call.path} received {size} entries on axis 0, where the model received "
         f"{batch_size} samples: they are something else, or positions were merged into the "
         "batch (as in logits.flatten(0, 1)). Keep those as extra dimensions: Linear takes "
-        "[N, T, D], CrossEntropyLoss [N, C, T]."
+        "[N, T, D], CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]."
     )

@@ -70,7 +70,7 @@ def accumulate(
         state_file: Where to keep what is known, to go on from there when started again with the
             same arguments: then with the same numbers. It is left behind at the end.
         every: After how many batches the file is written.
-        progress: Whether to show a bar.
+        progress: Whether to show a bar, where the output is a terminal.
         check: See :class:`backpack_core.backpack`.
         process_group: Whose processes share the data, each with a loader of its part; results are
             those of all samples, on every rank. What a ``DistributedSampler`` repeats is left out.
@@ -149,7 +149,7 @@ class _Run:
         done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
         kept, heartbeat = _Kept(self.loader), Heartbeat(self.group, self.timeout)
         place = -1
-        bar = tqdm(self.loader, desc=f"pass {number}", disable=not self.progress)
+        bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
         for place, item in enumerate(bar):
             inputs, targets = self.batch(item)
             kept_inputs, kept_targets = kept.of(inputs, targets)

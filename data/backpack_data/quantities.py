@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ class Quantities(Mapping[Place, Any]):
         self.batches, self.normaliser = batches, normaliser
 
     def __getitem__(self, place: Place) -> Any:
-        """The value of a parameter in a field."""
+        """The value of a parameter in a field: ``found["0.weight", "kfac"]``."""
+        if place not in self._values:
+            known = {f"{path}, {field}": None for path, field in self._values}
+            asked = place if isinstance(place, str) else ", ".join(map(str, place))
+            near = get_close_matches(asked, known, 1, 0.6)
+            hint = f"did you mean {near[0]}?" if near else f"there are {'; '.join(known)}."
+            raise KeyError(f"There is no value at {place!r}: {hint}")
         return self._values[place]
 
     def __iter__(self) -> Iterator[Place]:

@@ -94,6 +94,19 @@ PAGES = (
         ("backpack_core.plugins",),
     ),
     Page(
+        "compat",
+        "backpack (of backpack-compat)",
+        "The names of backpack-for-pytorch 1.7, for scripts and packages written for it. "
+        "[Coming from BackPACK](../migration.md) says what is the same and what differs. Layers "
+        "have derivatives by the same names as there (`backpack.core.derivatives.DERIVATIVES` is "
+        "the table); each derives from one of the last classes on this page.",
+        (
+            *("backpack", "backpack.extensions", "backpack.extensions.backprop_extension"),
+            *("backpack.extensions.module_extension", "backpack.core.derivatives.basederivatives"),
+            "backpack.core.derivatives.likelihoods",
+        ),
+    ),
+    Page(
         "testing",
         "backpack_core.testing",
         "The conformance kit. [Testing](../authors/testing.md) shows how it is used.",
@@ -103,12 +116,14 @@ PAGES = (
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """What a module offers: the installed extensions, its lazy names, or what it defines."""
+    """What a module offers: the installed extensions, what it says itself, or what it defines."""
     if module.__name__ == "backpack_core.extensions":
         ensure_loaded()
         return sorted(registry.extensions)
     if hasattr(module, "_HOME_OF"):
         return sorted(module._HOME_OF)
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
     home = module.__name__
     return [
         name

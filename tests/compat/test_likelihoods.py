@@ -57,6 +57,16 @@ def test_losses(name: str, reduction: str, scale: float | None) -> None:
     assert d.compute_sampled_grads(x, 5).shape == (5, N, features)
 
 
+def test_the_summed_hessian_has_the_axes_of_one_input() -> None:
+    d: Any = DERIVATIVES["CrossEntropyLossDerivatives"]()
+    module, x = extend(nn.CrossEntropyLoss()), torch.randn(N, 4, 3)
+    y = torch.randint(4, (N, 3))
+    x.requires_grad_()
+    module(x, y)
+    full = torch.autograd.functional.hessian(lambda x: module.forward(x, y), x)
+    assert_close(d.sum_hessian(module, None, None), sum(full[n, :, :, n] for n in range(N)))
+
+
 def test_no_particular_loss() -> None:
     d: Any = NLLLossDerivatives()
     linear = extend(nn.Linear(3, 2))

@@ -76,6 +76,39 @@ def test_factors_of_shared_positions(extension: Any) -> None:
     assert [list(factor.shape) for factor in factors] == [[2, 2], [3, 3]]
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.relu(self.a(x))) + x
+
+
+def test_a_class_of_ones_own_and_class_weights() -> None:
+    x, y = data()
+    weight = torch.tensor([0.5, 1.0, 2.0])
+    model = run(KFAC(), run(DiagGGNExact(), Residual(), x, y, weight=weight), x, y)
+    assert [list(factor.shape) for factor in model.a.weight.kfac] == [[3, 3], [3, 3]]  # type: ignore[union-attr]
+
+    first, second = (
+        [p.detach() for p in layer.parameters()]
+        for layer in (model.a, model.b)  # type: ignore[union-attr]
+    )
+
+    def scores(matrix: Tensor) -> Tensor:
+        hidden = torch.relu(nn.functional.linear(x, matrix, first[1]))
+        return nn.functional.linear(hidden, *second) + x
+
+    def loss(out: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out, y, weight)
+
+    jac = torch.func.jacrev(scores)(first[0]).reshape(12, 9)
+    hessian = torch.func.hessian(loss)(scores(first[0])).reshape(12, 12)
+    expected = torch.einsum("ai,ab,bi->i", jac, hessian, jac).reshape(3, 3)
+    torch.testing.assert_close(model.a.weight.diag_ggn_exact, expected)  # type: ignore[union-attr]
+
+
 def test_hooks_of_containers() -> None:
     x, y = data()
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 3)))
@@ -93,6 +126,6 @@ def test_derivatives_of_ones_own_find_what_they_override() -> None:
 
 
 def test_the_page_has_a_line_for_each() -> None:
-    table = PAGE.read_text(encoding="utf-8").partition("### What the incumbent refuses")[2]
+    table = PAGE.read_text(encoding="utf-8").partition("### What BackPACK refuses")[2]
     rows = [line for line in table.partition("##")[0].splitlines() if line.startswith("| `")]
-    assert len(rows) == 4
+    assert len(rows) == 6

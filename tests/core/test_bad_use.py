@@ -67,6 +67,15 @@ def test_no_extension(wrong: Any) -> None:
         backpack(wrong)
 
 
+def test_extensions_in_a_list_and_a_sample_without_a_batch() -> None:
+    with pytest.raises(NotAnExtensionError, match=r"Write backpack\(\*extensions\)"):
+        backpack([BatchGrad()])  # type: ignore[arg-type]
+    model, lossfunc = extend(nn.Linear(3, 1)), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.randn(3)), torch.zeros(1))
+    with pytest.raises(ShapeError, match=r"A single sample needs an axis"), backpack(BatchGrad()):
+        loss.backward()
+
+
 def test_two_extensions_with_one_savefield() -> None:
     with pytest.raises(UsageError, match=r"'grad_batch': give one of them another savefield"):
         backpack(BatchGrad(), BatchGrad())

@@ -48,6 +48,21 @@ def test_a_row_for_each_module_and_extension() -> None:
     assert summary.rows == sorted(summary.rows, key=lambda row: -row.seconds)
 
 
+def test_what_the_library_checks_is_one_row() -> None:
+    """In the first passes of a structure, sums of individual gradients are compared."""
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
+    rows = []
+    for check in ("first", "never"):
+        with backpack(BatchGrad(), check=check) as block:
+            model(torch.randn(4, 3)).square().sum().backward()
+        rows.append({row.extension: row for row in block.summary().rows})
+    found = rows[0]["(checks of sums)"]
+    assert (found.module, found.way, found.calls) == ("all modules", "check", 4)
+    assert found.seconds > 0
+    assert "SumCheck" not in rows[0]
+    assert set(rows[1]) == {"BatchGrad"}
+
+
 def test_as_text() -> None:
     lines = str(Summary([])).splitlines()
     assert lines[0].split() == ["module", "extension", "way", "calls", "ms", "%", "KiB"]

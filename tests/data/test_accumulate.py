@@ -207,3 +207,16 @@ def test_killed_at_any_moment(tmp_path: Path):
     from tests.data.crash import crash
 
     crash(tmp_path, kills=3, seed=0)
+
+
+def test_what_is_not_there_is_named_and_no_bar_is_drawn_where_nobody_looks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    found = accumulate(net(), loss("sum"), batches(*data(), 4, 3), DiagGGNExact())
+    assert capfd.readouterr().err == ""
+    path, field = next(iter(found))
+    with pytest.raises(KeyError, match=f"did you mean {path}, {field}"):
+        found[path, "diag_ggn"]
+    with pytest.raises(KeyError, match="there are"):
+        found["nowhere"]  # type: ignore[index]
+    assert ("nowhere", field) not in found

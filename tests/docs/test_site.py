@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from backpack_core import errors, plugins
+from backpack_core.cli.trouble import trouble
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -81,6 +82,22 @@ def test_code_runs(
         assert capsys.readouterr().out.strip() == dedent(printed).strip()
 
 
+LOOKS_RUNNABLE = re.compile(
+    r"^ {4,}(with .*:$|from \w+.* import |import \w|\w+ = \w+\(|print\()", re.MULTILINE
+)
+
+
+def test_what_looks_runnable_runs() -> None:
+    """Python stands in blocks that say so; an import alone may show where a name comes from."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        if not {"_build", "api", "gallery"} & set(page.parts):
+            text = re.sub(
+                r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
+            )
+            found = [match.group() for match in LOOKS_RUNNABLE.finditer(text)]
+            assert all("backpack_core.extensions import" in line for line in found), page
+
+
 def public_errors() -> dict[str, type]:
     """Of all packages of the library that are installed, by name."""
     found = {}
@@ -100,6 +117,33 @@ def public_errors() -> dict[str, type]:
 
 def test_every_error_has_an_entry() -> None:
     assert set(entries()) == set(public_errors())
+
+
+def test_every_message_leads_to_its_entry() -> None:
+    """Also that of a plugin's own subclass, to what it derives from."""
+
+    class Mine(errors.UnsupportedError):
+        __module__ = "backpack_plugin_mine"
+
+    found = public_errors() | {"Mine": Mine}
+    for name, kind in found.items():
+        if issubclass(kind, errors.BackpackError):
+            (note,) = kind("no", "more").__notes__  # type: ignore[attr-defined,unused-ignore]
+        else:
+            with pytest.warns(kind) as caught:
+                errors.warn("no", kind)
+            note = str(caught[0].message).rpartition("\n")[2]
+        command, entry = note.rsplit(" ", 1)
+        assert command == "Read more: backpack trouble"
+        assert entry == ("UnsupportedError" if kind is Mine else name)
+        assert trouble(entry)
+
+
+def test_the_command_prints_an_entry_and_knows_near_misses() -> None:
+    assert trouble("backpack_core.errors.SampleMixingError:").startswith("Samples of the batch")
+    assert "##" not in trouble("BackpackError")
+    with pytest.raises(errors.UsageError, match="did you mean SampleMixingError or"):
+        trouble("SampleMixError")
 
 
 @pytest.mark.parametrize("name", [name for name, code in entries().items() if code])

@@ -187,7 +187,10 @@ def complete(words: str, site: Path, shell: str = "bash") -> list[str]:
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("backpack ", ["plugins", "doctor", "support", "explain", "demo", "update", "new"]),
+        (
+            "backpack ",
+            ["plugins", "doctor", "support", "explain", "trouble", "demo", "update", "new"],
+        ),
         ("backpack pl", ["plugins"]),
         ("backpack new ", ["layer", "extension", "propagator"]),
         ("backpack new e", ["extension"]),

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tomllib
 
 from backpack_core.cli import output
+from backpack_core.cli.isolation import load_isolated
+from backpack_core.cli.listing import installed
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,12 +35,32 @@ def test_a_bar_only_on_a_terminal(stream: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+def test_the_bar_of_the_doctor(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-plugin-firstorder")
+    reports = load_isolated(installed(), 60)
+    assert "loaded" in {report.state for report in reports}
+    assert ("Loading plugins" in stream.getvalue()) == stream.isatty()
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
 def test_the_bar_of_the_example(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     show = runpy.run_path(str(ROOT / "examples" / "retain_graph.py"))["show_progress"]
     monkeypatch.setattr(sys, "stderr", stream)
     for done in range(3):
         show("16 backward passes", done, 2)
     assert ("] 2/2" in stream.getvalue()) == stream.isatty()
+
+
+def test_the_description_on_an_index_links_to_no_file() -> None:
+    pytest.importorskip("hatchling")
+    stand_alone = runpy.run_path(str(ROOT / "hatch_build.py"))["standing_alone"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "](docs/" in text
+    links = re.findall(r"\]\(([^)]*)\)", stand_alone(text))
+    assert all(link.startswith("https:") for link in links)
+    assert stand_alone("a [word](x.md), [far](https://a.b)") == "a word, [far](https://a.b)"
 
 
 def test_one_name_installs_the_families() -> None:

@@ -40,9 +40,11 @@ _FAIL_MODES: dict[str, FailMode] = {
     FAIL_SILENT: "silent",
 }
 
+__all__ = ["BackpropExtension", "FirstOrderBackpropExtension", "SecondOrderBackpropExtension"]
 
-class IncumbentNames(Extension):
-    """What users of the incumbent expect of every extension beside its quantity."""
+
+class BackpackNames(Extension):
+    """What users of BackPACK expect of every extension beside its quantity."""
 
     _saved: SavedQuantities | None = None
 
@@ -81,7 +83,7 @@ class IncumbentNames(Extension):
         return self.propagator.merge(existing, other)
 
 
-class IncumbentGraphNames(IncumbentNames, GraphExtension):
+class BackpackGraphNames(BackpackNames, GraphExtension):
     """The same for extensions that are read from the graph of the loss."""
 
     def set_module_extension(self, *args: Any, **kwargs: Any) -> None:
@@ -116,7 +118,7 @@ class HandedOn(Propagator):
         return self.extension.accumulate_backpropagated_quantities(first, second)
 
 
-class BackpropExtension(IncumbentNames):
+class BackpropExtension(BackpackNames):
     """An extension given by a table of module extensions.
 
     Every extension of the core is a virtual subclass.

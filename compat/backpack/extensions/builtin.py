@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from backpack.extensions.backprop_extension import IncumbentGraphNames, IncumbentNames
+from backpack.extensions.backprop_extension import BackpackGraphNames, BackpackNames
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.hbp_options import (
     BackpropStrategy,
@@ -29,35 +29,35 @@ EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
 BOTEV_MARTENS = ExpectationApproximation.BOTEV_MARTENS
 
 
-class BatchGrad(IncumbentNames, individual.BatchGrad):
+class BatchGrad(BackpackNames, individual.BatchGrad):
     """Individual gradients, in ``grad_batch``."""
 
     def __init__(self, subsampling: list[int] | None = None) -> None:
         super().__init__(subsampling=subsampling)
 
 
-class BatchL2Grad(IncumbentNames, individual.BatchL2Grad):
+class BatchL2Grad(BackpackNames, individual.BatchL2Grad):
     """Squared norms of individual gradients, in ``batch_l2``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class SumGradSquared(IncumbentNames, moments.SumGradSquared):
+class SumGradSquared(BackpackNames, moments.SumGradSquared):
     """Sum of squared individual gradients, in ``sum_grad_squared``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class Variance(IncumbentNames, moments.Variance):
+class Variance(BackpackNames, moments.Variance):
     """Variance of the individual gradients, in ``variance``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class ByLossHessian(IncumbentNames):
+class ByLossHessian(BackpackNames):
     """Extensions that carry the root of the loss Hessian, exact or sampled.
 
     Args:
@@ -177,21 +177,21 @@ class SqrtGGNMC(SqrtGGN, sqrt_ggn.SqrtGGNMC):
         super().__init__(SAMPLING, "sqrt_ggn_mc", subsampling)
 
 
-class DiagHessian(IncumbentNames, diag_hessian.DiagHessian):
+class DiagHessian(BackpackNames, diag_hessian.DiagHessian):
     """Diagonal of the Hessian, in ``diag_h``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class BatchDiagHessian(IncumbentNames, diag_hessian.BatchDiagHessian):
+class BatchDiagHessian(BackpackNames, diag_hessian.BatchDiagHessian):
     """Diagonals of the Hessians of single samples, in ``diag_h_batch``."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
-class HBP(IncumbentNames):
+class HBP(BackpackNames):
     """Kronecker factors by strategies.
 
     Args:
@@ -289,21 +289,21 @@ class KFRA(HBP, kfra.KFRA):
         )
 
 
-class GGNMP(IncumbentGraphNames, products.GGNMP):
+class GGNMP(BackpackGraphNames, products.GGNMP):
     """Products with blocks of the generalised Gauss-Newton matrix, in ``ggnmp``."""
 
     def __init__(self, savefield: str = "ggnmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class HMP(IncumbentGraphNames, products.HMP):
+class HMP(BackpackGraphNames, products.HMP):
     """Products with blocks of the Hessian, in ``hmp``."""
 
     def __init__(self, savefield: str = "hmp") -> None:
         super().__init__(savefield=savefield)
 
 
-class PCHMP(IncumbentGraphNames, products.PCHMP):
+class PCHMP(BackpackGraphNames, products.PCHMP):
     """Products with blocks of the positive-curvature Hessian, in ``pchmp``."""
 
     def __init__(self, savefield: str = "pchmp", modify: Literal["clip", "abs"] = "clip") -> None:

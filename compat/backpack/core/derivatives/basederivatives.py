@@ -30,6 +30,8 @@ from backpack_core.contract.operations import batch_sum, dense
 
 Subsampling = Sequence[int] | None
 
+__all__ = ["BaseDerivatives", "BaseLossDerivatives", "BaseParameterDerivatives"]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -268,7 +270,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
 
     @in_backward_mode
     def sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        """``Σ_n ∇²ℓ_n``. Shape ``[D, D]``."""
+        """``Σ_n ∇²ℓ_n``. Shape ``[*, *]`` with ``*`` the shape of one input: ``[D, D]``, say."""
         return self._sum_hessian(module, g_inp, g_out)
 
     def hessian_is_psd(self) -> bool:
@@ -301,7 +303,8 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         return lambda mat: rule.hessian_mat_prod(view, mat)
 
     def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        return loss_rule_for(module).sum_hessian(loss_view(module, g_out))
+        shape = _input(module)[1:]
+        return loss_rule_for(module).sum_hessian(loss_view(module, g_out)).reshape(*shape, *shape)
 
 
 def _input(module: Module) -> torch.Size:

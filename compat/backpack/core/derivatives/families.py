@@ -130,15 +130,15 @@ class AdaptivePoolingDerivatives(PoolingDerivatives):
                 "none."
             )
 
-    def get_equivalent_parameters(self, module: Module) -> tuple[list[int], list[int]]:
-        """Stride and kernel size of that average pooling; ask ``check_parameters`` first."""
+    def get_avg_pool_parameters(self, module: Module) -> tuple[list[int], list[int], list[int]]:
+        """Stride, kernel size, padding of that average pooling; after ``check_parameters``."""
         sizes, wanted = self._spatial_sizes(module)
         strides = [size // target for size, target in zip(sizes, wanted, strict=True)]
-        return strides, list(strides)
+        return strides, list(strides), [0] * self.N
 
-    def get_parameters(self, module: Module) -> tuple[list[int], list[int], int]:
-        """Stride, kernel size and padding of that average pooling."""
-        return *self.get_equivalent_parameters(module), 0
+    def get_parameters(self, module: Module) -> tuple[list[int], list[int], list[int]]:
+        """The same: what the methods of an average pooling ask for."""
+        return self.get_avg_pool_parameters(module)
 
     @staticmethod
     def _spatial_sizes(module: Module) -> tuple[torch.Size, torch.Size]:

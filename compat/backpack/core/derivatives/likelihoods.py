@@ -15,6 +15,13 @@ from backpack.utils.tensors import subsample
 from backpack_compat.views import Grads, loss_rule_for, made_view, view_of
 from backpack_core.errors import UnsupportedError
 
+__all__ = [
+    "BCEWithLogitsDerivatives",
+    "CrossEntropyDerivatives",
+    "MSEDerivatives",
+    "NLLLossDerivatives",
+]
+
 _LIKELIHOODS: dict[type[Module], Callable[[Tensor], Distribution]] = {
     MSELoss: lambda x: Normal(x, x.new_tensor(sqrt(0.5))),
     CrossEntropyLoss: lambda x: Categorical(logits=x.movedim(1, -1)),
