@@ -124,8 +124,10 @@ def after_forward(
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
+    if not is_recording():
+        return
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if is_recording() and owner is not None and owner.module is module:
+    if owner is not None and owner.module is module:
         tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
         owner.begin(tensors)
 
@@ -133,8 +135,10 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @_Hook
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
+    if not is_recording():
+        return
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if is_recording() and owner is not None and owner.module is module:
+    if owner is not None and owner.module is module:
         owner.end()
 
 

@@ -36,9 +36,9 @@ def is_disabled() -> bool:
 def is_recording() -> bool:
     """Whether the forward pass under way leaves a graph that a backward pass can be run on."""
     return (
-        torch.is_grad_enabled()
+        not torch.compiler.is_compiling()  # first, so that the compiler sees nothing of the rest
+        and torch.is_grad_enabled()
         and not is_transformed()
         and tracing_state() is None
         and not getattr(_local, "disabled", 0)
-        and not torch.compiler.is_exporting()
     )
