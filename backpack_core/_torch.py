@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -23,7 +22,6 @@ from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, stateless
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from backpack_core.errors import add_library_folder
@@ -110,63 +108,12 @@ def running_calls(module: Module) -> int:
     return count
 
 
-_unpacking = threading.local()
-
-
 def has_saving_hooks() -> bool:
     """Whether autograd saves tensors through hooks of somebody's; true if torch does not tell."""
     try:
         return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     except (AttributeError, TypeError):  # it is not public, and its arguments have changed before
         return True
-
-
-class _Unpacked(dict[Any, Any]):
-    """Where a checkpoint notes what it has given: for :func:`unpacking_again`, it is not noted."""
-
-    def __setitem__(self, task: Any, handle: Any) -> None:
-        if handle is not None or not getattr(_unpacking, "again", False):
-            super().__setitem__(task, handle)
-
-
-class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[misc]
-    """What a checkpoint keeps in the place of a saved tensor."""
-
-    is_used = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.handles = _Unpacked()
-        _Holder.is_used = True
-
-
-def let_checkpoints_give_again() -> None:
-    """Have later checkpoints (not re-entrant ones) give saved tensors to us and to autograd."""
-    if hasattr(torch_checkpoint, "_Holder"):
-        torch_checkpoint._Holder = _Holder  # type: ignore[misc]
-
-
-@cache
-def _saved_by(kind: type) -> tuple[str, ...]:
-    names = [name for name in dir(kind) if name.startswith("_saved_")]
-    return (*names, "saved_tensors") if hasattr(kind, "saved_tensors") else tuple(names)
-
-
-@contextmanager
-def unpacking_again(node: Node) -> Iterator[None]:
-    """What a node saved is asked for, and will be once more: a checkpoint holds it until then.
-
-    The checkpoint runs its function at the first time. That is now, and not under vmap.
-    """
-    before = getattr(_unpacking, "again", False)
-    _unpacking.again = True
-    try:
-        for name in _saved_by(type(node)) if _Holder.is_used else ():
-            with suppress(RuntimeError):  # it was freed: what asks for it says so
-                getattr(node, name)
-        yield
-    finally:
-        _unpacking.again = before
 
 
 def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:

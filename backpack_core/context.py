@@ -14,9 +14,8 @@ from backpack_core._torch import Node
 from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
-from backpack_core.engine.groups import group
+from backpack_core.engine.groups import Watch, group
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
-from backpack_core.ledger import Ledger, Summary
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
@@ -44,6 +43,7 @@ class backpack:
         beside: Sequence[Tensor] = (),
         observer: Callable[[View], None] | None = None,
         gradient: Gradient = "autograd",
+        watch: Watch | None = None,
     ) -> None:
         """Check and store the request.
 
@@ -68,6 +68,10 @@ class backpack:
                 accumulated, and hooks on parameters are called, at the end of the pass.
                 ``"none"``: parameters of extended modules get no ``grad``. See
                 ``docs/gradient.md``.
+            watch: Called as ``watch(function, module, kind, way)`` for every value that is read,
+                and every quantity that is sent on; returns what the function does. ``module`` is
+                ``None`` for the loss as a whole, ``kind`` the class of the extension, or of the
+                propagator. :class:`backpack_core.cli.profile.Profile` is one.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -103,19 +107,10 @@ class backpack:
             terms,
             observer,
             gradient,
+            watch,
         )
+        self._watch = watch
         self._entered: list[tuple[Context, Announcer]] = []
-        self._ledger = Ledger()
-
-    def summary(self) -> Summary:
-        """What each extension took at each module so far: rule or autodiff, time, bytes.
-
-        Example:
-            >>> with backpack(DiagGGNExact()) as block:
-            ...     loss.backward()
-            >>> print(block.summary())
-        """
-        return Summary(self._ledger.rows())
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""
@@ -135,8 +130,7 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        groups = group(self._extensions, self._ledger)
-        context = self._begin(*groups, ledger=self._ledger)
+        context = self._begin(*group(self._extensions, self._watch))
         announcer = Announcer(context)
         uncompiled.__enter__()
         self._entered.append((context, announcer))

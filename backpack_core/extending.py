@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from torch.nn import Module
 
+from backpack_core._checkpoints import let_checkpoints_give_again
 from backpack_core._torch import (
     MODEL_KEY,
     ModuleHooks,
-    let_checkpoints_give_again,
     parametrizations_of,
 )
 from backpack_core.engine.active import logger

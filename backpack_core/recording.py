@@ -23,7 +23,7 @@ from backpack_core import _torch
 from backpack_core._torch import ModuleHooks, cached_tensor, parametrizations_of, version_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.graph.computed import leaves_behind
+from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
 from backpack_core.record.call import (
     Call,

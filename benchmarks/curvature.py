@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
+from operator import matmul
 from typing import Any
 
 import curvlinops
@@ -27,6 +28,7 @@ from benchmarks.problems import Problem, find
 
 Data = list[tuple[Tensor, Tensor]]
 Cell = tuple[Callable[[], Any], Callable[[], Any]]  # ours, theirs
+Cells = dict[str, Cell]
 SEPARATE = {"separate_weight_and_bias": True, "kfac_approx": "reduce"}
 
 
@@ -56,7 +58,7 @@ def corrected_over(model: nn.Module, lossfunc: nn.Module, data: Data) -> Any:
     return factors_over(model, lossfunc, data, EKFAC(None, basis=basis))
 
 
-def cells(problem: Problem, batches: int, batch: int) -> dict[str, Cell]:
+def cells(problem: Problem, batches: int, batch: int) -> Cells:
     """What is compared, on one problem."""
     torch.manual_seed(0)
     model, lossfunc = problem.model(), nn.CrossEntropyLoss()
@@ -71,11 +73,30 @@ def cells(problem: Problem, batches: int, batch: int) -> dict[str, Cell]:
     def theirs(kind: str, **more: Any) -> Any:
         return getattr(curvlinops, kind)(plain, plain_loss, trained, data, **settings, **more)
 
+    made = {
+        f"{name} @ {form}": (partial(matmul, mine, vectors), partial(matmul, other, vectors))
+        for name, mine, other in (
+            ("GGN", GGN(model, lossfunc, data), theirs("GGNLinearOperator")),
+            ("Hessian", Hessian(model, lossfunc, data), theirs("HessianLinearOperator")),
+            (
+                "empirical Fisher",
+                Fisher(model, lossfunc, data, kind="empirical"),
+                theirs("EFLinearOperator"),
+            ),
+        )
+        for form, vectors in (("vector", vector), ("4 vectors", matrix))
+    }
+    return factored(model, lossfunc, data, theirs, plain) | made
+
+
+def factored(model: nn.Module, lossfunc: nn.Module, data: Data, theirs: Any, plain: Any) -> Cells:
+    """Those that are Kronecker-factored."""
+
     def kfac(fisher: str, kind: str = "KFACLinearOperator") -> Any:
         more = {"fisher_type": fisher, "num_per_example_loss_terms": 1, **SEPARATE}
         return from_curvlinops(theirs(kind, **more), plain)
 
-    made: dict[str, Cell] = {
+    return {
         "KFAC, exact": (
             lambda: factors_over(model, lossfunc, data, KFLR("reduce")),
             lambda: kfac("type-2"),
@@ -89,21 +110,6 @@ def cells(problem: Problem, batches: int, batch: int) -> dict[str, Cell]:
             lambda: kfac("type-2", "EKFACLinearOperator"),
         ),
     }
-    for name, mine, other in (
-        ("GGN", GGN(model, lossfunc, data), theirs("GGNLinearOperator")),
-        ("Hessian", Hessian(model, lossfunc, data), theirs("HessianLinearOperator")),
-        (
-            "empirical Fisher",
-            Fisher(model, lossfunc, data, kind="empirical"),
-            theirs("EFLinearOperator"),
-        ),
-    ):
-        for form, vectors in (("vector", vector), ("4 vectors", matrix)):
-            made[f"{name} @ {form}"] = (
-                lambda mine=mine, vectors=vectors: mine @ vectors,
-                lambda other=other, vectors=vectors: other @ vectors,
-            )
-    return made
 
 
 def difference(name: str, mine: Any, other: Any) -> str:

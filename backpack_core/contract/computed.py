@@ -6,7 +6,7 @@ from torch import Tensor
 
 from backpack_core.contract.product import DenseProduct, Reading, SampleProduct
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.computed import pull_back
+from backpack_core.graph.parameters import pull_back
 
 
 class ComputedProduct(SampleProduct):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from backpack_core.contract.extension import Extension
@@ -227,27 +227,3 @@ class State:
             "for the mean over a batch says nothing of the mean over several. Use a loss with "
             "reduction='sum', whose individual gradients are the same in every batch."
         )
-
-
-def rescaled(extension: Extension, value: Any, factor: float, shape: torch.Size) -> Any:
-    """The value of a loss that is ``factor`` times as large.
-
-    Args:
-        extension: What was computed.
-        value: Its value.
-        factor: Positive.
-        shape: Of the parameter.
-
-    Raises:
-        UsageError: The extension has no degree, or its value is no tensors.
-    """
-    over, name = declaration(extension), type(extension).__name__
-    if extension.degree is None:
-        raise UsageError(f"{name} has no degree in the loss: {extension.without_degree}")
-    if isinstance(over, Refused) and over.scaled_as is None:
-        raise UsageError(f"{name} holds no tensors that could be scaled: scale the loss instead.")
-    tensors = {}
-    for key, tensor in over.take_apart(value).items():
-        degree = over.part(key).degree
-        tensors[key] = tensor * factor ** (extension.degree if degree is None else degree)
-    return over.put_together(tensors, shape)

@@ -21,8 +21,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.engine.groups import Group
-from backpack_core.ledger import Ledger
+from backpack_core.engine.groups import Group, Watch
 from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
@@ -45,11 +44,11 @@ class Context:
         beside: Outputs of nodes that are no part of the loss that quantities are of.
         observer: Called with what a rule sees of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
+        watch: Who calls what takes time, if somebody watches.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
             autograd, or by whoever saw the call of ``backward()``.
-        ledger: What everything took.
         announced: Passes whose ``backward()`` was seen and has not returned yet, innermost last.
     """
 
@@ -61,12 +60,12 @@ class Context:
     beside: frozenset[tuple[Node, int]] = frozenset()
     observer: Callable[[View], None] | None = None
     gradient: Gradient = "autograd"
+    watch: Watch | None = None
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
-    ledger: Ledger = field(default_factory=Ledger)
 
     def __repr__(self) -> str:
         """What was asked for, and what is under way."""

@@ -40,8 +40,6 @@ from backpack_core.graph.aligning import align
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
-from backpack_core.graph.views import look_through
-from backpack_core.ledger import Ledger
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
@@ -179,7 +177,7 @@ class BackwardPass:
             self._sums.join(self._groups)
             self._sums.listen()
         dye, slot = self._measurement.dye, len(self._groups)
-        self._groups.append(Group(dye, Ledger()))
+        self._groups.append(Group(dye))
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
                 self._schedule.leave(slot, edge, wide=dye.begin(gradient))
@@ -227,7 +225,7 @@ class BackwardPass:
             if site.edge.output_nr in grads and site.call not in self._viewed:
                 self._viewed.add(site.call)
                 grad = grads[site.edge.output_nr]
-                seen = None if grad is None else look_through(grad.unsqueeze(0), layout).squeeze(0)
+                seen = None if grad is None else layout.look_through(grad.unsqueeze(0)).squeeze(0)
                 self._visit(site, seen, None)
 
     def _visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
@@ -327,7 +325,7 @@ class BackwardPass:
             finished = self._sink.finished()
             for extension, values in (
                 *finished,
-                *self._graph.results(self.survey, self.context.ledger),
+                *self._graph.results(self.survey, self.context.watch),
             ):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)

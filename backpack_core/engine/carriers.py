@@ -27,7 +27,7 @@ from backpack_core.errors import (
     UnsupportedError,
     warn_once,
 )
-from backpack_core.graph.trained import Trained
+from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.refusals import missing
 from backpack_core.record.call import path_of
 from backpack_core.record.view import View

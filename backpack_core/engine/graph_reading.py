@@ -10,12 +10,12 @@ from torch import Tensor
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
+from backpack_core.engine.groups import Watch, watched
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import UsageError
+from backpack_core.graph.parameters import complex_parameter
 from backpack_core.graph.paths import nonlinear
 from backpack_core.graph.survey import Survey
-from backpack_core.graph.trained import complex_parameter
-from backpack_core.ledger import Ledger
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
 
@@ -57,7 +57,7 @@ class GraphPass:
                 raise
 
     def results(
-        self, survey: Survey, ledger: Ledger
+        self, survey: Survey, watch: Watch | None
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The values of all parameters, by extension."""
         if self._readings:
@@ -68,8 +68,8 @@ class GraphPass:
             )
             for extension, reading in self._readings:
                 try:
-                    with ledger.entry(None, type(extension), "graph") as entry:
-                        values = entry.result = reading.results(graph)
+                    results = partial(reading.results, graph)
+                    values = watched(watch, results, None, type(extension), "graph")
                 except Exception as error:
                     place_between(error, survey, extension)
                     raise

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.ledger import Ledger
 from backpack_core.plugins.registry import registry
+
+T = TypeVar("T")
+Watch = Callable[[Callable[[], Any], Module | None, type, str], Any]
 
 
 class Group(NamedTuple):
@@ -19,14 +24,14 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
         has_overrides: Whether a module extension may speak for some modules.
-        ledger: Where it is noted what they take.
+        watch: Who calls what takes time, if somebody watches; see :class:`~backpack_core.backpack`.
     """
 
     propagator: Propagator
-    ledger: Ledger
     extensions: tuple[Extension, ...] = ()
     needs: frozenset[Any] = frozenset()
     has_overrides: bool = False
+    watch: Watch | None = None
 
     @property
     def first(self) -> Extension | None:
@@ -34,15 +39,21 @@ class Group(NamedTuple):
         return self.extensions[0] if self.extensions else None
 
 
+def watched(
+    watch: Watch | None, function: Callable[[], T], module: Module | None, kind: type, way: str
+) -> T:
+    """What a function returns, by way of who watches."""
+    return function() if watch is None else watch(function, module, kind, way)
+
+
 def group(
-    extensions: tuple[Extension, ...],
-    ledger: Ledger,
+    extensions: tuple[Extension, ...], watch: Watch | None = None
 ) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
     """Group extensions by equal propagators, except where one goes its own way at some modules.
 
     Args:
         extensions: What was asked for.
-        ledger: Where it is noted what they take.
+        watch: Who watches them.
 
     Returns:
         The groups, and apart from them what reads the loss as a whole.
@@ -53,7 +64,7 @@ def group(
             continue
         alone = bool(extension.module_extensions) or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
-        known = groups.get(key, Group(extension.propagator, ledger, has_overrides=alone))
+        known = groups.get(key, Group(extension.propagator, has_overrides=alone, watch=watch))
         groups[key] = known._replace(
             extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
         )

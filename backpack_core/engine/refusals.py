@@ -19,9 +19,9 @@ from backpack_core.errors import (
     warn_once,
 )
 from backpack_core.graph import nodes
-from backpack_core.graph.above import begins_at_losses, nonlinear_above
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
+from backpack_core.graph.paths import begins_at_losses, nonlinear_above
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,14 +14,13 @@ from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.carriers import allows_fallback, tolerates
 from backpack_core.engine.gradient import PlainGradient
-from backpack_core.engine.groups import Group
+from backpack_core.engine.groups import Group, watched
 from backpack_core.engine.location import place, place_between
-from backpack_core.engine.ownership import owned
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import Untouched
+from backpack_core.record.untouched import Untouched, owned
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -92,8 +92,8 @@ class Sink(ABC):
                     shown = whole.lasting() if extension.is_deferred else whole
                     given = Untouched(view, shown)
                     way = "rule" if is_covered else "autodiff"
-                    with group.ledger.entry(view.call.module, type(extension), way) as entry:
-                        value = entry.result = extension.read(shown)
+                    read = partial(extension.read, shown)
+                    value = watched(group.watch, read, view.call.module, type(extension), way)
                     given.check(extension, "read")
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")

@@ -23,7 +23,6 @@ from backpack_core.engine.groups import Group
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
-from backpack_core.ledger import Ledger
 from backpack_core.record.owner import name_of_parameter
 
 
@@ -57,7 +56,7 @@ class SumCheck(FirstOrderExtension):
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
                 groups[slot] = group._replace(extensions=extensions, needs=needs)
                 return
-        groups.append(Group(self.propagator, Ledger(), (self,), frozenset(self.needs)))
+        groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
 
     def listen(self) -> None:
         """Have autograd tell what it brings to parameters, before hooks of others change it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from backpack_core.contract.propagator import see_through
 from backpack_core.engine.carriers import Carrier, Found, HandWrittenCarrier, RuleCarrier
-from backpack_core.engine.groups import Group
+from backpack_core.engine.groups import Group, watched
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Pending, Sink
@@ -119,9 +119,9 @@ class Traversal:
             return  # nothing before this call wants the quantity
         try:
             given = Untouched(view, quantity)
-            ledger, kind = self.groups[slot].ledger, type(carrier.speaker)
-            with ledger.entry(call.module, kind, "sent") as entry:
-                inputs = entry.result = carrier.send(view, quantity)
+            send = partial(carrier.send, view, quantity)
+            watch, kind = self.groups[slot].watch, type(carrier.speaker)
+            inputs = watched(watch, send, call.module, kind, "sent")
             given.check(carrier.speaker, "propagate")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)

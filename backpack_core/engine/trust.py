@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
-from backpack_core.graph.above import begins_at_losses
+from backpack_core.graph.paths import begins_at_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of

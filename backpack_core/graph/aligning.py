@@ -10,9 +10,9 @@ from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.of_weights import leaves_given_to
+from backpack_core.graph.parameters import Trained
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
-from backpack_core.graph.trained import Trained
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View

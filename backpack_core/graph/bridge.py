@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
+from backpack_core._checkpoints import unpacking_again
 from backpack_core._torch import (
     Node,
     is_symbolic,
     metadata_of,
     quiet_vmap,
-    unpacking_again,
 )
 from backpack_core.errors import BridgeError
 from backpack_core.graph import nodes

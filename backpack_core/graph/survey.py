@@ -18,7 +18,7 @@ from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of
-from backpack_core.graph.trained import Trained, complex_parameter, trained_in
+from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
 

@@ -55,6 +55,14 @@ class Layout(NamedTuple):
         """Whether every number of the tensor is seen."""
         return self.size.numel() == self.base_size.numel()
 
+    def look_through(self, mat: Tensor) -> Tensor:
+        """Columns at the view, from columns at the tensor: ``[V, *base] → [V, *size]``."""
+        span = 1 + sum((n - 1) * s for n, s in zip(self.base_size, self.base_stride, strict=True))
+        flat = mat.new_zeros(len(mat), span)
+        base = flat.as_strided((len(mat), *self.base_size), (span, *self.base_stride))
+        base.copy_(mat)
+        return flat.as_strided((len(mat), *self.size), (span, *self.stride), self.offset)
+
 
 class Stored(NamedTuple):
     """The tensors of a call.
@@ -113,15 +121,19 @@ class Call:
         sizes: How long axis 0 of the tensors was that the model received, if it ran as a whole.
         receives_input: Whether any of them is among what the module received, or a view of one.
         is_distributed: It ran inside of DistributedDataParallel.
+        goes_inside: Whether what arrives at an output goes on through the node that made it.
+        stored: The tensors; once they are freed, asking for them raises.
+        is_released: Whether they were freed.
     """
 
     __slots__ = (
         "__weakref__",
-        "_stored",
         "edges",
+        "goes_inside",
         "inside",
         "is_distributed",
         "is_readable",
+        "is_released",
         "is_rewired",
         "module",
         "provenance",
@@ -129,6 +141,7 @@ class Call:
         "rule",
         "settings",
         "sizes",
+        "stored",
         "thread",
         "training",
     )
@@ -163,41 +176,30 @@ class Call:
         self.sizes: Final = sizes
         self.receives_input: Final = receives_input
         self.is_distributed: Final = is_distributed
-        self._stored: Stored | None = stored
+        self.goes_inside: Final = is_rewired or bool(rule.transparent)
+        self.stored = stored
+        self.is_released = False
         _Count.made += 1
 
     def __del__(self) -> None:
         """Count."""
         _Count.gone += 1
 
-    @property
-    def stored(self) -> Stored:
-        """The tensors.
-
-        Raises:
-            ReleasedIOError: An earlier backward pass freed them.
-        """
-        if self._stored is None:
-            raise ReleasedIOError(
-                f"{self.path}: the inputs and outputs of this forward pass were freed by an "
-                "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
-                "backward()) in every backward pass but the last."
-            )
-        return self._stored
-
-    @property
-    def is_released(self) -> bool:
-        """Whether the tensors were freed."""
-        return self._stored is None
-
     def release(self) -> None:
         """Free the tensors; any later use raises :class:`ReleasedIOError`."""
-        self._stored = None
+        if not self.is_released:
+            del self.stored
+            self.is_released = True
 
-    @property
-    def goes_inside(self) -> bool:
-        """Whether what arrives at an output goes on through the node that made it."""
-        return self.is_rewired or bool(self.rule.transparent)
+    def __getattr__(self, name: str) -> Any:
+        # Asked of what is not there only, so that what is costs nothing.
+        if name != "stored":
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        raise ReleasedIOError(
+            f"{self.path}: the inputs and outputs of this forward pass were freed by an "
+            "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
+            "backward()) in every backward pass but the last."
+        )
 
     @property
     def path(self) -> str:
@@ -206,10 +208,10 @@ class Call:
 
     def __repr__(self) -> str:
         """The module and the shapes."""
-        if self._stored is None:
+        if self.is_released:
             return f"<call of {self.path}, released>"
-        received = [list(t.shape) for t in self._stored.inputs]
-        returned = [list(t.shape) for t in self._stored.outputs]
+        received = [list(t.shape) for t in self.stored.inputs]
+        returned = [list(t.shape) for t in self.stored.outputs]
         return f"<call of {self.path}: {received} -> {returned}>"
 
 

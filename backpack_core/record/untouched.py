@@ -1,7 +1,8 @@
-"""Whether code of a plugin leaves alone what it is given: versions of tensors, before and after.
+"""Code of a plugin leaves alone what it is given, and what it returns is its user's own.
 
 What a rule or an extension sees belongs to everybody: the gradient at an output becomes ``.grad``.
-Versions are integers, so comparing them costs nothing beside the smallest kernel.
+So versions of tensors are compared, before and after: integers, which costs nothing beside the
+smallest kernel. And no two results share memory, nor one with what the pass was shown.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backpack_core._torch import memories_of, memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.view import View
 
@@ -27,7 +29,8 @@ class Untouched:
             given: What else it is given: tensors, or what holds some as its attributes.
         """
         self._view = view
-        self._shown = shown = [*_shown(view.full)]
+        # Of inference tensors, torch counts no versions.
+        self._shown = shown = [tensor for tensor in view.shown() if not tensor.is_inference()]
         for value in given:
             if isinstance(value, Tensor):
                 shown.append(value)
@@ -76,11 +79,36 @@ class Untouched:
         return f"a tensor of shape {shape} that it was given at {path}"
 
 
-def _shown(view: View) -> list[Tensor]:
-    """The tensors of a call that have a version; found once for a visit."""
-    if not view.watched:
-        stored, gradient = view.stored, view.grad_output
-        owned = [tensor for tensor, _ in stored.owned.values()]
-        found = (*stored.inputs, *stored.outputs, *owned, *(() if gradient is None else [gradient]))
-        view.watched = [tensor for tensor in found if not tensor.is_inference()]
-    return view.watched
+_TAKEN = "memory of results"
+
+
+def owned(value: Any, view: View) -> Any:
+    """A value in memory of its own.
+
+    Args:
+        value: What an extension returned: a tensor, a list of tensors, or something that sees to it
+            itself.
+        view: The visit; it knows what rules were shown, and what earlier extensions got.
+    """
+    if isinstance(value, Tensor):
+        return _owned(value, view)
+    if isinstance(value, list):
+        for position, item in enumerate(value):
+            if isinstance(item, Tensor):
+                value[position] = _owned(item, view)
+    return value
+
+
+def _owned(tensor: Tensor, view: View) -> Tensor:
+    taken: set[int] | None = view.kept.get(_TAKEN)
+    if taken is None:
+        taken = view.kept[_TAKEN] = memories_of(view.shown())
+    gradient = view.full.grad_output
+    if gradient is not None:  # earlier columns of the same call came without it
+        taken.add(memory_of(gradient))
+    memory = memory_of(tensor)
+    if memory in taken:
+        tensor = tensor.clone()
+        memory = memory_of(tensor)
+    taken.add(memory)
+    return tensor

@@ -47,6 +47,7 @@ class View:
     """
 
     __slots__ = (
+        "_all",
         "_columns",
         "_module",
         "_pick",
@@ -64,7 +65,6 @@ class View:
         "node",
         "positions",
         "stored",
-        "watched",
     )
 
     def __init__(
@@ -87,7 +87,7 @@ class View:
         self.is_reached = True
         self.positions = positions
         self._whole: View | None = None
-        self.watched: list[Tensor] = []
+        self._all: list[Tensor] = []
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -144,6 +144,15 @@ class View:
                 "derivatives would be computed with other values. Call backward() first."
             )
         return tensor
+
+    def shown(self) -> list[Tensor]:
+        """Every tensor that a rule may come by here, of all samples; nobody's to change."""
+        whole = self._whole or self
+        if not whole._all:
+            stored, owned = whole.stored, whole.stored.owned.values()
+            tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in owned), whole.grad_output)
+            whole._all = [tensor for tensor in tensors if tensor is not None]
+        return whole._all
 
     # What it received and returned ---------------------------------------------------------------
 
@@ -249,8 +258,6 @@ class View:
             return None
         return self._cut(found)
 
-    # Some samples --------------------------------------------------------------------------------
-
     @property
     def full(self) -> View:
         """The view with all samples."""
@@ -287,8 +294,6 @@ class View:
         view.grad_output = None if whole is None else view._cut(whole)
         return view
 
-    # What is computed once -----------------------------------------------------------------------
-
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """A value that depends on the call alone, computed once for all columns.
 
@@ -309,8 +314,6 @@ class View:
         result = compute()
         self._columns = [*self._columns[-3:], (key, mat, result)]
         return result
-
-    # ---------------------------------------------------------------------------------------------
 
     def _shown(self, tensor: Tensor) -> Tensor:
         """The samples of a tensor whose axis 0 is the batch; another as it is."""

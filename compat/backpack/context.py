@@ -46,7 +46,7 @@ class CTX:
     def set_active_exts(active_exts: Iterable[Extension]) -> None:
         """Set the active extensions."""
         extensions = tuple(active_exts)
-        groups, graph_extensions = group(extensions, _current().ledger)
+        groups, graph_extensions = group(extensions, _current().watch)
         _set(extensions=extensions, groups=groups, graph_extensions=graph_extensions)
 
     @staticmethod

@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import inf
 from typing import Any, Protocol
 
+import torch
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.contract.merging import rescaled
+from backpack_core.contract.merging import Refused, declaration
 from backpack_core.errors import UsageError
 
 
@@ -44,6 +45,30 @@ def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scal
             if value is not None:
                 new.append((parameter, extension, value))
     # All before any: where one has no degree, nothing is changed.
-    results = [rescaled(e, value, 1 / factor, p.shape) for p, e, value in new]
+    results = [_rescaled(e, value, 1 / factor, p.shape) for p, e, value in new]
     for (parameter, extension, _), result in zip(new, results, strict=True):
         setattr(parameter, extension.savefield, result)
+
+
+def _rescaled(extension: Extension, value: Any, factor: float, shape: torch.Size) -> Any:
+    """The value of a loss that is ``factor`` times as large.
+
+    Args:
+        extension: What was computed.
+        value: Its value.
+        factor: Positive.
+        shape: Of the parameter.
+
+    Raises:
+        UsageError: The extension has no degree, or its value is no tensors.
+    """
+    over, name = declaration(extension), type(extension).__name__
+    if extension.degree is None:
+        raise UsageError(f"{name} has no degree in the loss: {extension.without_degree}")
+    if isinstance(over, Refused) and over.scaled_as is None:
+        raise UsageError(f"{name} holds no tensors that could be scaled: scale the loss instead.")
+    tensors = {}
+    for key, tensor in over.take_apart(value).items():
+        degree = over.part(key).degree
+        tensors[key] = tensor * factor ** (extension.degree if degree is None else degree)
+    return over.put_together(tensors, shape)

@@ -159,7 +159,7 @@ def test_hessian_still_says_what_it_cannot() -> None:
 
 def test_threads_do_not_meet() -> None:
     """What one thread asks for again is noted as given on others."""
-    from backpack_core._torch import _Unpacked, unpacking_again
+    from backpack_core._checkpoints import _Unpacked, unpacking_again
 
     table = _Unpacked()
     table[0] = table[1] = object()

@@ -1,6 +1,6 @@
 """Crosses the nodes of torch's own operator database under vmap and in a loop.
 
-python -m tests.faults.vmap_nodes --write   # backpack_core/graph/vmap_nodes.py
+python -m tests.faults.vmap_nodes --write   # backpack_core/graph/vmap_nodes.txt
 
 It runs in a process of its own: torch's database of operators sets global flags.
 """
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ MANY, FEW = 50, 3
 # A leaf, and a node whose formula is that of another one inside.
 UNTYPED = {"AccumulateGrad", "CopySlices"}
 ROOT = Path(__file__).parents[2]
-HOME = ROOT / "backpack_core" / "graph" / "vmap_nodes.py"
+HOME = ROOT / "backpack_core" / "graph" / "vmap_nodes.txt"
 
 
 @dataclass
@@ -156,30 +157,8 @@ def version() -> str:
 
 def source(kinds: list[str]) -> str:
     """The text of the list."""
-    lines: list[str] = [""]
-    for kind in kinds:
-        if len(lines[-1]) + len(kind) + 5 > 100:
-            lines.append("")
-        lines[-1] += f" {kind}" if lines[-1] else kind
-    table = "\n".join(f"    {line}" for line in lines)
-    return HEADER.format(version=version(), table=table)
-
-
-HEADER = '''"""Types of autograd nodes whose formulas vmap is known to treat as a loop does.
-
-Written by ``python -m tests.faults.vmap_nodes --write`` from torch's own operator database.
-"""
-
-from __future__ import annotations
-
-# The version of torch that this was found with, and holds for.
-TORCH = "{version}"
-EXACT = frozenset(
-    """
-{table}
-    """.split()  # noqa: SIM905 - a list of three hundred lines is no easier to read
-)
-'''
+    lines = [f"torch {version()}", *wrap(" ".join(kinds), 100, break_long_words=False)]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -2,13 +2,18 @@
 
 Two readings of the clock for each value that is read and each quantity that is sent; where a
 profiler of torch's runs, its trace has a label for each as well.
+
+    with backpack(DiagGGNExact(), watch=(profile := Profile())):
+        loss.backward()
+    print(profile)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +21,8 @@ from torch.nn import Module
 
 from backpack_core._torch import profiler_runs
 from backpack_core.record.call import path_of
+
+T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -38,68 +45,48 @@ class Row(NamedTuple):
     bytes: int
 
 
-class Ledger:
-    """Notes what everything took."""
+class Profile:
+    """Notes what everything took; for ``backpack(..., watch=...)``, in any number of blocks."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
 
-    def entry(self, module: Module | None, kind: type, way: str) -> Entry:
-        """Something that begins now, for a ``with`` block; say its ``result`` there.
+    def __call__(self, function: Callable[[], T], module: Module | None, kind: type, way: str) -> T:
+        """Call a function.
 
         Args:
+            function: What takes time.
             module: Where; ``None`` for the loss as a whole.
             kind: What: the class of an extension, or of a propagator.
             way: See :class:`Row`.
-        """
-        key = (module, kind, way)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = [0, 0.0, 0]
-        return Entry(found, key)
 
-    def rows(self) -> list[Row]:
-        """One row for each module and extension, in the order in which they were met."""
+        Returns:
+            What it returns.
+        """
+        found = self._known.setdefault((module, kind, way), [0, 0.0, 0])
+        label = f"backpack: {kind.__name__} at {_path(module)}" if profiler_runs() else ""
+        begin = time.perf_counter()
+        try:
+            with torch.profiler.record_function(label) if label else nullcontext():
+                result = function()
+        finally:
+            found[0] += 1
+            found[1] += time.perf_counter() - begin
+        found[2] = _bytes(result)
+        return result
+
+    def summary(self) -> Summary:
+        """What each extension took at each module so far: rule or autodiff, time, bytes."""
         known = self._known.items()
-        return [Row(_path(m), kind.__name__, way, *found) for (m, kind, way), found in known]
+        return Summary(Row(_path(m), kind.__name__, way, *found) for (m, kind, way), found in known)
+
+    def __str__(self) -> str:
+        """The summary."""
+        return str(self.summary())
 
 
 def _path(module: Module | None) -> str:
     return "the loss" if module is None else path_of(module)
-
-
-class Entry:
-    """One thing that takes time.
-
-    Attributes:
-        result: What came of it.
-    """
-
-    __slots__ = ("_begin", "_found", "_label", "result")
-
-    def __init__(self, found: list[Any], key: tuple[Module | None, type, str]) -> None:
-        self._found = found
-        self._label: Any = None
-        self.result: Any = None
-        if profiler_runs():
-            label = f"backpack: {key[1].__name__} at {_path(key[0])}"
-            self._label = torch.profiler.record_function(label)
-
-    def __enter__(self) -> Entry:
-        """Begin."""
-        if self._label is not None:
-            self._label.__enter__()
-        self._begin = time.perf_counter()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """End."""
-        found = self._found
-        found[0] += 1
-        found[1] += time.perf_counter() - self._begin
-        found[2] = _bytes(self.result)
-        if self._label is not None:
-            self._label.__exit__(*error)
 
 
 def _bytes(value: Any) -> int:
