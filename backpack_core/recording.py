@@ -35,6 +35,7 @@ from backpack_core.record.call import (
 )
 from backpack_core.record.execution import Execution, Received, aliases, is_simple
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
+from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     Owned,
     computed_in_hooks,
@@ -43,7 +44,7 @@ from backpack_core.record.state import (
     tensors_of,
 )
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
-from backpack_core.record.switch import is_disabled, is_recording
+from backpack_core.record.switch import is_off, is_recording
 from backpack_core.remember import remembered
 
 
@@ -216,7 +217,7 @@ def _record(
     execution: Execution,
 ) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
-    if is_disabled() or not torch.is_grad_enabled():
+    if is_off() or not torch.is_grad_enabled():
         return None
     resolved = registry.resolve(module)
     if is_simple(args, kwargs, result, execution):
@@ -264,18 +265,20 @@ def _call(module: Module, resolved: Resolved, found: _Found, execution: Executio
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
     known = (*versions, *map(version_of, detached))
+    stored = Stored(args, kwargs, inputs, detached, known, owned, parameters, computed)
+    is_readable = not _torch.has_saving_hooks()
     run = run_of_model(module)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
         tuple(edges),
-        Stored(args, kwargs, inputs, detached, known, owned, parameters, computed),
+        stored if is_readable else through_hooks(stored),
         execution.thread,
         execution.training,
         settings_of(module),
         is_rewired,
-        not _torch.has_saving_hooks(),
+        is_readable,
         inside,
         run.sizes,
         run.receives(inputs),

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._checkpoints import unpack
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
-from backpack_core.record.call import Call
+from backpack_core.record.call import Call, Stored
 from backpack_core.record.replay import output_again
 from backpack_core.record.state import as_it_was
 from backpack_core.record.structure import as_index, map_tensors
@@ -43,7 +44,8 @@ class View:
             pass.
         dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
-        stored: The call's tensors, also when the call has let go of them.
+        stored: The call's tensors, also when the call has let go of them: for shapes and flags;
+            their numbers are in :attr:`values`.
     """
 
     __slots__ = (
@@ -52,6 +54,7 @@ class View:
         "_module",
         "_pick",
         "_tensors",
+        "_unpacked",
         "_whole",
         "axis",
         "call",
@@ -88,6 +91,7 @@ class View:
         self.positions = positions
         self._whole: View | None = None
         self._all: list[Tensor] = []
+        self._unpacked: dict[int, Tensor] = {}
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -157,6 +161,30 @@ class View:
     # What it received and returned ---------------------------------------------------------------
 
     @property
+    def values(self) -> Stored:
+        """The call's tensors with their numbers, also where hooks on saved tensors took those."""
+        stored = self.stored
+        if not stored.saved:
+            return stored
+        tensors = (*stored.inputs, *stored.outputs)
+        actual = [
+            t if s is None else self._unpack(i)
+            for i, (t, s) in enumerate(zip(tensors, stored.saved, strict=True))
+        ]
+        pairs = {id(t): a for t, a in zip(tensors, actual, strict=True)}
+
+        def take(tensor: Tensor) -> Tensor:
+            return pairs.get(id(tensor), tensor)
+
+        count = len(stored.inputs)
+        return stored._replace(
+            args=map_tensors(stored.args, take),
+            kwargs=map_tensors(stored.kwargs, take),
+            inputs=tuple(actual[:count]),
+            outputs=tuple(actual[count:]),
+        )
+
+    @property
     def input(self) -> Tensor:
         """The first input tensor ``[N, *in]``, in the dtype of the gradient."""
         return self.tensor_input(0)
@@ -170,13 +198,13 @@ class View:
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments, with the samples that are shown."""
-        args: tuple[Any, ...] = map_tensors(self.stored.args, self._shown)
+        args: tuple[Any, ...] = map_tensors(self.values.args, self._shown)
         return args
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments, with the samples that are shown."""
-        kwargs: dict[str, Any] = map_tensors(self.stored.kwargs, self._shown)
+        kwargs: dict[str, Any] = map_tensors(self.values.kwargs, self._shown)
         return kwargs
 
     def tensor_input(self, index: int) -> Tensor:
@@ -330,13 +358,28 @@ class View:
         return tensor if self._pick is None or not tensor.dim() else tensor[self._pick]
 
     def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
-        if version_of(tensor) != self.stored.versions[slot]:
+        saved = self.stored.saved
+        is_changed = version_of(tensor) != self.stored.versions[slot]
+        if saved and saved[slot] is not None:
+            tensor = self._unpack(slot)
+            # A copy counts from zero; what was computed again, as what was computed at first.
+            is_changed = version_of(tensor) > self.stored.versions[slot]
+        if is_changed:
             raise OverwrittenInputError(
                 f"{self.path}: its {what} was changed in place after it was stored, so derivatives "
                 "would be computed from overwritten memory. Use an out-of-place operation, or "
                 "clone the tensor before changing it."
             )
         return tensor
+
+    def _unpack(self, slot: int) -> Tensor:
+        found = self._unpacked.get(slot)
+        if found is None:
+            saved = self.stored.saved[slot]
+            assert saved is not None
+            found = self._unpacked[slot] = unpack(saved)
+            self.shown().append(found)
+        return found
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self.dtype or not tensor.is_floating_point():
