@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node
-from backpack_core.announce import Announcer
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
 from backpack_core.engine.groups import Watch, group
+from backpack_core.engine.hooks import Announcer
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.compiled import refuse_inside, uncompiled

@@ -34,7 +34,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,13 @@ def warn(message: str, category: type[Warning]) -> None:
         level += 1
         frame = frame.f_back  # type: ignore[assignment]
     warnings.warn(message, category, stacklevel=inner)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``": did you mean 'weight'?"``, or nothing where no name is near."""
+    by_lower = {other.lower(): other for other in known}
+    close = get_close_matches(name.lower(), by_lower, 1, 0.6)
+    return f": did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def forget_warnings() -> None:

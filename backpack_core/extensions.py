@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from backpack_core.plugins.declarations import nearest
+from backpack_core.errors import nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider
 from backpack_core.plugins.refusals import missing
 from backpack_core.plugins.registry import registry

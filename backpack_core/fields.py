@@ -1,12 +1,13 @@
-"""What a backward pass has left on the parameters of a model, by name. Imports torch."""
+"""What a backward pass has left on the parameters of a model, by name. Imports ``errors``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torch.nn import Module, Parameter
+
+from backpack_core.errors import nearest
 
 
 class Fields:
@@ -26,8 +27,7 @@ class Fields:
         known = self.__dir__()
         if field in known:
             return self.parameter.__dict__[field]
-        close = get_close_matches(field, known, 1, 0.6)
-        near = f": did you mean {close[0]!r}?" if close else "."
+        near = nearest(field, known) or "."
         raise AttributeError(
             f"The parameter {self._name!r} has no quantity {field!r}{near} It has: "
             f"{', '.join(known) or 'none'}. They are there after a backward pass inside "
@@ -51,8 +51,7 @@ class Quantities(Mapping[str, Fields]):
     def __getitem__(self, name: str) -> Fields:
         known = self._trained()
         if name not in known:
-            close = get_close_matches(name, known, 1, 0.6)
-            near = f": did you mean {close[0]!r}?" if close else "."
+            near = nearest(name, known) or "."
             raise KeyError(f"No trained parameter is named {name!r}{near}")
         return Fields(name, known[name])
 

@@ -1,4 +1,7 @@
-"""The ``backpack`` command. Needs the extra ``cli``; without it, says what to install."""
+"""The ``backpack`` command. Needs the extra ``cli``; without it, says what to install.
+
+``profile`` is for code, and needs no extra.
+"""
 
 from __future__ import annotations
 

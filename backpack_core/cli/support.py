@@ -24,9 +24,8 @@ from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import LayerRule
-from backpack_core.errors import BackpackError, UsageError
+from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
-from backpack_core.plugins.declarations import nearest
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.watch import declared_form, is_fast
 

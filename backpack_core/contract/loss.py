@@ -12,7 +12,7 @@ from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.switch import disable
-from backpack_core.record.untouched import Untouched
+from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 from backpack_core.values import any_of
 
@@ -127,9 +127,7 @@ class LossRule(LayerRule):
         )
 
     def _asked(self, view: View, method: str, *arguments: Any) -> Tensor:
-        given = Untouched(view, arguments)
-        mat: Tensor = getattr(self, method)(view, *arguments)
-        given.check(self, method)
+        mat: Tensor = ask(self, method, view, *arguments, view=view)
         expect(view, self, f"{method} returned", mat, view.input_shape)
         return mat
 

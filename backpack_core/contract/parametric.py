@@ -17,7 +17,7 @@ from backpack_core.contract.regrouping import regrouped
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError
-from backpack_core.record.untouched import Untouched
+from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 
@@ -57,9 +57,7 @@ class ParametricRule(LayerRule):
             ShapeError: ``mat`` or the product has the wrong shape.
         """
         expect(view, self, "_param_product is given", mat, view.output_shape)
-        given = Untouched(view, mat)
-        product: object = self._param_product(view, name, mat)
-        given.check(self, "_param_product")
+        product = ask(self, "_param_product", view, name, mat, view=view)
         if not isinstance(product, SampleProduct):
             raise ShapeError(
                 f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
@@ -117,10 +115,9 @@ class ParametricRule(LayerRule):
 
         def form(columns: slice, rows: slice) -> Tensor:
             part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
-            given = Untouched(part, mat)
-            result = self._param_jac_t_mat_prod(part, name, mat[columns, rows])
-            given.check(self, "_param_jac_t_mat_prod")
-            expected = (*mat[columns, rows].shape[:2], *shape)
+            some = mat[columns, rows]
+            result = ask(self, "_param_jac_t_mat_prod", part, name, some, view=part)
+            expected = (*some.shape[:2], *shape)
             if not isinstance(result, Tensor) or tuple(result.shape) != expected:
                 is_tensor = isinstance(result, Tensor)
                 got = f"shape {list(result.shape)}" if is_tensor else repr(result)

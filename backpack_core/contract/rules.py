@@ -33,7 +33,7 @@ from torch.nn import Module
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
-from backpack_core.record.untouched import Untouched
+from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
@@ -124,9 +124,7 @@ class LayerRule(ABC):
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
-        given = Untouched(view, mat)
-        result = self._jac_t_mat_prod(view, mat)
-        given.check(self, "_jac_t_mat_prod")
+        result = ask(self, "_jac_t_mat_prod", view, mat, view=view)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):
             product = products[slot]
@@ -174,9 +172,8 @@ class LayerRule(ABC):
         if self.hessian_is_zero:
             return torch.zeros_like(mat)
         expect(view, self, "_second_derivative_mat_prod is given", mat, view.input_shape)
-        given = Untouched(view, grad_output, mat)
-        product = self._second_derivative_mat_prod(view, grad_output, mat)
-        given.check(self, "_second_derivative_mat_prod")
+        method = "_second_derivative_mat_prod"
+        product: Tensor = ask(self, method, view, grad_output, mat, view=view)
         expect(
             view, self, "_second_derivative_mat_prod returned", product, view.input_shape, len(mat)
         )

@@ -37,7 +37,6 @@ from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
 from backpack_core.graph.aligning import align
-from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
@@ -105,11 +104,9 @@ class BackwardPass:
         self._groups = list(context.groups)
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
         self._walked: list[Edge] = []
-        self._alignment = Alignment()
-        graph_and_groups = self.survey, self._alignment, self._groups
-        self._schedule = HookSchedule(*graph_and_groups, context.passes)
-        chunks = Chunks(*graph_and_groups, self._kept, self._sink.partial)
-        self._traversal = Traversal(*graph_and_groups, self._schedule, self._sink, chunks)
+        self._schedule = HookSchedule(self.survey, self._groups, context.passes)
+        chunks = Chunks(self.survey, self._groups, self._kept, self._sink.partial)
+        self._traversal = Traversal(self._schedule, self._sink, chunks)
         self._measurement: Measurement | None = None
         self._sums: SumCheck | None = None
         if context.groups or context.graph_extensions:
@@ -147,7 +144,8 @@ class BackwardPass:
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
-        alignment, known = self._alignment, {*self._alignment.starts}
+        alignment = self.survey.alignment
+        known = {*alignment.starts}
         self._walked += edges
         groups = [g.propagator for g in self.context.groups]
         align(alignment, self.survey, self._walked, all(p.keeps_apart for p in groups))
@@ -268,7 +266,7 @@ class BackwardPass:
         if grad is None:
             grad = torch.zeros_like(call.stored.outputs[index])
         axis = self.survey.axes.get((call, index), 0)
-        kept, positions = self._kept.setdefault(call, {}), self._alignment.positions_of(site)
+        kept, positions = self._kept.setdefault(call, {}), self.survey.alignment.positions_of(site)
         view = self.visiting = View(call, index, grad, node, axis, kept, positions)
         view.is_reached = is_reached
         return view

@@ -30,6 +30,7 @@ from backpack_core.errors import (
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.refusals import missing
 from backpack_core.record.call import path_of
+from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 _AUTODIFF = AutodiffRule()
@@ -105,7 +106,7 @@ class RuleCarrier(Carrier):
             reading = used.get(name)
             if reading is None:
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                reading = self._propagator.product(rule, view, name, quantity)
+                reading = ask(self._propagator, "product", rule, view, name, quantity, view=view)
                 if view.positions > 1 and isinstance(reading, SampleProduct):
                     roots = reading.roots
                     reading = regrouped(reading, reading.columns, self._batch_size, view.kept)
@@ -120,7 +121,10 @@ class RuleCarrier(Carrier):
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
         rule = view.call.rule
-        return {0: quantity} if rule.is_loss else self._propagator.propagate(rule, view, quantity)
+        if rule.is_loss:
+            return {0: quantity}
+        found: dict[int, Any] = ask(self._propagator, "propagate", rule, view, quantity, view=view)
+        return found
 
 
 class HandWrittenCarrier(Carrier):
@@ -176,8 +180,8 @@ class HandWrittenCarrier(Carrier):
         g_inp: Grads = (None,) * len(whole.stored.inputs)
         g_out: Grads = (whole.grad_output,)
         with io_on_module(whole):
-            function = getattr(self._module_extension, method)
-            return function(self._extension, whole.call.module, g_inp, g_out, *quantity)
+            given = self._extension, whole.call.module, g_inp, g_out, *quantity
+            return ask(self._module_extension, method, *given, view=view)
 
 
 @contextmanager

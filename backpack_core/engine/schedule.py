@@ -25,7 +25,6 @@ from backpack_core._torch import (
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.values import without_autocast
@@ -52,9 +51,8 @@ NOTHING = Waiting()
 class Schedule(ABC):
     """What waits at calls and at nodes, for every group."""
 
-    def __init__(self, survey: Survey, alignment: Alignment, groups: Sequence[Group]) -> None:
+    def __init__(self, survey: Survey, groups: Sequence[Group]) -> None:
         self.survey = survey
-        self.alignment = alignment
         self.groups = groups
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
@@ -126,13 +124,13 @@ class Schedule(ABC):
             grads: The gradients at its outputs, where autograd has brought them.
         """
         waiting = self._at_nodes.pop(node, {})
-        if grads and node in self.alignment.starts and node not in self._started:
+        if grads and node in self.survey.alignment.starts and node not in self._started:
             self._started.add(node)
             waiting = {slot: waiting.get(slot, {}) for slot in range(len(self.groups))}
             grads = nodes.filled(node, grads)
         if not waiting:
             return
-        there = self.alignment.crossing(node)
+        there = self.survey.alignment.crossing(node)
         for slot, quantities in waiting.items():
             group = self.groups[slot]
             try:
@@ -152,7 +150,7 @@ class Schedule(ABC):
         if not nodes.is_leaf(edge.node):
             self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
             return
-        leaf = self.alignment.leaves.get(edge.node)
+        leaf = self.survey.alignment.leaves.get(edge.node)
         # Of other parameters, calls are read off.
         if (
             leaf is not None
@@ -165,18 +163,15 @@ class Schedule(ABC):
 class HookSchedule(Schedule):
     """In autograd's order, whose hooks tell when a node is reached."""
 
-    def __init__(
-        self, survey: Survey, alignment: Alignment, groups: Sequence[Group], passes: Passes
-    ) -> None:
+    def __init__(self, survey: Survey, groups: Sequence[Group], passes: Passes) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
-            alignment: Where samples lie in it.
             groups: What is sent.
             passes: Where the pass is known by its task, until it fails.
         """
-        super().__init__(survey, alignment, groups)
+        super().__init__(survey, groups)
         self._passes = passes
 
     def await_node(self, node: Node) -> None:
@@ -221,7 +216,6 @@ class RankSchedule(Schedule):
     def __init__(
         self,
         survey: Survey,
-        alignment: Alignment,
         groups: Sequence[Group],
         ranks: dict[Node, int],
     ) -> None:
@@ -229,11 +223,10 @@ class RankSchedule(Schedule):
 
         Args:
             survey: What is known about the graph.
-            alignment: Where samples lie in it.
             groups: What is sent.
             ranks: Every node's place in the order.
         """
-        super().__init__(survey, alignment, groups)
+        super().__init__(survey, groups)
         self._ranks = ranks
         self._queue: list[tuple[int, Node]] = []
         self._sites: dict[Node, list[Site]] = {}

@@ -20,7 +20,7 @@ from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import Untouched, owned
+from backpack_core.record.untouched import ask, owned
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -37,10 +37,16 @@ class Pending(NamedTuple):
 
 
 class Sink(ABC):
-    """Has extensions read off a parameter when all of its uses were visited."""
+    """Has extensions read off a parameter when all of its uses were visited.
+
+    Attributes:
+        survey: What is known about the graph.
+        plain: What is done where the plain gradient is a sum of products, if anything is.
+    """
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
+        self.plain: PlainGradient | None = None
         self._pending: dict[tuple[int, int], tuple[Group, Pending]] = {}
 
     @abstractmethod
@@ -81,7 +87,8 @@ class Sink(ABC):
     def _complete(self, group: Group, pending: Pending) -> None:
         """Let all extensions of a group read off one parameter."""
         readings, view, name, parameter, is_covered = pending
-        self._ask(group, pending)
+        if self.plain is not None:
+            self._ask(self.plain, group, pending)
         whole = readings[0] if len(readings) == 1 else None
         for extension in group.extensions:
             try:
@@ -90,11 +97,9 @@ class Sink(ABC):
                 try:
                     whole = join(readings) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
-                    given = Untouched(view, shown)
                     way = "rule" if is_covered else "autodiff"
-                    read = partial(extension.read, shown)
+                    read = partial(ask, extension, "read", shown, view=view)
                     value = watched(group.watch, read, view.call.module, type(extension), way)
-                    given.check(extension, "read")
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
                 except UnsupportedError as error:
@@ -106,13 +111,27 @@ class Sink(ABC):
             except Exception as error:
                 place(error, view, extension)
                 raise
-        self._completed(group, pending, whole)
+        if self.plain is not None:
+            self._take(self.plain, group, pending, whole)
 
-    def _ask(self, group: Group, pending: Pending) -> None:  # noqa: B027
-        """Ask more of the product of a parameter than the extensions do; default: nothing."""
+    def _ask(self, plain: PlainGradient, group: Group, pending: Pending) -> None:
+        """For the sum, too, where the plain gradient is made of it."""
+        needs = plain.needs(group, pending.parameter)
+        if needs is not None:
+            for reading in pending.readings:
+                reading.needs = needs
 
-    def _completed(self, group: Group, pending: Pending, whole: Any) -> None:  # noqa: B027
-        """What follows when a parameter was read; default: nothing."""
+    def _take(self, plain: PlainGradient, group: Group, pending: Pending, whole: Any) -> None:
+        """The sum, then."""
+        if plain.needs(group, pending.parameter) is None:
+            return
+        try:
+            whole = join(pending.readings) if whole is None else whole
+            is_reached = len(pending.readings) > 1 or pending.view.is_reached
+            plain.take(pending.parameter, whole, is_reached)
+        except Exception as error:
+            place(error, pending.view, group.first)
+            raise
 
 
 def join(readings: list[Any]) -> Any:
@@ -154,7 +173,6 @@ class FieldSink(Sink):
     Attributes:
         partial: What earlier chunks of columns gave.
         deferred: Values of extensions that finish when the pass is through.
-        plain: What is done where the plain gradient is a sum of products, if anything is.
     """
 
     def __init__(self, survey: Survey, outer: FieldSink | None) -> None:
@@ -171,26 +189,6 @@ class FieldSink(Sink):
         self._token = object()  # a reference to this sink would be a cycle
         self._unshared: set[int] = set()
         self._missing: tuple[int, Counter[int]] = (0, Counter())
-        self.plain: PlainGradient | None = None
-
-    def _ask(self, group: Group, pending: Pending) -> None:
-        """For the sum, where the gradient is made of it."""
-        needs = None if self.plain is None else self.plain.needs(group, pending.parameter)
-        if needs is not None:
-            for reading in pending.readings:
-                reading.needs = needs
-
-    def _completed(self, group: Group, pending: Pending, whole: Any) -> None:
-        """Take the sum."""
-        if self.plain is None or self.plain.needs(group, pending.parameter) is None:
-            return
-        try:
-            whole = join(pending.readings) if whole is None else whole
-            is_reached = len(pending.readings) > 1 or pending.view.is_reached
-            self.plain.take(pending.parameter, whole, is_reached)
-        except Exception as error:
-            place(error, pending.view, group.first)
-            raise
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""

@@ -18,7 +18,6 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.engine.sink import ChunkSink, Values
 from backpack_core.engine.traversal import Traversal
-from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
@@ -52,7 +51,6 @@ class Chunks:
     def __init__(
         self,
         survey: Survey,
-        alignment: Alignment,
         groups: Sequence[Group],
         kept: Kept,
         partial: Values,
@@ -61,13 +59,11 @@ class Chunks:
 
         Args:
             survey: What is known about the graph.
-            alignment: Where samples lie in it.
             groups: What is sent.
             kept: What calls have computed for all columns that pass through them.
             partial: Where values go, added up.
         """
         self._survey = survey
-        self._alignment = alignment
         self._groups = groups
         self._kept = kept
         self._partial = partial
@@ -93,10 +89,9 @@ class Chunks:
         """
         if site.edge.node not in self._ranks:
             self._ranks = ranks(site.edge.node)
-        survey, groups = self._survey, self._groups
-        alignment = self._alignment
-        schedule, sink = RankSchedule(survey, alignment, groups, self._ranks), ChunkSink(survey)
-        traversal = Traversal(survey, alignment, groups, schedule, sink)
+        schedule = RankSchedule(self._survey, self._groups, self._ranks)
+        sink = ChunkSink(self._survey)
+        traversal = Traversal(schedule, sink)
         begin(traversal)
         schedule.run(lambda site: self._visit(traversal, slot, site))
         sink.add_to(self._partial)
@@ -105,7 +100,7 @@ class Chunks:
         call = site.call
         kept = self._kept.setdefault(call, {})
         axis = self._survey.axes[call, site.index]
-        positions = self._alignment.positions_of(site)
+        positions = self._survey.alignment.positions_of(site)
         view = View(call, site.index, None, site.edge.node, axis, kept, positions)
         if call not in self._survey.opened:
             call.rule.check(view)

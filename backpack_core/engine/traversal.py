@@ -5,7 +5,6 @@ A :class:`Traversal` knows no order and no place for values: its schedule and it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,10 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Pending, Sink
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Alignment
-from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter
-from backpack_core.record.untouched import Untouched
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
@@ -34,26 +30,18 @@ class Traversal:
     """What happens when a call is visited.
 
     Attributes:
-        survey: What is known about the graph.
-        alignment: Where samples lie in it.
-        groups: Extensions by propagator.
-        schedule: What waits where.
+        schedule: What waits where, for every group.
         sink: Where values go.
         chunks: Carries through at once what does not fit into memory; ``None`` where all does.
     """
 
     def __init__(
         self,
-        survey: Survey,
-        alignment: Alignment,
-        groups: Sequence[Group],
         schedule: Schedule,
         sink: Sink,
         chunks: Chunks | None = None,
     ) -> None:
-        self.survey = survey
-        self.alignment = alignment
-        self.groups = groups
+        self.survey, self.groups = schedule.survey, schedule.groups
         self.schedule = schedule
         self.sink = sink
         self.chunks = chunks
@@ -69,7 +57,7 @@ class Traversal:
         group = self.groups[slot]
         propagator = group.propagator
         try:
-            if view.positions:
+            if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
             carrier = self._carrier(group, view)
             arrived = self.schedule.take(slot, site)
@@ -118,11 +106,9 @@ class Traversal:
         if call.edges.count(None) == len(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            given = Untouched(view, quantity)
             send = partial(carrier.send, view, quantity)
             watch, kind = self.groups[slot].watch, type(carrier.speaker)
             inputs = watched(watch, send, call.module, kind, "sent")
-            given.check(carrier.speaker, "propagate")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)
         except OverwrittenInputError:
@@ -131,22 +117,21 @@ class Traversal:
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
-            if edge is not None and not self.alignment.is_apart(edge):
+            if edge is not None and not self.survey.alignment.is_apart(edge):
                 if view.positions:
                     self.schedule.deliver(slot, edge, own=arriving)
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)
-                    positions = self.alignment.positions_at(edge)
+                    positions = self.survey.alignment.positions_at(edge)
                     self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
 
     def _sends_apart(self, site: Site, view: View) -> bool:
         """Whether something has to be kept apart by sample behind a call."""
-        call, alignment = site.call, self.alignment
+        call, alignment = site.call, self.survey.alignment
         if not alignment.apart or call.rule.is_loss:
             return False
-        if self.survey.goes_inside(
-            call
-        ):  # the nodes inside see to it, from the last that have samples on
+        if self.survey.goes_inside(call):
+            # The nodes inside see to it, from the last that have samples on.
             return alignment.is_apart(site.edge)
         return any(edge is not None and alignment.is_apart(edge) for edge in call.edges)
 
@@ -169,11 +154,13 @@ class Traversal:
             edge = call.edges[position]
             if edge is None:
                 continue
-            if self.alignment.is_apart(edge):
+            if self.survey.alignment.is_apart(edge):
                 own, wide = (None, arriving) if is_wide else (arriving, None)
                 self.schedule.deliver(slot, edge, wide=wide, own=own)
             elif not view.positions and not propagator.travels:
-                propagator.put_together(arriving, self.alignment.positions_at(edge))  # checks it
+                propagator.put_together(
+                    arriving, self.survey.alignment.positions_at(edge)
+                )  # checks it
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
@@ -190,9 +177,8 @@ class Traversal:
         size = None if chunks is None else chunks.size(slot, view)
         if chunks is None or size is None:
             return quantity
-        edges = (
-            (site.below,) if self.survey.goes_inside(call) and not call.rule.is_loss else call.edges
-        )
+        goes_inside = self.survey.goes_inside(call) and not call.rule.is_loss
+        edges = (site.below,) if goes_inside else call.edges
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         propagator = self.groups[slot].propagator
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
@@ -230,7 +216,7 @@ class Traversal:
             extension = group.extensions[0]
             found = registry.override(extension, view.call.module)
             if found is not None:
-                fault = self.alignment.faults.get((view.call, view.index))
+                fault = self.survey.alignment.faults.get((view.call, view.index))
                 if fault is not None:
                     raise fault
                 return HandWrittenCarrier(found, group.propagator, extension)
@@ -243,18 +229,14 @@ class Traversal:
         group = self.groups[slot]
         trained = self.survey.trained[view.call]
         if carrier.gives_values:
-            given = Untouched(view, quantity)
             for found in carrier.find(view, trained, quantity):
-                given.check(carrier.speaker, found.name)
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
             return
         beside: dict[Any, Any] = {}
-        given = Untouched(view, quantity)
         everything = list(carrier.find(view, trained, quantity))  # before any of it is read
-        given.check(carrier.speaker, "product")
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)

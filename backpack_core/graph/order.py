@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from backpack_core._torch import Node
 from backpack_core.record.call import Edge, site_at
 
+T = TypeVar("T")
+
+
+def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """The starts, and everything that they lead to, directly or not, each once."""
+    todo = list(dict.fromkeys(starts))
+    seen = set(todo)
+    while todo:
+        item = todo.pop()
+        yield item
+        new = [other for other in dict.fromkeys(further(item)) if other not in seen]
+        seen.update(new)
+        todo += new
+
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
     """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
-    found: set[Node] = set()
-    todo = [node for node in starts if node is not None]
-    while todo:
-        for child, _ in todo.pop().next_functions:
-            if child is not None and child not in found:
-                found.add(child)
-                todo.append(child)
-    return found
+    first = [child for node in starts if node is not None for child in _children(node)]
+    return set(reached(first, _children))
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
 def ranks(*starts: Node) -> dict[Node, int]:
@@ -50,9 +63,7 @@ def _finish(start: Node, opened: set[Node], finished: list[Node]) -> None:
 
 
 def _behind(node: Node) -> Iterator[Node]:
-    for child, _ in node.next_functions:
-        if child is not None:
-            yield child
+    yield from _children(node)
     for output_nr in range(len(node._input_metadata)):
         site = site_at(Edge(node, output_nr))
         for edge in () if site is None else site.call.edges:

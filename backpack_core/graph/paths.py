@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch.nn import Parameter
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
+from backpack_core.graph.order import reached
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Edge, Site
 
@@ -16,27 +17,28 @@ from backpack_core.record.call import Edge, Site
 def inside(site: Site) -> set[Node]:
     """The nodes between an output of a call and its inputs."""
     ends = {(edge.node, edge.output_nr) for edge in site.call.edges if edge is not None}
-    found, todo = {site.edge.node}, [site.edge.node]
-    while todo:
-        for _, edge in edges_behind(todo.pop()):
-            if (edge.node, edge.output_nr) not in ends and edge.node not in found:
-                found.add(edge.node)
-                todo.append(edge.node)
-    return found
+
+    def further(node: Node) -> list[Node]:
+        edges = (edge for _, edge in edges_behind(node))
+        return [edge.node for edge in edges if (edge.node, edge.output_nr) not in ends]
+
+    return set(reached([site.edge.node], further))
 
 
 def sources(survey: Survey, node: Node) -> list[str]:
     """The calls whose outputs an operation works on, through other operations: their paths."""
     found: dict[str, None] = {}
-    todo, seen = [node], {node}
-    while todo:
-        for _, edge in edges_behind(todo.pop()):
+
+    def further(node: Node) -> Iterator[Node]:
+        for _, edge in edges_behind(node):
             site = survey.site_at(edge)
-            if site is not None:
+            if site is None:
+                yield edge.node
+            else:
                 found[site.call.path] = None
-            elif edge.node not in seen:
-                seen.add(edge.node)
-                todo.append(edge.node)
+
+    for _ in reached([node], further):
+        pass
     return list(found)
 
 
@@ -56,25 +58,42 @@ def nonlinear(survey: Survey) -> list[Node]:
 
 def leads_to_parameters(survey: Survey, start: Node) -> bool:
     """Whether any trained parameter lies behind a node; calls may have been released since."""
-    seen: set[Edge] = set()
-    todo = [edge for _, edge in edges_behind(start)]
-    while todo:
-        edge = todo.pop()
-        if edge in seen:
-            continue
-        seen.add(edge)
+
+    def further(edge: Edge) -> Iterable[Edge]:
         site = survey.site_at(edge)
-        if isinstance(getattr(edge.node, "variable", None), Parameter):
-            return True
-        if site is None:
-            todo += [behind for _, behind in edges_behind(edge.node)]
-        elif survey.trained.get(site.call):
-            return True
-        elif survey.goes_inside(site.call):
-            todo.append(site.below)
-        else:
-            todo += [behind for behind in site.call.edges if behind is not None]
-    return False
+        if site is None or survey.goes_inside(site.call):
+            return _behind(edge, site)
+        return [behind for behind in site.call.edges if behind is not None]
+
+    def is_trained(edge: Edge) -> bool:
+        site = survey.site_at(edge)
+        has_some = site is not None and bool(survey.trained.get(site.call))
+        return has_some or isinstance(getattr(edge.node, "variable", None), Parameter)
+
+    return any(map(is_trained, reached((e for _, e in edges_behind(start)), further)))
+
+
+def _behind(edge: Edge, site: Site | None) -> list[Edge]:
+    """Where what is sent to a node, or into a call, goes on."""
+    return [e for _, e in edges_behind(edge.node)] if site is None else [site.below]
+
+
+def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
+    """From what ``backward()`` is called on to the first losses, or the net: what is behind each.
+
+    Nothing is behind losses, nor behind modules that have a rule.
+    """
+    found: dict[Edge, list[Edge]] = {}
+
+    def further(edge: Edge) -> list[Edge]:
+        site = survey.site_at(edge)
+        is_end = site is not None and (site.call.rule.is_loss or not survey.goes_inside(site.call))
+        found[edge] = [] if is_end else _behind(edge, site)
+        return found[edge]
+
+    for _ in reached(roots, further):
+        pass
+    return found
 
 
 def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
@@ -85,47 +104,22 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
         roots: What ``backward()`` is called on.
     """
     consumers: dict[Edge, list[Edge]] = {}
-    losses: list[Edge] = []
-    todo = list(roots)
-    consumers.update((edge, []) for edge in todo)
-    while todo:
-        edge = todo.pop()
-        site = survey.site_at(edge)
-        if site is not None and site.call.rule.is_loss:
-            losses.append(edge)
-            continue
-        if site is not None and not survey.goes_inside(site.call):
-            continue  # a module that is no loss: what is behind is the net
-        through = [site.below] if site else [e for _, e in edges_behind(edge.node)]
-        for behind in through:
-            if behind not in consumers:
-                consumers[behind] = []
-                todo.append(behind)
-            consumers[behind].append(edge)
-    reached, todo = set(losses), losses
-    while todo:
-        for edge in consumers[todo.pop()]:
-            if edge in reached:
-                continue
-            reached.add(edge)
-            todo.append(edge)
-            if survey.site_at(edge) is None and not nodes.is_linear(edge.node):
-                return edge.node
+    for edge, behind in _above(survey, roots).items():
+        consumers.setdefault(edge, [])
+        for other in behind:
+            consumers.setdefault(other, []).append(edge)
+    losses = [edge for edge in consumers if _is_loss(survey.site_at(edge))]
+    for edge in reached(losses, consumers.__getitem__):
+        if survey.site_at(edge) is None and not nodes.is_linear(edge.node):
+            return edge.node
     return None
 
 
 def begins_at_losses(survey: Survey, roots: Iterable[Edge]) -> bool:
     """Whether every way from the roots to a module leads through an extended loss."""
-    todo = list(roots)
-    seen = set(todo)
-    while todo:
-        edge = todo.pop()
-        site = survey.site_at(edge)
-        if site is not None and site.call.rule.is_loss:
-            continue
-        if site is not None and not survey.goes_inside(site.call):
-            return False
-        behind = [site.below] if site else [e for _, e in edges_behind(edge.node)]
-        todo += [e for e in behind if e not in seen]
-        seen.update(behind)
-    return True
+    ends = (survey.site_at(edge) for edge, behind in _above(survey, roots).items() if not behind)
+    return all(site is None or _is_loss(site) for site in ends)
+
+
+def _is_loss(site: Site | None) -> bool:
+    return site is not None and site.call.rule.is_loss

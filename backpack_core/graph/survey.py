@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
@@ -44,6 +45,7 @@ class Survey:
 
     Attributes:
         beside: Outputs of nodes that are left out, with everything behind them.
+        alignment: Where samples lie in it.
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
         widest: Bytes that one column takes at the widest call.
@@ -67,6 +69,7 @@ class Survey:
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
+    alignment: Alignment = field(default_factory=Alignment)
     batch_size: int = 0
     is_shared: bool = False
     widest: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib import import_module
@@ -26,6 +26,7 @@ from backpack_core.contract.operations import Operation
 from backpack_core.contract.parametric import AffinePairsRule, ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.errors import nearest
 
 _BASES = (
     *(LayerRule, ElementwiseRule, ParametricRule, AffinePairsRule, LossRule),
@@ -88,13 +89,6 @@ def described(cls: type) -> str:
         return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{_line(cls)})"
     except (OSError, TypeError):
         return f"{cls.__qualname__} of {cls.__module__}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``": did you mean 'weight'?"``, or nothing where no name is near."""
-    by_lower = {other.lower(): other for other in known}
-    close = get_close_matches(name.lower(), by_lower, 1, 0.6)
-    return f": did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def missing_params(rule: LayerRule, module: Module) -> str:

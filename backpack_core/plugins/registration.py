@@ -18,9 +18,10 @@ from backpack_core.errors import (
     PluginError,
     PluginVersionError,
     add_library_folder,
+    nearest,
 )
 from backpack_core.plugins import hookspecs
-from backpack_core.plugins.declarations import described, missing_types, nearest
+from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.discovery import Provenance
 from backpack_core.plugins.registry import check_contributions, registry
 

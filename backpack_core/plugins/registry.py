@@ -7,10 +7,10 @@ claims on one key are a conflict, reported when the key is used; :func:`prefer` 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from torch.nn import Module
 
@@ -58,13 +58,12 @@ class Resolved(NamedTuple):
     methods: frozenset[str] = frozenset()
 
 
-class Contributions(NamedTuple):
-    """What one plugin handed over, checked."""
+class Contribution(NamedTuple):
+    """Something that a plugin handed over, checked: in which table, and under which key."""
 
-    rules: tuple[LayerRule, ...] = ()
-    extensions: tuple[type[Extension], ...] = ()
-    propagators: tuple[type[Propagator], ...] = ()
-    overrides: tuple[tuple[type[Extension], ModuleType, ModuleExtension], ...] = ()
+    table: Literal["rules", "extensions", "propagators", "overrides"]
+    key: Any
+    value: Any
 
 
 FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
@@ -83,18 +82,13 @@ class Registry:
     preferred: dict[str, str] = field(default_factory=dict)
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
-    def add(self, contributions: Contributions, provenance: Provenance) -> None:
+    def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
         """Enter everything a plugin provides. Cannot fail half-way: nothing here raises."""
-        for rule in contributions.rules:
-            claim = Claim(rule, provenance)
-            for key in rule.module_types:
-                _enter(self.rules, key, claim)
-        for extension in contributions.extensions:
-            _enter(self.extensions, extension.__name__, Claim(extension, provenance))
-        for propagator in contributions.propagators:
-            _enter(self.propagators, propagator.__name__, Claim(propagator, provenance))
-        for extension, module_type, value in contributions.overrides:
-            _enter(self.overrides, (extension, module_type), Claim(value, provenance))
+        for table, key, value in contributions:
+            claims = getattr(self, table).setdefault(key, [])
+            if _kind(value) not in [_kind(claim.value) for claim in claims]:
+                # The same class under two entry points is one claim.
+                claims.append(Claim(value, provenance))
         self._rule_cache.clear()
 
     def remove(self, provenance: Provenance) -> None:
@@ -233,15 +227,11 @@ class Registry:
         self._rule_cache.clear()
 
 
-def _enter(table: dict[Any, list[Any]], key: Any, claim: Claim[Any]) -> None:
-    claims = table.setdefault(key, [])
-    kinds = [c.value if isinstance(c.value, type) else type(c.value) for c in claims]
-    kind = claim.value if isinstance(claim.value, type) else type(claim.value)
-    if kind not in kinds:  # the same class under two entry points is one claim
-        claims.append(claim)
+def _kind(value: Any) -> type:
+    return value if isinstance(value, type) else type(value)
 
 
-def check_contributions(found: dict[str, list[Any]]) -> Contributions:
+def check_contributions(found: dict[str, list[Any]]) -> list[Contribution]:
     """Check what a plugin's hooks returned.
 
     Args:
@@ -254,9 +244,18 @@ def check_contributions(found: dict[str, list[Any]]) -> Contributions:
     extensions = _each(found, "backpack_extensions", partial(_is_whole, base=Extension))
     propagators = _each(found, "backpack_propagators", partial(_is_whole, base=Propagator))
     overrides = _each(found, "backpack_pair_overrides", _is_override)
-    return Contributions(
-        tuple(rule() for rule in rules), tuple(extensions), tuple(propagators), tuple(overrides)
-    )
+    return [
+        *of_rules(rules),
+        *(Contribution("extensions", kind.__name__, kind) for kind in extensions),
+        *(Contribution("propagators", kind.__name__, kind) for kind in propagators),
+        *(Contribution("overrides", (kind, module), value) for kind, module, value in overrides),
+    ]
+
+
+def of_rules(kinds: Iterable[type[LayerRule]]) -> Iterator[Contribution]:
+    """One instance of each, for all the types of modules that it names."""
+    for rule in (kind() for kind in kinds):
+        yield from (Contribution("rules", key, rule) for key in rule.module_types)
 
 
 def _each(found: dict[str, list[Any]], hook: str, accepts: Callable[[Any], bool]) -> list[Any]:

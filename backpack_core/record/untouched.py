@@ -16,67 +16,58 @@ from backpack_core.errors import PluginCodeError
 from backpack_core.record.view import View
 
 
-class Untouched:
-    """The tensors of a call, and others, before code of a plugin runs."""
+def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
+    """What a method of a plugin returns, if it leaves alone what it is given.
 
-    __slots__ = ("_before", "_shown", "_view")
+    Args:
+        plugin: Whose method it is.
+        method: Its name.
+        given: Its arguments: tensors, or what holds some as its attributes.
+        view: What it sees besides.
 
-    def __init__(self, view: View, *given: Any) -> None:
-        """Note the versions.
+    Returns:
+        The method's result.
 
-        Args:
-            view: What the plugin sees.
-            given: What else it is given: tensors, or what holds some as its attributes.
-        """
-        self._view = view
-        # Of inference tensors, torch counts no versions.
-        self._shown = shown = [tensor for tensor in view.shown() if not tensor.is_inference()]
-        for value in given:
-            if isinstance(value, Tensor):
-                shown.append(value)
-            elif hasattr(value, "__dict__"):
-                for item in vars(value).values():
-                    if isinstance(item, Tensor):
-                        shown.append(item)
-                    elif isinstance(item, dict):  # results, and what is kept
-                        shown += [part for part in item.values() if isinstance(part, Tensor)]
-        self._before = [tensor._version for tensor in shown]
-
-    def check(self, plugin: object, method: str) -> None:
-        """Compare them.
-
-        Args:
-            plugin: Whose code ran.
-            method: Which.
-
-        Raises:
-            PluginCodeError: A tensor was changed in place.
-        """
-        after = [tensor._version for tensor in self._shown]
-        if after == self._before:
-            return
-        pairs = zip(self._shown, after, self._before, strict=True)
-        changed = next(tensor for tensor, one, other in pairs if one != other)
+    Raises:
+        PluginCodeError: A tensor was changed in place.
+    """
+    # Of inference tensors, torch counts no versions.
+    shown = [tensor for tensor in view.shown() if not tensor.is_inference()]
+    for value in given:
+        if isinstance(value, Tensor):
+            shown.append(value)
+        elif hasattr(value, "__dict__"):
+            for item in vars(value).values():
+                if isinstance(item, Tensor):
+                    shown.append(item)
+                elif isinstance(item, dict):  # results, and what is kept
+                    shown += [part for part in item.values() if isinstance(part, Tensor)]
+    before = [tensor._version for tensor in shown]
+    result = getattr(plugin, method)(*given)
+    if before != [tensor._version for tensor in shown]:
+        pairs = zip(shown, before, strict=True)
+        changed = next(tensor for tensor, version in pairs if tensor._version != version)
         raise PluginCodeError(
-            f"{type(plugin).__name__}.{method} changed {self._name(changed)} in place. What a "
+            f"{type(plugin).__name__}.{method} changed {_name(changed, view)} in place. What a "
             "plugin is given belongs to all that read it, and to autograd: return a new tensor "
             "(2 * mat in the place of mat.mul_(2))."
         )
+    return result
 
-    def _name(self, tensor: Tensor) -> str:
-        view = self._view
-        stored, gradient = view.stored, view.full.grad_output
-        shape, path = list(tensor.shape), view.path
-        if any(tensor is other for other in stored.inputs):
-            return f"an input of {path}, of shape {shape},"
-        if any(tensor is other for other in stored.outputs):
-            return f"an output of {path}, of shape {shape},"
-        for name, (other, _) in stored.owned.items():
-            if tensor is other:
-                return f"{name!r} of {path}"
-        if tensor is gradient:
-            return f"the gradient at the output of {path}, of shape {shape},"
-        return f"a tensor of shape {shape} that it was given at {path}"
+
+def _name(tensor: Tensor, view: View) -> str:
+    stored, gradient = view.stored, view.full.grad_output
+    shape, path = list(tensor.shape), view.path
+    if any(tensor is other for other in stored.inputs):
+        return f"an input of {path}, of shape {shape},"
+    if any(tensor is other for other in stored.outputs):
+        return f"an output of {path}, of shape {shape},"
+    for name, (other, _) in stored.owned.items():
+        if tensor is other:
+            return f"{name!r} of {path}"
+    if tensor is gradient:
+        return f"the gradient at the output of {path}, of shape {shape},"
+    return f"a tensor of shape {shape} that it was given at {path}"
 
 
 _TAKEN = "memory of results"

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import AffineRule, ParametricRule
 from backpack_core.contract.rules import ElementwiseRule
-from backpack_core.plugins.registry import CORE, Contributions, registry
+from backpack_core.plugins.registry import CORE, of_rules, registry
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing.cases import Arguments, LossCase
@@ -225,7 +225,7 @@ LABELLED = LossCase(LabelledLoss, lambda n: (torch.randn(n, CLASSES), torch.rand
 def install_own_rules() -> None:
     """Enter the rules of the kit's own modules, once per process: nobody else has such modules."""
     if Mix not in registry.rules:
-        registry.add(Contributions(rules=tuple(rule() for rule in RULES)), CORE)
+        registry.add(of_rules(RULES), CORE)
 
 
 def fixed_mixing(samples: int, columns: int) -> Tensor:

@@ -255,6 +255,10 @@ def _target_weight(view: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
         Shape ``[N, *positions]``, and a number.
     """
     whole = view.full
+    return whole.once(f"target weight {smoothing}", lambda: _weigh_targets(whole, smoothing))
+
+
+def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
     weight = x.new_ones(x.shape[1]) if weight is None else weight
