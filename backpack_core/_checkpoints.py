@@ -105,7 +105,10 @@ class _Hook(NamedTuple):
 
 
 def _hook() -> _Hook | None:
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    try:
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except (AttributeError, TypeError):  # torch does not tell
+        hooks = None
     if hooks is None:
         return None
     pack = inspect.unwrap(hooks[0])
