@@ -162,3 +162,59 @@ def test_trainer(tmp_path: Path) -> None:
     Extended(model=model, args=arguments, train_dataset=rows).train()
     assert set(seen) == {3}
     assert len(seen) == 2 * len([*model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:::lightning", "ignore:::pytorch_lightning", "ignore:::torch")
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_lightning(tmp_path: Path, is_manual: bool) -> None:
+    """``Trainer`` calls ``backward`` of the module, or the module does by itself."""
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    x, y = data()
+    seen: list[int] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
+            self.automatic_optimization = not is_manual
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            self.expected = individual(self.model, *batch, 1 / len(batch[0]))
+            loss: Tensor = self.lossfunc(self.model(batch[0]), batch[1])
+            if is_manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                with backpack(BatchGrad(), DiagGGNExact()):
+                    self.manual_backward(loss)
+                self.compare()
+                optimizer.step()
+            return loss
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            if is_manual:
+                return super().backward(loss, *args, **kwargs)
+            with backpack(BatchGrad(), DiagGGNExact()):
+                super().backward(loss, *args, **kwargs)
+            self.compare()
+
+        def compare(self) -> None:
+            assert_individual(self.model, self.expected)
+            seen.append(len(self.expected))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    rows = torch.utils.data.TensorDataset(x, y)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
+    assert len(seen) == 3
