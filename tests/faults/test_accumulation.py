@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import backpack_core.extensions
 from backpack_core import backpack, extend
-from backpack_core.contract.extension import Extension
+from tests.cases import names_of_extensions
 
 MANY = 4096
 # What stores a number for every pair of samples.
@@ -26,13 +26,6 @@ SAMPLED = {"BatchDiagGGNMC", "DiagGGNMC", "EKFAC", "KFAC", "SqrtGGNMC"}
 # Squares leave the range of half precision, so they are given in single precision.
 SINGLE = {"BatchDotGrad", "BatchL2Grad", "SumGradSquared", "Variance"}
 OPTIONS: dict[str, dict[str, Any]] = {"ClippedSumGrad": {"max_norm": 0.1}}
-
-
-def names() -> list[str]:
-    """Every extension of the installed plugins."""
-    known = vars(backpack_core.extensions).get("__all__") or dir(backpack_core.extensions)
-    kinds = {name: getattr(backpack_core.extensions, name) for name in known if name[0] != "_"}
-    return [n for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Extension)]
 
 
 # Dtype of the model, of autocast, and whether that is around the backward pass, too.
@@ -123,7 +116,7 @@ def _single_precision(_double_precision: None) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", names_of_extensions())
 def test_many_samples(name: str, way: str) -> None:
     count = 128 if name in PAIRS else MANY
     data = alternating(count)
@@ -143,5 +136,7 @@ def test_many_positions(name: str, way: str) -> None:
 
 
 def test_all_are_tried() -> None:
-    assert {"BatchGrad", "KFAC", "DiagGGNExact", *PAIRS, *SAMPLED, *SINGLE} <= {*names()}
-    assert len(names()) >= 22
+    assert {"BatchGrad", "KFAC", "DiagGGNExact", *PAIRS, *SAMPLED, *SINGLE} <= {
+        *names_of_extensions()
+    }
+    assert len(names_of_extensions()) >= 22
