@@ -145,7 +145,10 @@ def save(tensor: Tensor) -> SavedTensor | None:
     return found
 
 
-class CheckpointFunction(torch_checkpoint.CheckpointFunction):
+_Reentrant: Any = torch_checkpoint.CheckpointFunction
+
+
+class CheckpointFunction(_Reentrant):  # type: ignore[misc]
     """A re-entrant checkpoint; in an extended model, one whose graph is part of the model's.
 
     The pass of a re-entrant one is a graph of its own, through which nothing but a gradient goes.
@@ -156,14 +159,15 @@ class CheckpointFunction(torch_checkpoint.CheckpointFunction):
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         """As ``torch.utils.checkpoint.checkpoint`` calls it."""
-        if cls is CheckpointFunction and torch.is_grad_enabled():
-            # What no gradient arrives at gets none here, and would from the other kind.
-            wants = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-            if wants and cls._is_inside():
-                return torch_checkpoint.checkpoint(
-                    function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-                )
-        return super().apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+        if cls is not CheckpointFunction:  # a class that was made of this one
+            return super().apply(function, preserve_rng_state, *args)
+        # What no gradient arrives at gets none here, and would from the other kind.
+        wants = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if wants and torch.is_grad_enabled() and cls._is_inside():
+            return torch_checkpoint.checkpoint(
+                function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+        return _Reentrant.apply(function, preserve_rng_state, *args)  # whose nodes are known
 
     @classmethod
     def _is_inside(cls) -> bool:

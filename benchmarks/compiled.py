@@ -36,61 +36,62 @@ class Block(nn.Module):
         return result
 
 
+class Way:
+    """A model, plain or extended, as it is or compiled."""
+
+    def __init__(self, name: str, like: nn.Module, backend: str) -> None:
+        self.is_compiled, is_extended = "compiled" in name, "extended" in name
+        self.model, self.lossfunc = copy.deepcopy(like), nn.CrossEntropyLoss()
+        if is_extended:
+            extend(self.model), extend(self.lossfunc)
+        self.graphs = ""
+        self._run: Callable[[Tensor], Tensor] = self.model
+        if self.is_compiled:
+            found = torch._dynamo.explain(self.model)(X)
+            self.graphs = f"{found.graph_count:8d}{found.graph_break_count:8d}"
+            self._run = torch.compile(self.model, backend=backend, fullgraph=is_extended)
+
+    def step(self) -> None:
+        """A forward and a backward pass."""
+        self.lossfunc(self._run(X), Y).backward()
+
+    def individual(self) -> None:
+        """The same with individual gradients."""
+        with backpack(BatchGrad(), check="never"):
+            self.step()
+
+    def forget(self) -> None:
+        """Drop what was stored."""
+        for p in self.model.parameters():
+            p.grad = p.grad_batch = None  # type: ignore[attr-defined]
+
+
+X, Y = torch.randn(8, 32, 128), torch.randint(10, (8,))
+NAMES = ("plain", "extended", "plain, compiled", "extended, compiled")
+
+
 def main() -> None:
     """Print a row for each way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--seconds", type=float, default=15.0, help="of measuring")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
     torch.set_num_threads(1)
     plain = nn.Sequential(*[Block(128) for _ in range(2)], nn.Flatten(), nn.Linear(32 * 128, 10))
-    extended = extend(copy.deepcopy(plain))
-    x, lossfunc = torch.randn(8, 32, 128), extend(nn.CrossEntropyLoss())
-    y = torch.randint(10, (8,))
-    loss: nn.Module = nn.CrossEntropyLoss()
-    compiled, extended = copy.deepcopy(plain), extend(copy.deepcopy(plain))
-    both = extend(copy.deepcopy(plain))
-    ways: dict[str, tuple[nn.Module, Callable[..., Tensor]]] = {
-        "plain": (plain, plain),
-        "extended": (extended, extended),
-        "plain, compiled": (compiled, torch.compile(compiled, backend=arguments.backend)),
-        "extended, compiled": (
-            both,
-            torch.compile(both, backend=arguments.backend, fullgraph=True),
-        ),
-    }
-
-    def step(name: str) -> Callable[[], None]:
-        return lambda: (loss if "plain" in name else lossfunc)(ways[name][1](x), y).backward()
-
-    def individual(name: str) -> Callable[[], None]:
-        def run() -> None:
-            with backpack(BatchGrad(), check="never"):
-                step(name)()
-
-        return run
-
-    graphs = {}
-    for name, (model, _) in ways.items():
-        if "compiled" in name:
-            found = torch._dynamo.explain(model)(x)
-            graphs[name] = found.graph_count, found.graph_break_count
+    ways = {name: Way(name, plain, arguments.backend) for name in NAMES}
     torch._dynamo.reset()
-    runs = {name: step(name) for name in ways}
-    runs |= {f"{n}, BatchGrad": individual(n) for n in ways if n.startswith("extended")}
-
-    def forget(name: str) -> None:
-        for p in ways[name.removesuffix(", BatchGrad")][0].parameters():
-            p.grad = p.grad_batch = None
-
+    runs = {name: way.step for name, way in ways.items()}
+    whose = dict(ways)
+    for name, way in ways.items():
+        if name.startswith("extended"):
+            runs[f"{name}, BatchGrad"], whose[f"{name}, BatchGrad"] = way.individual, way
     for run in runs.values():
         run()
-    times = alternate(runs, arguments.seconds, "cpu", forget)
+    times = alternate(runs, arguments.seconds, "cpu", lambda name: whose[name].forget())
     print(f"{'':30}{'ms':>8}{'graphs':>8}{'breaks':>8}")
     for name in runs:
-        made = "".join(f"{count:8d}" for count in graphs.get(name, ()))
-        print(f"{name:30}{times.best(name) * 1e3:8.2f}{made}")
+        graphs = ways[name].graphs if name in ways else ""
+        print(f"{name:30}{times.best(name) * 1e3:8.2f}{graphs}")
 
 
 if __name__ == "__main__":

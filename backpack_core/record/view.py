@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._checkpoints import unpack
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.replay import output_again
+from backpack_core.record.saving import Taken, read
 from backpack_core.record.state import as_it_was
 from backpack_core.record.structure import as_index, map_tensors
 
@@ -46,6 +46,7 @@ class View:
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them: for shapes and flags;
             their numbers are in :attr:`values`.
+        taken: What hooks on saved tensors took of them; ``None`` without such hooks.
     """
 
     __slots__ = (
@@ -54,7 +55,6 @@ class View:
         "_module",
         "_pick",
         "_tensors",
-        "_unpacked",
         "_whole",
         "axis",
         "call",
@@ -68,6 +68,7 @@ class View:
         "node",
         "positions",
         "stored",
+        "taken",
     )
 
     def __init__(
@@ -91,7 +92,7 @@ class View:
         self.positions = positions
         self._whole: View | None = None
         self._all: list[Tensor] = []
-        self._unpacked: dict[int, Tensor] = {}
+        self.taken = Taken(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -156,33 +157,14 @@ class View:
             stored, owned = whole.stored, whole.stored.owned.values()
             tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in owned), whole.grad_output)
             whole._all = [tensor for tensor in tensors if tensor is not None]
-        return whole._all
+        return whole._all if self.taken is None else [*whole._all, *self.taken.found.values()]
 
     # What it received and returned ---------------------------------------------------------------
 
     @property
     def values(self) -> Stored:
         """The call's tensors with their numbers, also where hooks on saved tensors took those."""
-        stored = self.stored
-        if not stored.saved:
-            return stored
-        tensors = (*stored.inputs, *stored.outputs)
-        actual = [
-            t if s is None else self._unpack(i)
-            for i, (t, s) in enumerate(zip(tensors, stored.saved, strict=True))
-        ]
-        pairs = {id(t): a for t, a in zip(tensors, actual, strict=True)}
-
-        def take(tensor: Tensor) -> Tensor:
-            return pairs.get(id(tensor), tensor)
-
-        count = len(stored.inputs)
-        return stored._replace(
-            args=map_tensors(stored.args, take),
-            kwargs=map_tensors(stored.kwargs, take),
-            inputs=tuple(actual[:count]),
-            outputs=tuple(actual[count:]),
-        )
+        return self.stored if self.taken is None else self.taken.values()
 
     @property
     def input(self) -> Tensor:
@@ -218,7 +200,7 @@ class View:
         """
         found = self._tensors.get(index)
         if found is None:
-            found = self._read(self.stored.inputs[index], index, "input")
+            found = read(self, index, "input")
             found = found if self.is_differentiable else found.detach()
             found = found if self._pick is None else self._shown(found)
             found = self._tensors[index] = self._cast(found)
@@ -238,7 +220,7 @@ class View:
         stored = self.stored
         slot = len(stored.inputs) + self.index
         if slot not in self._tensors:
-            tensor = self._read(stored.outputs[self.index], slot, "output")
+            tensor = read(self, slot, "output")
             if self.is_differentiable:
                 tensor = output_again(self.full, tensor)
             self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
@@ -356,30 +338,6 @@ class View:
 
     def _cut(self, tensor: Tensor) -> Tensor:
         return tensor if self._pick is None or not tensor.dim() else tensor[self._pick]
-
-    def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
-        saved = self.stored.saved
-        is_changed = version_of(tensor) != self.stored.versions[slot]
-        if saved and saved[slot] is not None:
-            tensor = self._unpack(slot)
-            # A copy counts from zero; what was computed again, as what was computed at first.
-            is_changed = version_of(tensor) > self.stored.versions[slot]
-        if is_changed:
-            raise OverwrittenInputError(
-                f"{self.path}: its {what} was changed in place after it was stored, so derivatives "
-                "would be computed from overwritten memory. Use an out-of-place operation, or "
-                "clone the tensor before changing it."
-            )
-        return tensor
-
-    def _unpack(self, slot: int) -> Tensor:
-        found = self._unpacked.get(slot)
-        if found is None:
-            saved = self.stored.saved[slot]
-            assert saved is not None
-            found = self._unpacked[slot] = unpack(saved)
-            self.shown().append(found)
-        return found
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self.dtype or not tensor.is_floating_point():

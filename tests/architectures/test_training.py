@@ -164,13 +164,8 @@ def test_trainer(tmp_path: Path) -> None:
     assert len(seen) == 2 * len([*model.parameters()])
 
 
-@pytest.mark.filterwarnings("ignore:::lightning", "ignore:::pytorch_lightning", "ignore:::torch")
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_lightning(tmp_path: Path, is_manual: bool) -> None:
-    """``Trainer`` calls ``backward`` of the module, or the module does by itself."""
-    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
-    x, y = data()
-    seen: list[int] = []
+def lightning_module(lightning: Any, is_manual: bool, seen: list[int]) -> Any:
+    """A module that compares individual gradients in each backward pass, and notes how many."""
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -184,27 +179,29 @@ def test_lightning(tmp_path: Path, is_manual: bool) -> None:
             if is_manual:
                 optimizer = self.optimizers()
                 optimizer.zero_grad()
-                with backpack(BatchGrad(), DiagGGNExact()):
-                    self.manual_backward(loss)
-                self.compare()
+                self.manual_backward(loss)
                 optimizer.step()
             return loss
 
         def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            if is_manual:
-                return super().backward(loss, *args, **kwargs)
             with backpack(BatchGrad(), DiagGGNExact()):
                 super().backward(loss, *args, **kwargs)
-            self.compare()
-
-        def compare(self) -> None:
             assert_individual(self.model, self.expected)
             seen.append(len(self.expected))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    rows = torch.utils.data.TensorDataset(x, y)
+    return Module()
+
+
+@pytest.mark.filterwarnings("ignore:::lightning", "ignore:::pytorch_lightning", "ignore:::torch")
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_lightning(tmp_path: Path, is_manual: bool) -> None:
+    """Whoever steps, the module's ``backward`` runs the pass."""
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    seen: list[int] = []
+    module = lightning_module(lightning, is_manual, seen)
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -215,6 +212,6 @@ def test_lightning(tmp_path: Path, is_manual: bool) -> None:
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
-    module = Module()
+    rows = torch.utils.data.TensorDataset(*data())
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
     assert len(seen) == 3

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend, is_extended
-from backpack_core.errors import BridgeError, UnsupportedError
+from backpack_core.errors import BackpackWarning, BridgeError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -114,3 +115,24 @@ def test_a_reentrant_checkpoint_that_no_gradient_arrives_at_stays_one() -> None:
         model(torch.randn(2, 3)).sum().backward()
     assert model.block.weight.grad is None
     assert model.last.weight.grad is not None
+
+
+def test_a_shared_gradient_of_parts() -> None:
+    """``backward(inputs=...)`` is none that re-entrant checkpoints take, and they are known."""
+    problem = classification(InParts(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    loss = loss_of(problem)
+    said = pytest.warns(BackpackWarning, match="re-entrant checkpoints take no inputs")
+    with said, backpack(BatchGrad(), gradient="shared"):
+        loss.backward()
+    problem.compare("grad_batch", expected)
+    problem.compare("grad", [e.sum(0) for e in expected])
+
+
+def test_a_class_that_is_made_of_torch_s() -> None:
+    class Own(torch.utils.checkpoint.CheckpointFunction):
+        pass
+
+    x, block = torch.randn(2, 3, requires_grad=True), nn.Linear(3, 3)
+    Own.apply(block, True, x).sum().backward()
+    torch.testing.assert_close(x.grad, block.weight.sum(0).expand(2, 3))
