@@ -114,7 +114,8 @@ def _hook() -> _Hook | None:
     pack = inspect.unwrap(hooks[0])
     if getattr(pack, "__module__", "") != torch_checkpoint.__name__:
         return _Hook(None, None, True)
-    known = inspect.getclosurevars(pack).nonlocals
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+    known = {name: cell.cell_contents for name, cell in cells}
     if "target_frame_ref" in known:
         return _Hook(known["target_frame_ref"](), known.get("gid"), False)
     return _Hook(known.get("frame"), None, False)
