@@ -87,7 +87,7 @@ bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d -
 	.venv-bench/bin/python -m benchmarks $(ARGS)
 
 # Packages whose models are tried. Without them, the tests that need them are skipped.
-MODEL_PEERS := transformers peft
+MODEL_PEERS := transformers peft accelerate lightning
 MODELS_STAMP := $(VENV)/.models
 
 env-models: $(MODELS_STAMP) ## add the packages whose models are tried to .venv

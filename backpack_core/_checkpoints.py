@@ -1,20 +1,25 @@
 """Torch's checkpoints give each saved tensor once: has them give it to us, and to autograd.
 
-Their private interface is used here, as the rest of torch's is in ``_torch.py``; where it is no
-longer offered, a checkpoint gives once, and says so. Imports ``_torch`` only.
+Tensors of ours are saved beside those of autograd, through the same hooks. The private interface of
+both is used here, as the rest of torch's is in ``_torch.py``; where it is no longer offered, a
+checkpoint gives once, and says so, and tensors of ours are kept. Imports ``_torch`` only.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import checkpoint as torch_checkpoint
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, is_transformed
 
 _unpacking = threading.local()
 
@@ -38,10 +43,16 @@ class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[mis
         _Holder.is_used = True
 
 
-def let_checkpoints_give_again() -> None:
-    """Have later checkpoints (not re-entrant ones) give saved tensors to us and to autograd."""
+def let_checkpoints_give_again(model_runs: Callable[[], bool]) -> None:
+    """Have later checkpoints give saved tensors to us and to autograd.
+
+    Args:
+        model_runs: Whether an extended model runs on this thread, and is recorded.
+    """
     if hasattr(torch_checkpoint, "_Holder"):
         torch_checkpoint._Holder = _Holder  # type: ignore[misc]
+        CheckpointFunction.model_runs = staticmethod(model_runs)
+        torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
 @cache
@@ -63,5 +74,125 @@ def unpacking_again(node: Node) -> Iterator[None]:
             with suppress(RuntimeError):  # it was freed: what asks for it says so
                 getattr(node, name)
         yield
+    finally:
+        _unpacking.again = before
+
+
+class SavedTensor(Protocol):
+    """What autograd keeps in the place of a tensor that it saves."""
+
+    def unpack(self) -> Tensor:
+        """The tensor, as often as it is asked for."""
+
+
+_make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
+_OURS = "_backpack_saved"  # on what a checkpoint knows of one run: which of its tensors are ours
+_INNER = "_backpack_inner"  # on the same: that checkpoints in it were made one graph with it
+
+
+class _Hook(NamedTuple):
+    """The hook on saved tensors that is on top.
+
+    Attributes:
+        frame: What a checkpoint knows of one run; ``None`` for hooks of others.
+        task: For which backward pass it computes again; ``None`` in the forward pass.
+        is_foreign: It belongs to no checkpoint, but to somebody who packs by value.
+    """
+
+    frame: Any
+    task: Any
+    is_foreign: bool
+
+
+def _hook() -> _Hook | None:
+    try:
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except (AttributeError, TypeError):  # torch does not tell
+        hooks = None
+    if hooks is None:
+        return None
+    pack = inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", "") != torch_checkpoint.__name__:
+        return _Hook(None, None, True)
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+    known = {name: cell.cell_contents for name, cell in cells}
+    if "target_frame_ref" in known:
+        return _Hook(known["target_frame_ref"](), known.get("gid"), False)
+    return _Hook(known.get("frame"), None, False)
+
+
+def is_computed_again() -> bool:
+    """Whether a checkpoint runs its function once more, and expects what it saved before."""
+    hook = _hook()
+    return hook is not None and hook.task is not None
+
+
+def save(tensor: Tensor) -> SavedTensor | None:
+    """Save a tensor as autograd does, through the hooks of the moment; ``None`` where it cannot.
+
+    A checkpoint tells what it computes again from the order in which tensors are saved. So then,
+    those that were ours in its forward pass are, and no others.
+    """
+    hook = _hook()
+    if _make is None or hook is None or not (hook.is_foreign or hasattr(hook.frame, "__dict__")):
+        return None
+    if not hook.is_foreign:
+        ours: set[int] = hook.frame.__dict__.setdefault(_OURS, set())
+        if hook.task is None:
+            ours.add(len(hook.frame.weak_holders))
+        elif hook.frame.recomp_counter[hook.task] not in ours:
+            return None
+    found: SavedTensor = _make(tensor, False)
+    return found
+
+
+_Reentrant: Any = torch_checkpoint.CheckpointFunction
+
+
+class CheckpointFunction(_Reentrant):  # type: ignore[misc]
+    """A re-entrant checkpoint; in an extended model, one whose graph is part of the model's.
+
+    The pass of a re-entrant one is a graph of its own, through which nothing but a gradient goes.
+    """
+
+    model_runs: Callable[[], bool] = staticmethod(lambda: False)
+
+    @classmethod
+    def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """As ``torch.utils.checkpoint.checkpoint`` calls it."""
+        if cls is not CheckpointFunction:  # a class that was made of this one
+            return super().apply(function, preserve_rng_state, *args)
+        # What no gradient arrives at gets none here, and would from the other kind.
+        wants = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if wants and torch.is_grad_enabled() and cls._is_inside():
+            return torch_checkpoint.checkpoint(
+                function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+        return _Reentrant.apply(function, preserve_rng_state, *args)  # whose nodes are known
+
+    @classmethod
+    def _is_inside(cls) -> bool:
+        """Whether an extended model runs; where it is computed again, whether it did then."""
+        hook = _hook()
+        frame = None if hook is None else hook.frame
+        if hook is not None and hook.task is not None:
+            return hasattr(frame, _INNER)
+        if cls.model_runs() and frame is not None:
+            setattr(frame, _INNER, True)
+        return cls.model_runs()
+
+
+def unpack(saved: SavedTensor) -> Tensor:
+    """Ask for a tensor, and maybe once more.
+
+    Hooks, and what checkpoints compute again, run outside of transforms of ``torch.func``.
+    """
+    before = getattr(_unpacking, "again", False)
+    _unpacking.again = True
+    try:
+        if not is_transformed():
+            return saved.unpack()
+        with temporarily_clear_interpreter_stack():
+            return saved.unpack()
     finally:
         _unpacking.again = before

@@ -18,6 +18,7 @@ from backpack_core.engine.hooks import Announcer
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.profile import Profile, Summary
+from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 
@@ -126,8 +127,9 @@ class backpack:
         """Make this the active context of the thread.
 
         Raises:
-            UsageError: The thread is inside ``disable()``.
+            UsageError: The thread is inside ``disable()``, or inside a compiled function.
         """
+        refuse_inside()
         if is_disabled():
             raise UsageError(
                 "backpack(...) was entered inside disable(): nothing is recorded there, so no "
@@ -136,6 +138,7 @@ class backpack:
         ensure_loaded()
         context = self._begin(*group(self._extensions, self._profile))
         announcer = Announcer(context)
+        uncompiled.__enter__()
         self._entered.append((context, announcer))
         push(context)
         announcer.__enter__()  # type: ignore[no-untyped-call]
@@ -157,6 +160,7 @@ class backpack:
         context, announcer = self._entered.pop()
         announcer.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
         pop(context)
+        uncompiled.__exit__(exc_type, exc, traceback)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(
                 "A quantity was carried through an operation inside checkpoint("

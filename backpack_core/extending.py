@@ -18,7 +18,7 @@ from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import PATH_ATTRIBUTE
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, model_runs
 from backpack_core.recording import (
     after_forward,
     after_model,
@@ -52,7 +52,7 @@ def extend(module: M, debug: bool = False) -> M:
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
         raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
     ensure_loaded()
-    let_checkpoints_give_again()
+    let_checkpoints_give_again(model_runs)
     owner = Owner(module)
     module.__dict__[OWNER_ATTRIBUTE] = owner
     ModuleHooks.install(module, before_model, after_model, MODEL_KEY)

@@ -35,6 +35,7 @@ from backpack_core.record.call import (
 )
 from backpack_core.record.execution import Execution, Received, aliases, is_simple
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
+from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     Owned,
     computed_in_hooks,
@@ -43,7 +44,7 @@ from backpack_core.record.state import (
     tensors_of,
 )
 from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
-from backpack_core.record.switch import is_disabled, is_recording
+from backpack_core.record.switch import is_off, is_recording
 from backpack_core.remember import remembered
 
 
@@ -124,8 +125,10 @@ def after_forward(
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
+    if not is_recording():
+        return
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if is_recording() and owner is not None and owner.module is module:
+    if owner is not None and owner.module is module:
         tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
         owner.begin(tensors)
 
@@ -133,8 +136,10 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @_Hook
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
+    if not is_recording():
+        return
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if is_recording() and owner is not None and owner.module is module:
+    if owner is not None and owner.module is module:
         owner.end()
 
 
@@ -212,7 +217,7 @@ def _record(
     execution: Execution,
 ) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
-    if is_disabled() or not torch.is_grad_enabled():
+    if is_off() or not torch.is_grad_enabled():
         return None
     resolved = registry.resolve(module)
     if is_simple(args, kwargs, result, execution):
@@ -260,18 +265,20 @@ def _call(module: Module, resolved: Resolved, found: _Found, execution: Executio
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
     known = (*versions, *map(version_of, detached))
+    stored = Stored(args, kwargs, inputs, detached, known, owned, parameters, computed)
+    is_readable = not _torch.has_saving_hooks()
     run = run_of_model(module)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
         tuple(edges),
-        Stored(args, kwargs, inputs, detached, known, owned, parameters, computed),
+        stored if is_readable else through_hooks(stored),
         execution.thread,
         execution.training,
         settings_of(module),
         is_rewired,
-        not _torch.has_saving_hooks(),
+        is_readable,
         inside,
         run.sizes,
         run.receives(inputs),

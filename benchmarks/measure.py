@@ -115,7 +115,8 @@ def peak_memory(problem: str, quantity: str, peer: str, batch: int) -> int | Non
     return int(json.loads(result.stdout.splitlines()[-1]))
 
 
-def _resident(field: str) -> int:
+def resident(field: str) -> int:
+    """Bytes that a field of this process' status says, as ``VmRSS`` or ``VmHWM``."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
@@ -126,10 +127,10 @@ def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
     warm()
     step, _ = PEERS[peer](problem, quantity, batch)
     gc.collect()
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     step()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def _main() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+import backpack_core.extensions
 from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
@@ -130,6 +131,13 @@ def classification(
     inputs = (torch.randn(batch, *shape),)
     target = torch.randint(0, classes, (batch,))
     return Problem(model, inputs, nn.CrossEntropyLoss(**options), target)
+
+
+def names_of_extensions() -> list[str]:
+    """Every extension of the installed plugins."""
+    known = vars(backpack_core.extensions).get("__all__") or dir(backpack_core.extensions)
+    kinds = {name: getattr(backpack_core.extensions, name) for name in known if name[0] != "_"}
+    return [n for n, k in kinds.items() if isinstance(k, type) and issubclass(k, Extension)]
 
 
 REDUCTIONS = ("mean", "sum")

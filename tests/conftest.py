@@ -1,4 +1,4 @@
-"""Double precision, a fixed seed, nothing left behind by any test; options of the random nets."""
+"""Double precision, a fixed seed, nothing left behind by any test; options: random nets, device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from backpack_core.errors import forget_warnings
 from backpack_core.testing.execution import forget_executions
+from tests.devices import DrawnOnHost, usable
 from tests.leftovers import left_behind, state
 
 
@@ -19,6 +20,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--nets", type=int, default=300, help="number of random nets")
     group.addoption("--traps", type=int, default=0, help="number of random nets with a trap")
     group.addoption("--seed", type=int, default=0, help="seed of the first of them")
+    parser.getgroup("devices").addoption(
+        "--device", default="cpu", help="where the tensors of the tests are made, as cuda or cuda:1"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are collected: some make tensors when they are imported."""
+    torch.set_default_device(usable(config.getoption("--device")))
 
 
 def pytest_collection_finish() -> None:
@@ -55,6 +64,16 @@ def _double_precision() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def _generators_of_the_host() -> Iterator[None]:
+    """Tests draw the same numbers on every device."""
+    if torch.get_default_device().type == "cpu":
+        yield
+        return
+    with DrawnOnHost():
+        yield
 
 
 _FAILED = pytest.StashKey[bool]()

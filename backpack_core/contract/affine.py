@@ -118,7 +118,7 @@ class AffineProduct(SampleProduct):
             return False
         if self.arrange is None or other.arrange is None:
             return self.arrange is other.arrange
-        numbers = torch.arange(prod(self.sizes)).reshape(self.sizes)
+        numbers = torch.arange(prod(self.sizes), device=self.out.device).reshape(self.sizes)
         return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:

@@ -81,7 +81,7 @@ class LossRule(LayerRule):
         x = whole.input
         if not (view.is_differentiable and x.requires_grad):
             x = x.detach().requires_grad_()
-        first = view.stored.inputs[0]
+        first = whole.values.inputs[0]
         args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
         with disable(), torch.enable_grad():
             output = whole.module(*args, **kwargs)

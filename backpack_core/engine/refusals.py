@@ -71,8 +71,8 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 _COMPILED = (
     "A part of the graph was compiled by torch.compile, where no module is seen: its parameters "
-    "get no quantity. Run the model that was compiled, not the compiled one, in passes with "
-    "extensions."
+    "get no quantity. Run the forward pass inside the block of backpack(...), where what was "
+    "compiled runs as it was written."
 )
 
 

@@ -25,7 +25,7 @@ class Weights:
             guesses: How many columns there are for guesses: one or two.
         """
         generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(batch_size, generator=generator)
+        order = torch.randperm(batch_size, generator=generator, device="cpu")
         self._values = 2.0 ** (order % _LEVELS - _LEVELS // 2)
         self._guesses = guesses
 

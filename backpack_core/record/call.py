@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._checkpoints import SavedTensor
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
 from backpack_core.record.state import State
@@ -78,6 +79,8 @@ class Stored(NamedTuple):
         parameters: Which of them are parameters.
         computed: Of parameters that the module computed from others (a parametrization does), by
             name: those others.
+        saved: What hooks on saved tensors took, by slot (inputs first), ``None`` for what they did
+            not; there, the tensors above have shapes and no numbers. Empty without such hooks.
     """
 
     args: tuple[Any, ...]
@@ -88,6 +91,7 @@ class Stored(NamedTuple):
     owned: dict[str, tuple[Tensor, int]]
     parameters: tuple[str, ...]
     computed: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({})
+    saved: tuple[SavedTensor | None, ...] = ()
 
 
 class _Count:

@@ -32,6 +32,12 @@ class Run(NamedTuple):
 
 
 _NO_RUN = Run()
+_local = threading.local()
+
+
+def model_runs() -> bool:
+    """Whether a module that was extended as a whole runs on this thread, and is recorded."""
+    return getattr(_local, "models", 0) > 0
 
 
 class Owner:
@@ -52,12 +58,14 @@ class Owner:
         received = [t for t in tensors if t.dim()]
         run = Run(tuple([t.shape[0] for t in received]), frozenset(memories_of(received)))
         self._running.setdefault(threading.get_ident(), []).append(run)
+        _local.models = getattr(_local, "models", 0) + 1
 
     def end(self) -> None:
         """It is through."""
         running = self._running.get(threading.get_ident())
         if running:
             running.pop()
+            _local.models -= 1
 
     @property
     def run(self) -> Run:

@@ -25,7 +25,7 @@ def output_again(view: View, stored: Tensor) -> Tensor:
         OverwrittenInputError: An input was changed in place, or the forward pass gives another
             output.
     """
-    io = view.stored
+    io = view.values
 
     def run() -> Tensor:
         for slot in range(len(io.inputs)):

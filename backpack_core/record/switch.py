@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from backpack_core._checkpoints import is_computed_again
 from backpack_core._torch import is_transformed, tracing_state
 
 _local = threading.local()
@@ -33,12 +34,17 @@ def is_disabled() -> bool:
     return getattr(_local, "disabled", 0) > 0
 
 
+def is_off() -> bool:
+    """Whether nothing is recorded; what a checkpoint computes again has to be as it was."""
+    return is_disabled() and not is_computed_again()
+
+
 def is_recording() -> bool:
     """Whether the forward pass under way leaves a graph that a backward pass can be run on."""
     return (
-        torch.is_grad_enabled()
+        not torch.compiler.is_compiling()  # first, so that the compiler sees nothing of the rest
+        and torch.is_grad_enabled()
         and not is_transformed()
         and tracing_state() is None
-        and not getattr(_local, "disabled", 0)
-        and not torch.compiler.is_exporting()
+        and not is_off()
     )

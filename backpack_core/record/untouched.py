@@ -92,8 +92,8 @@ def owned(value: Any, view: View) -> Any:
 
 def _owned(tensor: Tensor, view: View) -> Tensor:
     taken: set[int] | None = view.kept.get(_TAKEN)
-    if taken is None:
-        taken = view.kept[_TAKEN] = memories_of(view.shown())
+    if taken is None or view.stored.saved:  # of which more was shown since
+        taken = view.kept[_TAKEN] = (taken or set()) | memories_of(view.shown())
     gradient = view.full.grad_output
     if gradient is not None:  # earlier columns of the same call came without it
         taken.add(memory_of(gradient))

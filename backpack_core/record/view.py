@@ -18,8 +18,9 @@ from torch.nn import Module
 
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
-from backpack_core.record.call import Call
+from backpack_core.record.call import Call, Stored
 from backpack_core.record.replay import output_again
+from backpack_core.record.saving import Taken, read
 from backpack_core.record.state import as_it_was
 from backpack_core.record.structure import as_index, map_tensors
 
@@ -43,7 +44,9 @@ class View:
             pass.
         dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
-        stored: The call's tensors, also when the call has let go of them.
+        stored: The call's tensors, also when the call has let go of them: for shapes and flags;
+            their numbers are in :attr:`values`.
+        taken: What hooks on saved tensors took of them; ``None`` without such hooks.
     """
 
     __slots__ = (
@@ -65,6 +68,7 @@ class View:
         "node",
         "positions",
         "stored",
+        "taken",
     )
 
     def __init__(
@@ -88,6 +92,7 @@ class View:
         self.positions = positions
         self._whole: View | None = None
         self._all: list[Tensor] = []
+        self.taken = Taken(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -152,9 +157,14 @@ class View:
             stored, owned = whole.stored, whole.stored.owned.values()
             tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in owned), whole.grad_output)
             whole._all = [tensor for tensor in tensors if tensor is not None]
-        return whole._all
+        return whole._all if self.taken is None else [*whole._all, *self.taken.found.values()]
 
     # What it received and returned ---------------------------------------------------------------
+
+    @property
+    def values(self) -> Stored:
+        """The call's tensors with their numbers, also where hooks on saved tensors took those."""
+        return self.stored if self.taken is None else self.taken.values()
 
     @property
     def input(self) -> Tensor:
@@ -170,13 +180,13 @@ class View:
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments, with the samples that are shown."""
-        args: tuple[Any, ...] = map_tensors(self.stored.args, self._shown)
+        args: tuple[Any, ...] = map_tensors(self.values.args, self._shown)
         return args
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments, with the samples that are shown."""
-        kwargs: dict[str, Any] = map_tensors(self.stored.kwargs, self._shown)
+        kwargs: dict[str, Any] = map_tensors(self.values.kwargs, self._shown)
         return kwargs
 
     def tensor_input(self, index: int) -> Tensor:
@@ -190,7 +200,7 @@ class View:
         """
         found = self._tensors.get(index)
         if found is None:
-            found = self._read(self.stored.inputs[index], index, "input")
+            found = read(self, index, "input")
             found = found if self.is_differentiable else found.detach()
             found = found if self._pick is None else self._shown(found)
             found = self._tensors[index] = self._cast(found)
@@ -210,7 +220,7 @@ class View:
         stored = self.stored
         slot = len(stored.inputs) + self.index
         if slot not in self._tensors:
-            tensor = self._read(stored.outputs[self.index], slot, "output")
+            tensor = read(self, slot, "output")
             if self.is_differentiable:
                 tensor = output_again(self.full, tensor)
             self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
@@ -328,15 +338,6 @@ class View:
 
     def _cut(self, tensor: Tensor) -> Tensor:
         return tensor if self._pick is None or not tensor.dim() else tensor[self._pick]
-
-    def _read(self, tensor: Tensor, slot: int, what: str) -> Tensor:
-        if version_of(tensor) != self.stored.versions[slot]:
-            raise OverwrittenInputError(
-                f"{self.path}: its {what} was changed in place after it was stored, so derivatives "
-                "would be computed from overwritten memory. Use an out-of-place operation, or "
-                "clone the tensor before changing it."
-            )
-        return tensor
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self.dtype or not tensor.is_floating_point():

@@ -23,8 +23,9 @@ exact loss Hessian, compared with their definition; where a parameter has a sing
 compared with the block. "By block" counts the weights that have no factors, for which
 `fail_mode="block"` stores the block itself. Factors of weights that several modules use, or one
 module in several calls, are not compared. Products are those with the Gauss-Newton matrix (all
-entries) and with the Hessian (one entry for each parameter). Of the Hessian diagonal, six entries
-of each parameter are compared.
+entries) and with the Hessian (one entry for each parameter); of the Hessian diagonal, six entries
+of each parameter are compared. Both run with the math backend of attention
+(`torch.nn.attention.sdpa_kernel`): fused kernels have no second derivative.
 
 {count} cells of {all} are exact. The other numbers point to reasons below: what the error says.
 

@@ -162,3 +162,56 @@ def test_trainer(tmp_path: Path) -> None:
     Extended(model=model, args=arguments, train_dataset=rows).train()
     assert set(seen) == {3}
     assert len(seen) == 2 * len([*model.parameters()])
+
+
+def lightning_module(lightning: Any, is_manual: bool, seen: list[int]) -> Any:
+    """A module that compares individual gradients in each backward pass, and notes how many."""
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
+            self.automatic_optimization = not is_manual
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            self.expected = individual(self.model, *batch, 1 / len(batch[0]))
+            loss: Tensor = self.lossfunc(self.model(batch[0]), batch[1])
+            if is_manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            with backpack(BatchGrad(), DiagGGNExact()):
+                super().backward(loss, *args, **kwargs)
+            assert_individual(self.model, self.expected)
+            seen.append(len(self.expected))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
+@pytest.mark.filterwarnings("ignore:::lightning", "ignore:::pytorch_lightning", "ignore:::torch")
+@pytest.mark.parametrize("is_manual", [False, True])
+def test_lightning(tmp_path: Path, is_manual: bool) -> None:
+    """Whoever steps, the module's ``backward`` runs the pass."""
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    seen: list[int] = []
+    module = lightning_module(lightning, is_manual, seen)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    rows = torch.utils.data.TensorDataset(*data())
+    trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
+    assert len(seen) == 3

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core.errors import BridgeError, UnsupportedError
+from backpack_core import backpack, extend, is_extended
+from backpack_core.errors import BackpackWarning, BridgeError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
-from tests.cases import Net, classification
+from tests.cases import Net, Problem, classification
 
 
 class Checkpointed(nn.Module):
@@ -24,7 +26,9 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        h = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+        # What is expected is computed by grad(), which re-entrant ones refuse.
+        reentrant = self.reentrant and is_extended(self.block)
+        h = checkpoint(self.block, self.first(x), use_reentrant=reentrant)
         result: Tensor = self.last(h)
         return result
 
@@ -50,24 +54,85 @@ def test_function_inside_checkpoint() -> None:
     classification(Checkpointed(Net(lambda _, x: torch.sin(x)), reentrant=False), (3,)).check()
 
 
-def test_reentrant_checkpoint_first_order() -> None:
-    model = Checkpointed(block(), reentrant=False)
-    problem = classification(model, (3,))
+def test_reentrant_checkpoint() -> None:
+    """In an extended model, its graph is a part of the model's."""
+    classification(Checkpointed(block(), reentrant=True), (3,)).check()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_shared_layer(reentrant: bool) -> None:
+    """One of its uses lies inside."""
+    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), reentrant)
+    model.last = nn.Sequential(model.block[0], nn.Linear(4, 3))
+    classification(model, (3,)).check()
+
+
+class InParts(Checkpointed):
+    """Extended part by part, so that no extended model runs: the checkpoint stays as it is."""
+
+    def __init__(self, reentrant: bool = True) -> None:
+        super().__init__(block(), reentrant)
+        for part in self.children():
+            extend(part)
+
+
+def loss_of(problem: Problem) -> Tensor:
+    result: Tensor = extend(problem.lossfunc)(problem.model(*problem.inputs), problem.target)
+    return result
+
+
+def test_reentrant_checkpoint_of_a_part_first_order() -> None:
+    problem = classification(InParts(), (3,))
     expected = problem.expected(oracle.individual_gradients)
-    model.reentrant = True
-    problem.run(BatchGrad())
+    with backpack(BatchGrad()):
+        loss_of(problem).backward()
     problem.compare("grad_batch", expected)
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
-def test_reentrant_checkpoint_of_a_shared_layer(extension: Any) -> None:
+def test_reentrant_checkpoint_of_a_shared_part(extension: Any) -> None:
     """What lies inside is a graph of its own, so that the other use is not seen from there."""
-    model = Checkpointed(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), reentrant=True)
-    model.last = nn.Sequential(model.block[0], nn.Linear(4, 3))
-    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
-        classification(model, (3,)).run(extension())
+    model = InParts()
+    model.block = extend(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    model.last = nn.Sequential(model.block[0], extend(nn.Linear(4, 3)))
+    loss = loss_of(classification(model, (3,)))
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"), backpack(extension()):
+        loss.backward()
 
 
-def test_reentrant_checkpoint_second_order() -> None:
-    with pytest.raises(BridgeError, match="use_reentrant=False"):
-        classification(Checkpointed(block(), reentrant=True), (3,)).run(DiagGGNExact())
+def test_reentrant_checkpoint_of_a_part_second_order() -> None:
+    loss = loss_of(classification(InParts(), (3,)))
+    with pytest.raises(BridgeError, match="use_reentrant=False"), backpack(DiagGGNExact()):
+        loss.backward()
+
+
+def test_a_reentrant_checkpoint_that_no_gradient_arrives_at_stays_one() -> None:
+    """Parameters inside get no gradient, as without ``extend``."""
+    model = Net(lambda net, x: net.last(checkpoint(net.block, x, use_reentrant=True)),
+                block=nn.Linear(3, 3), last=nn.Linear(3, 2))  # fmt: skip
+    extend(model)
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        model(torch.randn(2, 3)).sum().backward()
+    assert model.block.weight.grad is None
+    assert model.last.weight.grad is not None
+
+
+def test_a_shared_gradient_of_parts() -> None:
+    """``backward(inputs=...)`` is none that re-entrant checkpoints take, and they are known."""
+    problem = classification(InParts(), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    loss = loss_of(problem)
+    said = pytest.warns(BackpackWarning, match="re-entrant checkpoints take no inputs")
+    with said, backpack(BatchGrad(), gradient="shared"):
+        loss.backward()
+    problem.compare("grad_batch", expected)
+    problem.compare("grad", [e.sum(0) for e in expected])
+
+
+def test_a_class_that_is_made_of_torch_s() -> None:
+    class Own(torch.utils.checkpoint.CheckpointFunction):
+        pass
+
+    x, block = torch.randn(2, 3, requires_grad=True), nn.Linear(3, 3)
+    Own.apply(block, True, x).sum().backward()
+    torch.testing.assert_close(x.grad, block.weight.sum(0).expand(2, 3))

@@ -66,7 +66,7 @@ PRIVATE_OF_TORCH = {"_torch", "_checkpoints"}
 
 # What each room of the core may import, besides torch.
 BELOW = {
-    "record": {"_torch", "errors"},
+    "record": {"_torch", "_checkpoints", "errors"},
     "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
     "contract": {"_torch", "errors", "record", "graph", "tuning", "values", "remember"},
     "plugins": {"_torch", "errors", "record", "contract"},

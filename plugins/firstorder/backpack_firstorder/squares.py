@@ -39,7 +39,7 @@ def warn_of_range(norm: Tensor, squares: Tensor, key: object, message: str) -> N
             warn_once(key, message, RangeWarning)
         return
     # Without waiting: it is looked at when it has arrived, in a later pass.
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(flag.device))

@@ -84,7 +84,7 @@ def _positions(view: View) -> Tensor:
     """What ``return_indices=True`` returns."""
     module = cast(Any, view.module)
     if module.return_indices:
-        drawn = view.stored.outputs[1]
+        drawn = view.values.outputs[1]
         return drawn if view.indices is None else drawn[list(view.indices)]
     kept = view.saved("result1")
     if kept is not None and kept.shape == view.output_shape and kept.dtype == torch.long:

@@ -198,7 +198,7 @@ def _is_ordered(product: AffineProduct) -> bool:
     groups, size = product.sizes
     if groups > 1 or product.arrange is None:
         return groups == 1
-    order = torch.arange(size).unsqueeze(0)
+    order = torch.arange(size, device=product.out.device).unsqueeze(0)
     return bool(torch.equal(product.to_parameter(order).flatten(), order[0]))
 
 

@@ -131,7 +131,7 @@ def _halves(use: Use) -> tuple[Hessian, Hessian]:
     kept = Hessian(hessian.columns, branched=hessian.branched)
     if not (hessian.unformed and isinstance(rule, AffineRule)):
         return kept, hessian
-    column = torch.empty(1, *view.output_shape)
+    column = torch.empty(1, *view.output_shape, device=view.device)
     if rule.affine_output(view, column).shape[2] == 1:
         return replace(kept, diagonal=hessian.own_diagonal), Hessian()
     return replace(kept, diagonal=hessian.diagonal), replace(hessian, diagonal=None)

@@ -99,7 +99,7 @@ class LinearOperator(ABC):
             rmatvec=lambda x: multiply(x.reshape(-1)),
             matmat=multiply,
             rmatmat=multiply,
-            dtype=torch.empty(0, dtype=wide).numpy().dtype,
+            dtype=torch.empty(0, dtype=wide, device="cpu").numpy().dtype,
         )
 
     def _flat(self, vectors: Tensor, function: Any) -> Tensor:

@@ -1,0 +1,68 @@
+"""Code that ``torch.compile`` made: inside ``backpack(...)`` it runs as it was written.
+
+A compiled graph has no modules that could be recorded. Outside of the blocks hooks are not there
+for the compiler, so that an extended model is compiled as if it were not.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from backpack_core.errors import UsageError
+
+
+def refuse_inside() -> None:
+    """Raise where the compiler is looking at the code that calls this."""
+    if torch.compiler.is_compiling():
+        raise UsageError(_INSIDE)
+
+
+class _Uncompiled:
+    """A ``with`` block, entered by any number of threads, in which nothing compiled is used.
+
+    Torch's switch is one for all threads: those outside of any block run uncompiled meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        """Turn the compiler off, if it was ever on.
+
+        Raises:
+            UsageError: This is compiled code.
+        """
+        with self._lock:
+            if not self._inside and "torch._dynamo" in sys.modules:
+                try:
+                    self._stance = torch.compiler.set_stance("force_eager")
+                except RuntimeError as error:
+                    raise UsageError(_INSIDE) from error
+            self._inside += 1
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Turn it on again behind the last of them."""
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+
+_INSIDE = (
+    "backpack(...) was entered inside a function that torch.compile compiles: backward passes with "
+    "extensions are not compiled. Compile the model, or what stands outside of the block."
+)
+uncompiled = _Uncompiled()

@@ -1,0 +1,254 @@
+"""Where autograd saves through hooks, so do calls: memory that checkpoints save is still saved."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from backpack_core import backpack, disable, extend, is_extended
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
+from tests import oracle
+from tests.cases import Net, Problem, classification
+
+Run = Callable[..., Tensor]
+WAYS: dict[str, Run] = {
+    "one graph": lambda block, h: checkpoint(block, h, use_reentrant=False),
+    "re-entrant": lambda block, h: checkpoint(block, h, use_reentrant=True),
+    "nested": lambda block, h: checkpoint(
+        lambda x: checkpoint(block, x, use_reentrant=False), h, use_reentrant=False
+    ),
+    "re-entrant inside": lambda block, h: checkpoint(
+        lambda x: checkpoint(block, x, use_reentrant=True), h, use_reentrant=False
+    ),
+    "inside re-entrant": lambda block, h: checkpoint(
+        lambda x: checkpoint(block, x, use_reentrant=False), h, use_reentrant=True
+    ),
+}
+
+
+class Block(nn.Module):
+    """Modules with rules and without, a function, something in place, and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.rectify = nn.LayerNorm(4), nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.rand(4))
+        self.runs = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.runs += 1
+        h = h + self.rectify(self.first(self.norm(h)))
+        h = torch.sigmoid(self.twice(torch.sin(self.twice(h))))
+        return h * self.scale
+
+
+def model(run: Run, depth: int = 2) -> nn.Module:
+    return Net(
+        lambda net, x: net.last(run_all(run, net.blocks, net.first(x)).flatten(1)),
+        first=nn.Linear(3, 4),
+        blocks=nn.ModuleList([Block() for _ in range(depth)]),
+        last=nn.Linear(8, 3),
+    )
+
+
+def run_all(run: Run, blocks: nn.ModuleList, h: Tensor) -> Tensor:
+    for block in blocks:
+        # What is expected is computed by grad(), which re-entrant ones refuse.
+        h = run(block, h) if is_extended(block) else block(h)
+    return h
+
+
+def problem(run: Run) -> Problem:
+    return classification(model(run), (2, 3), batch=3)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_quantity(way: str, early_stop: bool) -> None:
+    with set_checkpoint_early_stop(early_stop):
+        problem(WAYS[way]).check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}])
+def test_each_block_is_computed_once_more(way: str, options: dict[str, int]) -> None:
+    found = problem(WAYS[way])
+    found.run(DiagGGNExact(**options), BatchGrad(), KFAC(fail_mode="block"))
+    # What is nested is computed again by the outer and by the inner one.
+    assert {block.runs for block in found.model.blocks} <= {2, 3}
+
+
+def storages(shape: tuple[int, ...]) -> int:
+    """How many activations of a shape are alive."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == shape]
+    sizes = {o.untyped_storage()._cdata: o.untyped_storage().nbytes() for o in found}
+    return sum(size >= 8 * torch.Size(shape).numel() for size in sizes.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_between_the_passes_only_what_checkpoints_keep_is_alive(way: str) -> None:
+    """The input of each block; without checkpoints, every activation."""
+    alive = {}
+    for name, run in (("none", lambda block, h: block(h)), ("kept", WAYS[way])):
+        found = classification(model(run, depth=3), (2, 3), batch=7)
+        loss = extend(found.lossfunc)(extend(found.model)(*found.inputs), found.target)
+        alive[name] = storages((7, 2, 4))
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss.backward()
+        del loss
+    assert alive["kept"] <= 4  # and the output of the last
+    assert alive["none"] > 12
+
+
+def test_in_the_backward_pass_one_block_at_a_time_is_alive() -> None:
+    alive: list[int] = []
+    found = classification(model(WAYS["one graph"], depth=5), (2, 3), batch=7)
+    loss = extend(found.lossfunc)(extend(found.model)(*found.inputs), found.target)
+
+    def count(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            alive.append(storages((7, 2, 4)))
+
+    with backpack(BatchGrad(), extension_hook=count):
+        loss.backward()
+    assert len(alive) == 5
+    assert max(alive) < 5 + 14  # the inputs, and what one block has
+
+
+class Packed:
+    """What hooks of a user's give in the place of a tensor: numbers elsewhere."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.values, self.dtype = tensor.tolist(), tensor.dtype
+        self.shape = tensor.shape
+
+
+def unpack(packed: Packed) -> Tensor:
+    return torch.tensor(packed.values, dtype=packed.dtype).reshape(packed.shape)
+
+
+HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "on the host": save_on_cpu,
+    "elsewhere": lambda: saved_tensors_hooks(Packed, unpack),
+    "as they are": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
+}
+
+
+@pytest.mark.parametrize("hooks", HOOKS)
+def test_hooks_of_users(hooks: str) -> None:
+    found = problem(lambda block, h: block(h))
+    gradients = found.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in found.expected(oracle.ggn_diagonals)]
+    with HOOKS[hooks]():
+        loss = found.loss()
+    for keep in (True, False):
+        with backpack(BatchGrad(), DiagGGNExact(), retain_graph=keep):
+            loss.backward(retain_graph=keep)
+        found.compare("grad_batch", gradients)
+        found.compare("diag_ggn_exact", diagonals)
+
+
+def test_hooks_of_users_take_what_calls_keep() -> None:
+    found = problem(lambda block, h: block(h))
+    seen: list[Any] = []
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(weakref.ref(output))
+
+    for part in (found.model.first, found.model.blocks[0].norm):
+        part.register_forward_hook(note)
+    with saved_tensors_hooks(Packed, unpack):
+        loss = found.loss()
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+    with backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_pooling_returns_indices_through_hooks() -> None:
+    pool = Net(lambda net, x: net.last(net.pool(x.unsqueeze(1))[0].flatten(1)),
+               pool=nn.MaxPool1d(2, return_indices=True), last=nn.Linear(2, 3))  # fmt: skip
+    first = nn.Linear(3, 4)
+    both = Net(lambda net, x: checkpoint(net.pool, net.first(x), use_reentrant=False),
+               first=first, pool=pool)  # fmt: skip
+    classification(both, (3,)).check()
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+@pytest.mark.parametrize("way", WAYS)
+def test_disable_around_one_of_the_passes(way: str, around: str) -> None:
+    """What is computed again saves what was saved at first."""
+    found = problem(WAYS[way])
+    plain = [torch.autograd.grad(found.loss(), found.parameters)]
+    extend(found.model), extend(found.lossfunc)
+    with disable() if around == "forward" else nullcontext():
+        loss = found.lossfunc(found.model(*found.inputs), found.target)
+    with disable() if around == "backward" else nullcontext():
+        loss.backward()
+    for p, gradient in zip(found.parameters, plain[0], strict=True):
+        torch.testing.assert_close(p.grad, gradient)
+
+
+@pytest.mark.filterwarnings("ignore:.*reference cycle")
+@pytest.mark.parametrize("way", ["one graph", "re-entrant"])
+def test_quantities_are_differentiable(way: str) -> None:
+    found = []
+    for run in (WAYS[way], lambda block, h: block(h)):
+        torch.manual_seed(3)
+        mine = problem(run)
+        with backpack(BatchGrad(), retain_graph=True):
+            mine.loss().backward(create_graph=True)
+        value = sum(p.grad_batch.square().sum() for p in mine.parameters)  # type: ignore[attr-defined]
+        found.append(torch.autograd.grad(value, mine.parameters))
+        for p in mine.parameters:
+            p.grad = p.grad_batch = None  # type: ignore[attr-defined]
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_hessian_through_modules_in_a_checkpoint() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4), nn.Tanh())
+    found = []
+    for run in (WAYS["one graph"], lambda block, h: block(h)):
+        net = Net(lambda net, x, run=run: net.last(run(net.block, net.first(x))),
+                  first=nn.Linear(3, 4), block=block, last=nn.Linear(4, 3))  # fmt: skip
+        for part in (net.first, net.last):
+            part.load_state_dict({k: torch.ones_like(v) / 2 for k, v in part.state_dict().items()})
+        torch.manual_seed(5)
+        mine = classification(net, (3,))
+        mine.run(DiagHessian())
+        found.append([value.clone() for value in mine.fields("diag_h")])
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_what_was_overwritten_inside_is_refused() -> None:
+    """Autograd does not notice it there, and takes what was written for what was saved."""
+
+    def overwrite(net: Any, h: Tensor) -> Tensor:
+        h = torch.sin(h)
+        result: Tensor = net.second(h)
+        h.mul_(2)
+        return result
+
+    net = Net(lambda net, x: checkpoint(overwrite, net, net.first(x), use_reentrant=False),
+              first=nn.Linear(3, 4), second=nn.Sequential(nn.Linear(4, 3)))  # fmt: skip
+    refused = pytest.raises(OverwrittenInputError, match="input was changed in place")
+    # Else what is written would come after the last tensor that is saved.
+    with refused, set_checkpoint_early_stop(False):
+        classification(net, (3,)).run(BatchGrad())
