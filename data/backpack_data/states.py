@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core import Extension
 from backpack_core.contract.merging import State, declaration
 from backpack_core.errors import UnsupportedError
+from backpack_data.shards import in_dtype_of
 from backpack_data.weights import Weights, joint, require_proportional
 
 Place = tuple[str, str]  # path of a parameter, field
@@ -71,7 +72,10 @@ class States:
                     value = parameter.__dict__.pop(extension.savefield)
                     samples = weights.samples(parameter, extension.subsampling)
                     place = path, extension.savefield
-                    new[place] = State.of(extension, value, normaliser, samples)
+                    state = State.of(extension, value, normaliser, samples)
+                    for key, (tensor,) in state.tensors.items():
+                        state.tensors[key] = [in_dtype_of(parameter, tensor)]
+                    new[place] = state
         for place, state in new.items():
             if place in self.table:
                 self.table[place].add(state)

@@ -9,8 +9,10 @@ import torch
 from torch import distributed
 
 from backpack_core import backpack, extend
+from backpack_core.extensions import EKFAC
+from backpack_data import Quantities, accumulate
 from tests.data.problems import DETERMINISTIC, assert_same, data, expected, loss, net
-from tests.data.workers import OPTIONS, start
+from tests.data.workers import OPTIONS, SHARDED, start
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch was built without torch.distributed"
@@ -29,9 +31,40 @@ def test_one_pass_under_data_parallel(ranks: int, tmp_path: Path):
     for number in range(len(OPTIONS)):
         for rank in range(ranks):
             found = torch.load(tmp_path / f"parallel-{number}-{rank}.pt", weights_only=False)
-            assert number or found.keys() == wanted.keys()
+            assert found.keys() == wanted.keys()
             for place, value in found.items():
                 assert_same(value, wanted[place])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_pass_in_shards(ranks: int, tmp_path: Path):
+    wanted = expected([e() for e in DETERMINISTIC], *data())
+    run("in_shards", tmp_path, ranks)
+    for rank in range(ranks):
+        for number in range(len(SHARDED)):
+            found = torch.load(tmp_path / f"shards-{number}-{rank}.pt", weights_only=False)
+            assert found.keys() == wanted.keys()
+            for place, value in found.items():
+                assert_same(value, wanted[place])
+        found = torch.load(tmp_path / f"mixed-{rank}.pt", weights_only=False)
+        assert len(found) == len(wanted) - 6
+        for place, value in found.items():
+            assert_same(value, wanted[place], 1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_data_in_shards(ranks: int, tmp_path: Path):
+    run("over_data_in_shards", tmp_path, ranks)
+    wanted = accumulate(net(), loss(ignored=-100), [data(10)], EKFAC(None), progress=False)
+    one_pass = expected([e() for e in DETERMINISTIC], *data(10), ignored=-100)
+    for rank in range(ranks):
+        found = torch.load(tmp_path / f"in-shards-{rank}.pt", weights_only=False)
+        assert found
+        for place, value in found.items():
+            if place[1] == "ekfac":  # eigenvectors have no sign
+                assert_same(value.dense(), wanted[place].dense())
+            else:
+                assert_same(value, one_pass[place])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -50,19 +83,18 @@ def test_over_data_without_what_the_sampler_repeats(ranks: int, tmp_path: Path):
             assert_same(got, getattr(model.get_parameter(path), name))
 
 
-def test_a_killed_rank_is_named_and_the_rest_goes_on(tmp_path: Path):
-    first, second = start("killed", tmp_path, 2)
+@pytest.mark.parametrize("name", ["killed", "killed_in_shards"])
+def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
+    first, second = start(name, tmp_path, 2)
     assert second[0] == -9
     assert first[0] == 1
     assert "LostProcessError: Rank 1 has not been through" in first[1]
-    run("killed", tmp_path, 2)
+    run(name, tmp_path, 2)
     model, lossfunc = extend(net()), extend(loss(ignored=-100))
     x, y = data(8)
     value = lossfunc(model(x), y)
     with backpack(*[e() for e in DETERMINISTIC[2:5]]):
         value.backward()
     for rank in range(2):
-        for (path, name), got in torch.load(
-            tmp_path / f"killed-{rank}.pt", weights_only=False
-        ).items():
-            assert_same(got, getattr(model.get_parameter(path), name))
+        for (path, field), got in Quantities.load(tmp_path / f"killed-{rank}.saved").items():
+            assert_same(got, getattr(model.get_parameter(path), field))
