@@ -42,8 +42,8 @@ def factors_over(model: nn.Module, lossfunc: nn.Module, data: Data, extension: A
 
     def of(x: Tensor, y: Tensor) -> BlockDiagonal:
         loss = lossfunc(model(x), y)
-        with backpack(extension):
-            torch.autograd.backward(loss, inputs=[*model.parameters()])
+        with backpack(extension, gradient="none"):
+            loss.backward()
         return len(x) / samples * BlockDiagonal.of(model, extension.savefield)
 
     return reduce(lambda a, b: a + b, (of(x, y) for x, y in data))

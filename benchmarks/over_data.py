@@ -1,12 +1,15 @@
-"""``accumulate`` beside plain gradient passes over the same batches.
+"""``accumulate`` beside plain gradient passes over the same batches, and beside other libraries.
 
-``python -m benchmarks.over_data [SAMPLES]``: time, and peak memory against that of one batch.
+``python -m benchmarks.over_data --images 50000``: time, and peak memory against that of one batch.
+Where curvlinops, laplace-torch and kronfluence are installed (``make bench-env``) and do the same,
+they run on the same batches in turn with ours, and the numbers of both are compared first.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,22 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backpack_core.extensions import KFAC, DiagGGNMC, Variance
+from backpack_core.extensions import KFAC, KFLR, DiagGGNExact, DiagGGNMC, Variance
 from backpack_data import accumulate
-
-BATCH = 100
+from benchmarks.data_peers import PEERS, Peer
+from benchmarks.measure import CLOCKS
 
 
 class Images:
     """As many batches as are asked for, none of them kept."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, batch: int) -> None:
+        self.samples, self.batch = samples, batch
+        self.dataset = range(samples)  # some ask it for its length
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
-        for first in range(0, self.samples, BATCH):
-            size = min(BATCH, self.samples - first)
+        for first in range(0, self.samples, self.batch):
+            size = min(self.batch, self.samples - first)
             x = torch.rand(size, 3, 32, 32, generator=generator)
             yield x, torch.randint(0, 10, (size,), generator=generator)
 
@@ -56,11 +63,16 @@ def net() -> nn.Module:
     )
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """How long something takes."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+OURS: dict[str, Callable[[], Any]] = {
+    "Variance": Variance,
+    "DiagGGNMC": DiagGGNMC,
+    "DiagGGNExact": DiagGGNExact,
+    "KFAC": KFAC,
+    "KFAC, expand": lambda: KFAC(1, "expand"),
+    "KFAC, reduce": lambda: KFAC(1, "reduce"),
+    "KFLR, expand": lambda: KFLR("expand"),
+    "KFLR, reduce": lambda: KFLR("reduce"),
+}
 
 
 def plain(model: nn.Module, images: Images) -> None:
@@ -70,34 +82,85 @@ def plain(model: nn.Module, images: Images) -> None:
         torch.autograd.grad(lossfunc(model(x), y), list(model.parameters()))
 
 
+def run(model: nn.Module, images: Images, name: str, check: Any = "first") -> Any:
+    """Ours, of the sum over all samples."""
+    lossfunc = nn.CrossEntropyLoss(reduction="sum")
+    return accumulate(model, lossfunc, images, OURS[name](), progress=False, check=check)
+
+
 def peak() -> float:
     """The most memory that the process has had, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main(samples: int) -> None:
-    """Print a table."""
-    model, images, one = net(), Images(samples), Images(BATCH)
+def difference(peer: Peer, model: nn.Module, images: Images) -> str:
+    """The largest relative distance of what both give, or why there is none."""
+    mine, other = peer.mine(run(model, images, peer.ours)), peer.theirs(model, images)
+    if other is None:
+        return "drawn"
+    assert mine.keys() <= other.keys()
+    found = [float((mine[k] - other[k]).norm() / other[k].norm()) for k in mine]
+    return f"{max(found):.0e}"
+
+
+def main() -> None:
+    """Print two tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.over_data", description=__doc__)
+    parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=1, help="the best of these counts")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--peers", action="store_true", help="the table of others alone")
+    parser.add_argument("--check", default="first", help="'never', where batches are few")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock = {"wall": time.perf_counter, "cpu": time.process_time}[options.clock]
+    images, one = [Images(n, options.batch) for n in (options.images, options.batch)]
+    model = net()
+
+    def best(*runs: Callable[[], Any]) -> list[float]:
+        times: list[list[float]] = [[] for _ in runs]
+        for _ in range(options.rounds):
+            for own, function in zip(times, runs, strict=True):
+                start = clock()
+                function()
+                own.append(clock() - start)
+        return [min(own) for own in times]
+
     plain(model, one)
-    base = seconds(lambda: plain(model, images))
-    print(f"{samples} images in batches of {BATCH}, {torch.get_num_threads()} threads")
-    print(f"{'plain gradients':16} {base:8.1f} s          peak {peak():7.0f} MiB")
-    for kind in (Variance, DiagGGNMC, KFAC):
-        run = lambda data: accumulate(  # noqa: E731
-            model,
-            nn.CrossEntropyLoss(),
-            data,
-            kind(),  # noqa: B023
-            progress=False,
-        )
-        run(one)
+    print(f"{options.images} images in batches of {options.batch}, {options.threads} threads")
+    for name in () if options.peers else OURS:
+        if options.only not in name:
+            continue
+        run(model, one, name)
         before = peak()
-        taken = seconds(lambda: run(images))  # noqa: B023
+        base, taken = best(lambda: plain(model, images), lambda: run(model, images, name, options.check))  # noqa: B023
         print(
-            f"{kind.__name__:16} {taken:8.1f} s  {taken / base:5.2f}×  peak {peak():7.0f} MiB, "
-            f"{peak() - before:+.0f} against one batch"
+            f"{name:16} {taken:8.1f} s  {taken / base:5.2f} × plain ({base:.1f} s)  "
+            f"{peak() - before:+.0f} MiB against one batch",
+            flush=True,
+        )
+    for peer in PEERS:
+        if options.only not in f"{peer.ours} {peer.library}":
+            continue
+        if not peer.is_installed:
+            print(f"{peer.ours:16} {peer.library} is not installed")
+            continue
+        distance = difference(peer, net(), Images(2 * options.batch, options.batch))
+        theirs = copy.deepcopy(model)
+        peer.theirs(theirs, one), run(model, one, peer.ours)
+        mine, other = best(
+            lambda: run(model, images, peer.ours, options.check),  # noqa: B023
+            lambda: peer.theirs(theirs, images),  # noqa: B023
+        )
+        print(
+            f"{peer.ours:16} {mine:8.1f} s  {peer.library:36} {other:8.1f} s  "
+            f"{mine / other:5.2f} ×  difference {distance}",
+            flush=True,
         )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 50_000)
+    main()
