@@ -38,12 +38,13 @@ class Peer:
 
 
 def weights_of(found: Mapping[Any, Any]) -> Numbers:
-    """Both Kronecker factors of each weight as one product with ones."""
-    return {
-        path: value @ torch.ones(value.order.shape)
-        for (path, _), value in found.items()
-        if len(value) == 2
-    }
+    """Both Kronecker factors of each weight as one product with a vector."""
+    return {path: value @ _vector(value) for (path, _), value in found.items() if len(value) == 2}
+
+
+def _vector(matrix: Any) -> Tensor:
+    shape = matrix.order.shape
+    return torch.linspace(0, 1, shape.numel()).sin().reshape(shape)
 
 
 def diagonals_of(found: Mapping[Any, Any]) -> Numbers:
@@ -81,7 +82,7 @@ def curvlinops(fisher: str, sharing: str) -> Callable[[nn.Module, Any], Numbers 
         if fisher == "mc":
             return None
         pairs = [(name, blocks[name]) for name in blocks if name.endswith("weight")]
-        return {name: block @ torch.ones(block.order.shape) for name, block in pairs}
+        return {name: block @ _vector(block) for name, block in pairs}
 
     return run
 
@@ -136,9 +137,7 @@ def kronfluence(model: nn.Module, images: Any) -> Numbers | None:
     )
     # With the one for the bias; of linear layers, whose inputs have one order.
     inputs = found["activation_covariance"]
-    return {
-        f"{name}.weight": matrix[:-1, :-1] / images.samples for name, matrix in inputs.items()
-    }
+    return {f"{name}.weight": matrix[:-1, :-1] / images.samples for name, matrix in inputs.items()}
 
 
 PEERS = [

@@ -136,7 +136,10 @@ def main() -> None:
             continue
         run(model, one, name)
         before = peak()
-        base, taken = best(lambda: plain(model, images), lambda: run(model, images, name, options.check))  # noqa: B023
+        base, taken = best(
+            lambda: plain(model, images),
+            lambda: run(model, images, name, options.check),  # noqa: B023
+        )
         print(
             f"{name:16} {taken:8.1f} s  {taken / base:5.2f} × plain ({base:.1f} s)  "
             f"{peak() - before:+.0f} MiB against one batch",

@@ -11,8 +11,9 @@ from torch import distributed
 from backpack_core import backpack, extend
 from backpack_core.extensions import EKFAC
 from backpack_data import Quantities, accumulate
-from tests.data.problems import DETERMINISTIC, assert_same, data, expected, loss, net
-from tests.data.workers import OPTIONS, SHARDED, start
+from backpack_secondorder.over_data import Fisher
+from tests.data.problems import DETERMINISTIC, assert_same, batches, data, expected, loss, net
+from tests.data.workers import KINDS, OPTIONS, SHARDED, start
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch was built without torch.distributed"
@@ -50,6 +51,20 @@ def test_one_pass_in_shards(ranks: int, tmp_path: Path):
         assert len(found) == len(wanted) - 6
         for place, value in found.items():
             assert_same(value, wanted[place], 1e-5)
+
+
+def test_operators(tmp_path: Path):
+    run("operators", tmp_path, 2)
+    for name, kind in KINDS.items():
+        matrix = kind(net(), loss(), [data(8)])
+        wanted = matrix @ torch.eye(matrix.shape[0], 3, dtype=torch.float64)
+        for rank in range(2):
+            found = torch.load(tmp_path / f"operators-{rank}.pt")
+            assert_same(found[name], wanted)
+    in_turn = Fisher(net(), loss(), batches(*data(8), 3, 1, 3, 1))
+    sampled = in_turn @ torch.eye(in_turn.shape[0], 3, dtype=torch.float64)
+    for rank in range(2):  # the same draws: the batches are dealt in turn
+        assert_same(torch.load(tmp_path / f"operators-{rank}.pt")["sampled"], sampled)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from backpack_core import backpack, extend
 from backpack_core.extensions import EKFAC, Variance
 from backpack_data import Quantities, Weights, accumulate, all_reduce, combined
-from tests.data.problems import DETERMINISTIC, data, loss, net
+from backpack_secondorder.over_data import GGN, Fisher, Hessian
+from tests.data.problems import DETERMINISTIC, batches, data, loss, net
 
 SHARES = {1: [7], 2: [5, 2], 4: [3, 1, 1, 2]}  # of samples, by number of ranks
 OPTIONS: tuple[dict[str, bool], ...] = (
@@ -28,6 +30,11 @@ OPTIONS: tuple[dict[str, bool], ...] = (
     {"find_unused_parameters": True},
 )
 SHARDED: tuple[dict[str, Any], ...] = ({}, {"reshard_after_forward": False})
+KINDS: dict[str, Any] = {
+    "ggn": GGN,
+    "hessian": Hessian,
+    "empirical": partial(Fisher, kind="empirical"),
+}
 
 
 def share(rank: int, ranks: int) -> Any:
@@ -152,6 +159,19 @@ def over_data_in_shards(folder: Path, rank: int, ranks: int) -> None:
     torch.save(
         dict(Quantities.load(folder / f"in-shards-{rank}.saved")), folder / f"in-shards-{rank}.pt"
     )
+
+
+def operators(folder: Path, rank: int, ranks: int) -> None:
+    """Products with matrices of all samples."""
+    x, y = data(8)
+    mine = batches(x, y, 3, 1, 3, 1)[rank::ranks]
+    found = {}
+    for name, kind in KINDS.items():
+        matrix = kind(net(), loss(), mine, process_group=distributed.group.WORLD)
+        found[name] = matrix @ torch.eye(matrix.shape[0], 3, dtype=torch.float64)
+    sampled = Fisher(net(), loss(), mine, process_group=distributed.group.WORLD)
+    found["sampled"] = sampled @ torch.eye(sampled.shape[0], 3, dtype=torch.float64)
+    torch.save(found, folder / f"operators-{rank}.pt")
 
 
 def over_data(folder: Path, rank: int, ranks: int) -> None:
