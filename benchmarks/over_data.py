@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import copy
 import resource
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,8 +103,8 @@ def difference(peer: Peer, model: nn.Module, images: Images) -> str:
     return f"{max(found):.0e}"
 
 
-def main() -> None:
-    """Print two tables."""
+def options() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.over_data", description=__doc__)
     parser.add_argument("--images", type=int, default=50_000)
     parser.add_argument("--batch", type=int, default=100)
@@ -114,55 +114,67 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--peers", action="store_true", help="the table of others alone")
     parser.add_argument("--check", default="first", help="'never', where batches are few")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    clock = {"wall": time.perf_counter, "cpu": time.process_time}[options.clock]
-    images, one = [Images(n, options.batch) for n in (options.images, options.batch)]
-    model = net()
+    return parser.parse_args()
 
-    def best(*runs: Callable[[], Any]) -> list[float]:
-        times: list[list[float]] = [[] for _ in runs]
-        for _ in range(options.rounds):
-            for own, function in zip(times, runs, strict=True):
-                start = clock()
-                function()
-                own.append(clock() - start)
-        return [min(own) for own in times]
 
-    plain(model, one)
-    print(f"{options.images} images in batches of {options.batch}, {options.threads} threads")
-    for name in () if options.peers else OURS:
-        if options.only not in name:
-            continue
-        run(model, one, name)
-        before = peak()
-        base, taken = best(
-            lambda: plain(model, images),
-            lambda: run(model, images, name, options.check),  # noqa: B023
-        )
-        print(
-            f"{name:16} {taken:8.1f} s  {taken / base:5.2f} × plain ({base:.1f} s)  "
-            f"{peak() - before:+.0f} MiB against one batch",
-            flush=True,
-        )
+def best(asked: argparse.Namespace, *runs: Callable[[], Any]) -> list[float]:
+    """The shortest time of each, run in turn."""
+    clock = CLOCKS[asked.clock]
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(asked.rounds):
+        for own, function in zip(times, runs, strict=True):
+            start = clock()
+            function()
+            own.append(clock() - start)
+    return [min(own) for own in times]
+
+
+def row_of_plain(asked: argparse.Namespace, name: str) -> str:
+    """One of ours beside plain gradients."""
+    model, images, one = net(), *images_of(asked)
+    run(model, one, name)
+    before = peak()
+    ours = partial(run, model, images, name, asked.check)
+    base, taken = best(asked, partial(plain, model, images), ours)
+    return (
+        f"{name:16} {taken:8.1f} s  {taken / base:5.2f} × plain ({base:.1f} s)  "
+        f"{peak() - before:+.0f} MiB against one batch"
+    )
+
+
+def row_of_peer(asked: argparse.Namespace, peer: Peer) -> str:
+    """One of ours beside another library."""
+    if not peer.is_installed:
+        return f"{peer.ours:16} {peer.library} is not installed"
+    model, images, one = net(), *images_of(asked)
+    distance = difference(peer, net(), Images(2 * asked.batch, asked.batch))
+    theirs = copy.deepcopy(model)
+    peer.theirs(theirs, one), run(model, one, peer.ours)
+    ours = partial(run, model, images, peer.ours, asked.check)
+    mine, other = best(asked, ours, partial(peer.theirs, theirs, images))
+    return (
+        f"{peer.ours:16} {mine:8.1f} s  {peer.library:28} {other:8.1f} s  "
+        f"{mine / other:5.2f} ×  difference {distance}"
+    )
+
+
+def images_of(asked: argparse.Namespace) -> tuple[Images, Images]:
+    """All batches, and one."""
+    return Images(asked.images, asked.batch), Images(asked.batch, asked.batch)
+
+
+def main() -> None:
+    """Print two tables."""
+    asked = options()
+    torch.set_num_threads(asked.threads)
+    plain(net(), images_of(asked)[1])
+    print(f"{asked.images} images in batches of {asked.batch}, {asked.threads} threads")
+    for name in () if asked.peers else OURS:
+        if asked.only in name:
+            print(row_of_plain(asked, name), flush=True)
     for peer in PEERS:
-        if options.only not in f"{peer.ours} {peer.library}":
-            continue
-        if not peer.is_installed:
-            print(f"{peer.ours:16} {peer.library} is not installed")
-            continue
-        distance = difference(peer, net(), Images(2 * options.batch, options.batch))
-        theirs = copy.deepcopy(model)
-        peer.theirs(theirs, one), run(model, one, peer.ours)
-        mine, other = best(
-            lambda: run(model, images, peer.ours, options.check),  # noqa: B023
-            lambda: peer.theirs(theirs, images),  # noqa: B023
-        )
-        print(
-            f"{peer.ours:16} {mine:8.1f} s  {peer.library:36} {other:8.1f} s  "
-            f"{mine / other:5.2f} ×  difference {distance}",
-            flush=True,
-        )
+        if asked.only in f"{peer.ours} {peer.library}":
+            print(row_of_peer(asked, peer), flush=True)
 
 
 if __name__ == "__main__":

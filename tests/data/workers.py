@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -243,5 +244,9 @@ if __name__ == "__main__":
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
     )
-    globals()[name](Path(folder), int(rank), int(ranks))
-    distributed.destroy_process_group()
+    try:
+        globals()[name](Path(folder), int(rank), int(ranks))
+        distributed.barrier()  # nobody closes connections that others still use
+    finally:
+        gc.collect()  # what holds the group, a model in DistributedDataParallel, goes before it
+        distributed.destroy_process_group()
