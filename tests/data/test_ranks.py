@@ -9,11 +9,17 @@ import torch
 from torch import distributed
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import EKFAC
+from backpack_core.extensions import (
+    EKFAC,
+    KFLR,
+    BatchDiagGGNExact,
+    ClippedSumGrad,
+    DiagGGNExact,
+)
 from backpack_data import Quantities, accumulate
 from backpack_secondorder.over_data import Fisher
 from tests.data.problems import DETERMINISTIC, assert_same, batches, data, expected, loss, net
-from tests.data.workers import KINDS, OPTIONS, SHARDED, start
+from tests.data.workers import BOUND, KINDS, OPTIONS, SHARDED, start
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch was built without torch.distributed"
@@ -51,6 +57,26 @@ def test_one_pass_in_shards(ranks: int, tmp_path: Path):
         assert len(found) == len(wanted) - 6
         for place, value in found.items():
             assert_same(value, wanted[place], 1e-5)
+
+
+def test_what_is_drawn_and_what_has_a_threshold(tmp_path: Path):
+    run("others_in_shards", tmp_path, 2)
+    exact = expected([KFLR(), DiagGGNExact(), BatchDiagGGNExact()], *data())
+    clipped = expected([ClippedSumGrad(BOUND)], *data(), "sum")
+    fields = {
+        "kfac": "kflr",
+        "diag_ggn_mc": "diag_ggn_exact",
+        "diag_ggn_mc_batch": "diag_ggn_exact_batch",
+    }
+    for rank in range(2):
+        drawn = torch.load(tmp_path / f"mean-{rank}.pt", weights_only=False)
+        assert len(drawn) == len(exact)
+        for (path, field), value in drawn.items():  # in expectation, from thousands of draws
+            assert_same(value, exact[path, fields[field]], 0.1)
+        found = torch.load(tmp_path / f"sum-{rank}.pt", weights_only=False)
+        assert found.keys() == clipped.keys()
+        for place, value in found.items():
+            assert_same(value, clipped[place])
 
 
 def test_operators(tmp_path: Path):

@@ -19,7 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import EKFAC, Variance
+from backpack_core.extensions import (
+    EKFAC,
+    KFAC,
+    BatchDiagGGNMC,
+    ClippedSumGrad,
+    DiagGGNMC,
+    Variance,
+)
 from backpack_data import Quantities, Weights, accumulate, all_reduce, combined
 from backpack_secondorder.over_data import GGN, Fisher, Hessian
 from tests.data.problems import DETERMINISTIC, batches, data, loss, net
@@ -30,6 +37,7 @@ OPTIONS: tuple[dict[str, bool], ...] = (
     {"static_graph": True},
     {"find_unused_parameters": True},
 )
+DRAWS, BOUND = 3000, 0.1
 SHARDED: tuple[dict[str, Any], ...] = ({}, {"reshard_after_forward": False})
 KINDS: dict[str, Any] = {
     "ggn": GGN,
@@ -131,6 +139,18 @@ def in_shards(folder: Path, rank: int, ranks: int) -> None:
     all_reduce(model, [e() for e in kinds], weights, group, gather=True)
     assert model[0].weight.diag_ggn_exact.dtype is torch.float32
     torch.save(whole(model, kinds), folder / f"mixed-{rank}.pt")
+
+
+def others_in_shards(folder: Path, rank: int, ranks: int) -> None:
+    """What is drawn, and what has a threshold."""
+    group, model = distributed.group.WORLD, sharded_net(ranks)
+    x, y = share(rank, ranks)
+    torch.manual_seed(rank)
+    drawn = [KFAC(DRAWS), DiagGGNMC(DRAWS), BatchDiagGGNMC(DRAWS)]
+    for reduction, asked in (("mean", drawn), ("sum", [ClippedSumGrad(BOUND)])):
+        with combined(model, *asked, process_group=group, gather=True):
+            extend(loss(reduction))(model(x), y).backward()
+        torch.save(whole(model, asked), folder / f"{reduction}-{rank}.pt")
 
 
 def over_data_in_shards(folder: Path, rank: int, ranks: int) -> None:
