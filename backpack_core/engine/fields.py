@@ -24,7 +24,11 @@ def clear(survey: Survey, extensions: Iterable[Extension]) -> None:
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
     """Have parameters of which a process holds a part carry what was stored on the whole ones."""
     fields = [extension.savefield for extension in extensions]
+    models = owners_of(call.module for call in survey.trained) if survey.shards else ()
+    shown = {id(parameter) for model in models for parameter in model.parameters()}
     for whole, held in survey.shards.items():
         for field in fields:
             if field in whole.__dict__:
-                setattr(held, field, whole.__dict__.pop(field))
+                setattr(held, field, whole.__dict__[field])
+                if id(whole) not in shown:  # it is, with set_reshard_after_backward(False)
+                    del whole.__dict__[field]

@@ -24,7 +24,7 @@ from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_data.checkpoint import Checkpoint
 from backpack_data.processes import Heartbeat, InStep, reduce
 from backpack_data.quantities import Quantities
-from backpack_data.shards import has_shards, placed, wholes_by_shard
+from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
 from backpack_data.states import States
 from backpack_data.weights import Weights
 
@@ -142,7 +142,8 @@ class _Run:
             parameters: dict[str, Tensor] = dict(self.model.named_parameters())
             if self.is_sharded:  # what the layers will have
                 used = wholes_by_shard(self.model)
-                parameters = {path: used.get(p, p) for path, p in parameters.items()}
+                held = carriers(self.model)
+                parameters = {path: used.get(ps[0], ps[0]) for path, ps in held.items()}
             for number, first in enumerate(firsts):
                 if first is not None:
                     field = found.field(first.savefield)
@@ -198,9 +199,9 @@ class _Run:
     def _placed(self, values: dict[Any, Any], readers: Sequence[Extension]) -> dict[Any, Any]:
         """On shards, where parameters are."""
         kinds = {extension.savefield: extension for extension in readers}
-        parameters = dict(self.model.named_parameters())
+        parameters = carriers(self.model)
         return {
-            (path, name): placed(value, kinds[name], parameters[path])
+            (path, name): placed(value, kinds[name], parameters[path][0])
             for (path, name), value in values.items()
         }
 
@@ -224,9 +225,10 @@ class _Run:
         if states is not None:
             states.add(self.model, weights, given)
             return
-        for parameter in self.model.parameters():
-            for extension in readers:
-                parameter.__dict__.pop(extension.savefield, None)
+        for parameters in carriers(self.model).values():
+            for parameter in parameters:
+                for extension in readers:
+                    parameter.__dict__.pop(extension.savefield, None)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from backpack_core import Extension, backpack
 from backpack_core.contract.merging import declaration, over_batches
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_data.processes import reduce
-from backpack_data.shards import has_shards, placed
+from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.states import States
 from backpack_data.weights import Weights
 
@@ -154,9 +154,10 @@ def _store(
     """Set the fields of parameters to the values of states, over a group if there is one."""
     if group is not None:
         states = reduce(states, group, gather)
-    parameters = dict(model.named_parameters())
+    parameters = carriers(model)
     for path, extension, value in states.values():
-        parameter = parameters[path]
+        parameter, *_ = parameters[path]
         value = extension.as_stored(value, parameter)
         value = value if group is None else placed(value, extension, parameter)
-        setattr(parameter, extension.savefield, value)
+        for carrier in parameters[path]:
+            setattr(carrier, extension.savefield, value)

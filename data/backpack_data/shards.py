@@ -37,8 +37,9 @@ def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
         UsageError: The group has other processes.
     """
     of_modules = [m for m in model.modules() if _shards(m)]
-    known = {id(p) for module in of_modules for p in module.parameters()}
-    for path, parameter in model.named_parameters():
+    wholes = shards_in(model)
+    known = {id(wholes.get(p, p)) for module in of_modules for p in module.parameters()}
+    for path, (parameter, *_) in carriers(model).items():
         if not is_sharded(parameter):
             continue
         if id(parameter) not in known:
@@ -56,6 +57,12 @@ def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
                 "need the same ranks."
             )
     return bool(known)
+
+
+def carriers(model: Module) -> dict[str, list[Tensor]]:
+    """Which parameters have fields, by path: the shard, and the whole one if the model shows it."""
+    shards = shards_in(model)
+    return {path: [shards[p], p] if p in shards else [p] for path, p in model.named_parameters()}
 
 
 def wholes_by_shard(model: Module) -> dict[Tensor, Tensor]:

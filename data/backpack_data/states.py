@@ -13,7 +13,7 @@ from torch.nn import Module
 from backpack_core import Extension
 from backpack_core.contract.merging import State, declaration
 from backpack_core.errors import UnsupportedError
-from backpack_data.shards import in_dtype_of
+from backpack_data.shards import carriers, in_dtype_of
 from backpack_data.weights import Weights, joint, require_proportional
 
 Place = tuple[str, str]  # path of a parameter, field
@@ -66,11 +66,13 @@ class States:
         if self.batches:
             self._require_alike(normaliser, ratios)
         new: dict[Place, State] = {}
-        for path, parameter in model.named_parameters():
+        for path, (parameter, *others) in carriers(model).items():
             for extension in self.extensions:
                 if extension.savefield in parameter.__dict__:
                     value = parameter.__dict__.pop(extension.savefield)
-                    samples = weights.samples(parameter, extension.subsampling)
+                    for other in others:
+                        other.__dict__.pop(extension.savefield, None)
+                    samples = weights.samples([parameter, *others], extension.subsampling)
                     place = path, extension.savefield
                     state = State.of(extension, value, normaliser, samples)
                     for key, (tensor,) in state.tensors.items():

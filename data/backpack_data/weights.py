@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf, isclose
 
 from torch import Tensor
@@ -50,8 +50,12 @@ class Weights:
         if self._of_losses:
             self.normalisers.append(normaliser_of(view))
 
-    def samples(self, parameter: Tensor, subsampling: tuple[int, ...] | None) -> int:
+    def samples(self, carriers: Sequence[Tensor], subsampling: tuple[int, ...] | None) -> int:
         """How many samples take part at a parameter.
+
+        Args:
+            carriers: The parameter, and what a model may show in its place.
+            subsampling: Those that the extension takes.
 
         Raises:
             UsageError: It is computed from others, at calls with batches of different sizes.
@@ -62,12 +66,13 @@ class Weights:
             # Now, not in the pass: fully_shard has others in the place of parameters meanwhile.
             for module, size in self._sizes.items():
                 self._by_parameter.update((id(p), size) for p in module.parameters(recurse=False))
-        if id(parameter) in self._by_parameter:
-            return self._by_parameter[id(parameter)]
+        for parameter in carriers:
+            if id(parameter) in self._by_parameter:
+                return self._by_parameter[id(parameter)]
         sizes = set(self._by_parameter.values())
         if len(sizes) != 1:
             raise UsageError(
-                f"A parameter of shape {list(parameter.shape)} belongs to no module that was "
+                f"A parameter of shape {list(carriers[0].shape)} belongs to no module that was "
                 f"called, and calls have batches of the sizes {sorted(sizes)}: it is not "
                 "known which counts."
             )

@@ -88,6 +88,10 @@ def sharded_net(ranks: int, extended_first: bool = False, **options: Any) -> Any
 def whole(model: Any, kinds: Any) -> dict[tuple[str, str], Any]:
     """Values of all parameters; those of a parameter's shape are shards, placed like it."""
     found = {}
+    for module in model.modules():
+        if hasattr(type(module), "reshard"):
+            assert all(hasattr(p, kinds[0].savefield) for p in module.parameters())
+            module.reshard()
     for name, p in model.named_parameters():
         for kind in kinds:
             value = getattr(p, kind.savefield)
@@ -117,13 +121,17 @@ def in_shards(folder: Path, rank: int, ranks: int) -> None:
     x, y = share(rank, ranks)
     for number, options in enumerate(SHARDED):
         model = sharded_net(ranks, bool(number), **options)
+        model.set_reshard_after_backward(not number)
         block = combined(model, *[e() for e in DETERMINISTIC], process_group=group, gather=True)
         for _ in range(2):
             block.reset()
             with block:
                 lossfunc(model(x), y).backward()
-        assert all(p.grad is not None for p in model.parameters())
+        if number:
+            assert not hasattr(model[2].weight, "placements")
         torch.save(whole(model, DETERMINISTIC), folder / f"shards-{number}-{rank}.pt")
+        assert all(p.grad is not None for p in model.parameters())
+        model.set_reshard_after_backward(True)
         _check_gradients(model, x, y)
     # By hand, of a net in single precision that is run in double precision.
     model = net().float()
