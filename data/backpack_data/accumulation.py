@@ -223,7 +223,7 @@ class _Run:
             else:
                 loss.backward()
         if states is not None:
-            states.add(self.model, weights, given)
+            states.add(self.model, weights, given, is_given_up=True)
             return
         for parameters in carriers(self.model).values():
             for parameter in parameters:

@@ -53,7 +53,11 @@ class States:
         return cls(tuple(extensions), shapes)
 
     def add(
-        self, model: Module, weights: Weights, given: tuple[float | None] | None = None
+        self,
+        model: Module,
+        weights: Weights,
+        given: tuple[float | None] | None = None,
+        is_given_up: bool = False,
     ) -> None:
         """Add what a backward pass has left on the parameters, and take it from there.
 
@@ -61,6 +65,7 @@ class States:
             model: The model.
             weights: What was seen of the pass.
             given: The normaliser, where the user gives it.
+            is_given_up: Whether nobody has seen the values meanwhile.
         """
         normaliser, ratios = joint(weights.normalisers if given is None else given)
         if self.batches:
@@ -74,7 +79,7 @@ class States:
                         other.__dict__.pop(extension.savefield, None)
                     samples = weights.samples([parameter, *others], extension.subsampling)
                     place = path, extension.savefield
-                    state = State.of(extension, value, normaliser, samples)
+                    state = State.of(extension, value, normaliser, samples, is_given_up)
                     for key, (tensor,) in state.tensors.items():
                         state.tensors[key] = [in_dtype_of(parameter, tensor)]
                     new[place] = state
