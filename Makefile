@@ -66,8 +66,9 @@ types: $(STAMP) ## check types
 # The peers of the benchmarks. One asks for torchvision, which it only needs for example data, and the
 # compatibility layer would take its import name: so neither is here. The tests of what is exchanged
 # with curvlinops run here, too.
-BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einconv linear_operator
-BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm \
+BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einconv linear_operator \
+	laplace-torch asdfghjkl torchmetrics lightning-utilities kronfluence
+BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm accelerate \
 	pytest pytest-cov hypothesis
 BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data
 BENCH_STAMP := .venv-bench/.installed

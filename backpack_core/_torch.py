@@ -35,6 +35,13 @@ ACCUMULATE = "torch::autograd::AccumulateGrad"
 LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 REENTRANT: Any = CheckpointFunction._backward_cls
 COPY_SLICES = "torch::autograd::CopySlices"
+# Functions that hand on what they receive, and do something else besides: they call hooks of a
+# module, or begin what replicas and shards of a model exchange. By name: importing them takes long.
+_HANDING_ON = {
+    "torch.nn.modules._functions.BackwardHookFunction",
+    "torch.nn.parallel.distributed._DDPSink",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
+}
 
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
 # given out again to a module that was pickled.
@@ -211,6 +218,33 @@ def operations() -> dict[type, str]:
         match = re.fullmatch(r"(\w+)Backward\d+(_copy)?", name)
         if match is not None:
             found[kind] = match[1]
+    return found
+
+
+@cache
+def hands_on(kind: type) -> bool:
+    """Whether nodes of a type give what they get, with effects that must not come twice."""
+    function = getattr(kind, "_forward_cls", None)
+    return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
+
+
+def shards_in(model: Module) -> dict[Tensor, Tensor]:
+    """Parameters of a model of which a process holds a part, by the whole that the model runs with.
+
+    ``fully_shard`` puts the whole ones into their place for the time that they are needed. Empty
+    where torch does not tell: what is stored stays on the whole ones then.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
+    found: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        if hasattr(type(module), "_get_fsdp_state"):
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            one = getattr(state, "_fsdp_param_group", None)
+            groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
+            for parameter in [p for group in groups for p in group.fsdp_params]:
+                if hasattr(parameter, "_unsharded_param"):
+                    found[parameter._unsharded_param] = parameter.sharded_param
     return found
 
 

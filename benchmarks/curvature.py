@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from operator import matmul
 from typing import Any
 
@@ -18,8 +18,9 @@ import curvlinops
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack, extend
+from backpack_core import extend
 from backpack_core.extensions import EKFAC, KFAC, KFLR
+from backpack_data import accumulate
 from backpack_secondorder.blocks import BlockDiagonal
 from backpack_secondorder.curvlinops import from_curvlinops
 from backpack_secondorder.over_data import GGN, Fisher, Hessian
@@ -39,23 +40,12 @@ def loader_of(problem: Problem, batches: int, batch: int) -> Data:
 
 
 def factors_over(model: nn.Module, lossfunc: nn.Module, data: Data, extension: Any) -> Any:
-    """The factors of all batches, weighted by their sizes."""
-    samples = sum(len(x) for x, _ in data)
+    """The matrices of all batches, in as many passes as they take.
 
-    def of(x: Tensor, y: Tensor) -> BlockDiagonal:
-        loss = lossfunc(model(x), y)
-        with backpack(extension):
-            torch.autograd.backward(loss, inputs=[*model.parameters()])
-        return len(x) / samples * BlockDiagonal.of(model, extension.savefield)
-
-    return reduce(lambda a, b: a + b, (of(x, y) for x, y in data))
-
-
-def corrected_over(model: nn.Module, lossfunc: nn.Module, data: Data) -> Any:
-    """EKFAC in two passes: factors, then eigenvalues."""
-    factors = factors_over(model, lossfunc, data, KFLR("reduce"))
-    basis = {p: factors[name].eigenbasis() for name, p in model.named_parameters()}
-    return factors_over(model, lossfunc, data, EKFAC(None, basis=basis))
+    Alignment is not measured: that happens in the passes 1, 2, 4, 8, …, and there are few here.
+    """
+    found = accumulate(model, lossfunc, data, extension, progress=False, check="never")
+    return BlockDiagonal(found.field(extension.savefield))
 
 
 def cells(problem: Problem, batches: int, batch: int) -> Cells:
@@ -106,7 +96,7 @@ def factored(model: nn.Module, lossfunc: nn.Module, data: Data, theirs: Any, pla
             lambda: kfac("mc"),
         ),
         "EKFAC, exact": (
-            lambda: corrected_over(model, lossfunc, data),
+            lambda: factors_over(model, lossfunc, data, EKFAC(None, "reduce")),
             lambda: kfac("type-2", "EKFACLinearOperator"),
         ),
     }

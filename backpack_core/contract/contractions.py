@@ -4,10 +4,9 @@ Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp
 multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
 ``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
 
-Fresh memory costs more than arithmetic here: for each number on a page, the first write takes as
-long as many multiply-adds. So pieces are small enough for the cache and share one buffer, and
-inputs that have to be copied together (patches of a convolution) are made for some samples at a
-time. The measurements are in ``docs/design/contractions.md``.
+Fresh memory costs more than arithmetic here: the first write of a number takes as long as many
+multiply-adds. So pieces are small enough for the cache and share one buffer, and inputs that have
+to be copied together (patches) are made for some samples: ``docs/design/contractions.md``.
 """
 
 from __future__ import annotations
@@ -64,6 +63,10 @@ class DirectRows(ABC):
     @abstractmethod
     def total(self, out: Tensor) -> Tensor | None:
         """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
+
+    @abstractmethod
+    def position_sum(self) -> Tensor:
+        """``Σ_s inp``, ``[N, G, I]``."""
 
     @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:

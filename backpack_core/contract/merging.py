@@ -170,7 +170,14 @@ class State:
     samples: int = 0
 
     @classmethod
-    def of(cls, extension: Extension, value: Any, normaliser: float | None, samples: int) -> State:
+    def of(
+        cls,
+        extension: Extension,
+        value: Any,
+        normaliser: float | None,
+        samples: int,
+        is_given_up: bool = False,
+    ) -> State:
         """The state of one batch, in memory of its own where it is scaled.
 
         Args:
@@ -178,6 +185,7 @@ class State:
             value: What it stored on a parameter.
             normaliser: What the loss of the batch divides by; ``None`` for a sum.
             samples: How many samples took part.
+            is_given_up: Whether nobody else needs the value, so that it is scaled in place.
 
         Raises:
             UnsupportedError: The extension refuses, or has no degree and the loss is a mean.
@@ -187,7 +195,10 @@ class State:
         for name, tensor in over.take_apart(value).items():
             part = over.part(name)
             factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)
-            state.tensors[name] = [tensor if factor == 1 else tensor * factor]
+            if factor != 1:
+                scale = tensor.mul_ if is_given_up and tensor.is_contiguous() else tensor.mul
+                tensor = scale(factor)
+            state.tensors[name] = [tensor]
         return state
 
     def add(self, other: State) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, log_visit
+from backpack_core.engine.fields import clear, hand_over
 from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
@@ -40,7 +41,6 @@ from backpack_core.graph.aligning import align
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
-from backpack_core.record.owner import owners_of
 from backpack_core.record.view import View
 from backpack_core.values import without_autocast
 
@@ -140,7 +140,7 @@ class BackwardPass:
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.context.passes)
         if is_first and self._is_outermost:
-            self._clear_fields()
+            clear(self.survey, self.context.extensions)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -153,14 +153,6 @@ class BackwardPass:
         for node in alignment.starts.keys() - known:
             when_reached(node, self._schedule, HookSchedule.reach, self.context.passes)
         add_leaves(self.survey, alignment)
-
-    def _clear_fields(self) -> None:
-        """Remove the fields of earlier passes from the models that take part in this one."""
-        fields = [extension.savefield for extension in self.context.extensions]
-        for model in owners_of(call.module for call in self.survey.trained):
-            for parameter in model.parameters():
-                for field in fields:
-                    parameter.__dict__.pop(field, None)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
@@ -327,6 +319,7 @@ class BackwardPass:
             ):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
+        hand_over(self.survey, self.context.extensions)
         if self._sink.plain is not None:
             self._deliver(self._sink.plain)
 

@@ -265,7 +265,7 @@ class DyePropagator(Propagator):
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
         arrived = list(quantities.values())
-        is_free = self._is_readable and (not nodes.is_function(node) or nodes.is_hook(node))
+        is_free = self._is_readable and (not nodes.is_function(node) or nodes.hands_on(node))
         if is_free and all(dye.is_whole for dye in arrived):
             columns = {nr: dye.columns for nr, dye in quantities.items()}
             try:

@@ -247,7 +247,8 @@ def _candidates(survey: Survey) -> Iterator[_Candidate]:
                 found.setdefault(id(parameter), []).append((number, name))
                 parameters[id(parameter)] = parameter
     for key, keys in found.items():
-        if len(keys) == survey.uses[key].count and key not in survey.bare:
+        is_every = len(keys) == survey.uses[key].count and key not in survey.bare
+        if is_every and parameters[key] not in survey.shards:
             yield _Candidate(parameters[key], tuple(keys))
 
 

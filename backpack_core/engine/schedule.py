@@ -135,7 +135,10 @@ class Schedule(ABC):
             group = self.groups[slot]
             try:
                 quantities = group.propagator.supply(quantities, grads)
-                crossed = group.propagator.cross(node, quantities, there) if quantities else []
+                if nodes.hands_on(node) and not there.apart:
+                    crossed = list(quantities.items())
+                else:
+                    crossed = group.propagator.cross(node, quantities, there) if quantities else []
             except Exception as error:
                 place_between(error, self.survey, group.first, node)
                 raise

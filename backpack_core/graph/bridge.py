@@ -47,6 +47,8 @@ def push(node: Node, mats: Columns) -> Columns:
     """
     if nodes.is_leaf(node):
         return {}
+    if nodes.hands_on(node):
+        return mats
     if nodes.is_compiled(node):
         raise nodes.refuse(
             node,

@@ -14,8 +14,8 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn.modules._functions import BackwardHookFunction
 
+from backpack_core import _torch
 from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, operations
 from backpack_core.errors import BridgeError, is_library
 
@@ -102,9 +102,9 @@ def is_compiled(node: Node) -> bool:
     return is_function(node) and hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
 
 
-def is_hook(node: Node) -> bool:
-    """Whether a node is where torch calls a module's full backward hooks."""
-    return getattr(type(node), "_forward_cls", None) is BackwardHookFunction
+def hands_on(node: Node) -> bool:
+    """Whether a node gives what it gets: where torch calls hooks of a module, or shards it."""
+    return _torch.hands_on(type(node))
 
 
 def is_leaf(node: Node) -> bool:
@@ -156,7 +156,7 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
         position: Which operand, as a position in ``node.next_functions``.
     """
     operation = operation_of(node)
-    if operation in VIEWS:
+    if operation in VIEWS or hands_on(node):
         return True
     child, number = node.next_functions[position]
     assert child is not None
@@ -214,7 +214,7 @@ def is_linear(node: Node) -> bool:
     """
     # By its type: a Python function may have any name, and nothing is known of it.
     operation = operations().get(type(node), "")
-    if operation in LINEAR:
+    if operation in LINEAR or hands_on(node):
         return True
     edges = node.next_functions
     if operation in PIECEWISE_LINEAR:  # |z| is not, in complex numbers

@@ -65,6 +65,7 @@ class Survey:
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
+        shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
     """
 
@@ -87,6 +88,7 @@ class Survey:
     freed: dict[int, tuple[Module, str]] = field(default_factory=dict)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
+    shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)

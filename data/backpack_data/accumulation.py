@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor, distributed
@@ -17,11 +19,12 @@ from tqdm import tqdm
 from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.contract.merging import declaration, over_batches
 from backpack_core.engine.active import Check
-from backpack_core.errors import UsageError
+from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_data.checkpoint import Checkpoint
-from backpack_data.processes import Heartbeat, reduce, require_whole
+from backpack_data.processes import Heartbeat, InStep, reduce
 from backpack_data.quantities import Quantities
+from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
 from backpack_data.states import States
 from backpack_data.weights import Weights
 
@@ -91,10 +94,16 @@ def accumulate(
         raise UsageError(f"every must be positive. Got {every!r}.")
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    require_whole(model)
+    is_sharded = has_shards(model, process_group)
+    if is_sharded and process_group is None:
+        raise UsageError(
+            "The model is sharded (fully_shard), so all processes run every batch together: give "
+            "process_group=."
+        )
     with _extended(model, lossfunc):
         run = _Run(model, lossfunc, loader, batch, normaliser, progress, check)
         run.group, run.gather, run.timeout = process_group, gather, timeout
+        run.is_sharded = is_sharded
         if state_file is not None:
             run.checkpoint = Checkpoint(_of_rank(state_file, process_group), every, model, loader)
         return run(extensions).to(device, dtype)
@@ -105,7 +114,7 @@ class _Run:
 
     group: distributed.ProcessGroup | None = None
     checkpoint: Checkpoint | None = None
-    gather, timeout = False, 600.0
+    gather, timeout, is_sharded = False, 600.0, False
 
     def __init__(
         self,
@@ -121,6 +130,8 @@ class _Run:
         self.batch = batch or split
         self.normaliser, self.progress, self.check = normaliser, progress, check
         self.trained = [p for p in model.parameters() if p.requires_grad]
+        # Whoever steps an optimizer in a hook does not mean this pass.
+        self.is_hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.trained)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
     def __call__(self, extensions: Sequence[Extension]) -> Quantities:
@@ -128,7 +139,11 @@ class _Run:
         known: list[dict[Tensor, Any]] = [{} for _ in extensions]
         if any(first is not None for first in firsts):
             found = self._pass(0, [first for first in firsts if first is not None])
-            parameters = dict(self.model.named_parameters())
+            parameters: dict[str, Tensor] = dict(self.model.named_parameters())
+            if self.is_sharded:  # what the layers will have
+                used = wholes_by_shard(self.model)
+                held = carriers(self.model)
+                parameters = {path: used.get(ps[0], ps[0]) for path, ps in held.items()}
             for number, first in enumerate(firsts):
                 if first is not None:
                     field = found.field(first.savefield)
@@ -148,20 +163,24 @@ class _Run:
         states = States.over(self.model, readers)
         done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
         kept, heartbeat = _Kept(self.loader), Heartbeat(self.group, self.timeout)
+        in_step = InStep(self.group if self.is_sharded else None, heartbeat)
         place = -1
         bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
         for place, item in enumerate(bar):
-            inputs, targets = self.batch(item)
-            kept_inputs, kept_targets = kept.of(inputs, targets)
+            whole = self.batch(item)
+            inputs, targets = kept.of(*whole)
             if place < done:
                 continue
             if place == done and self.checkpoint is not None:
                 self.checkpoint.seed()
-            if kept_inputs is not None:
-                self._one(states, readers, kept_inputs, kept_targets)
+            if inputs is not None:
+                in_step(partial(self._one, states, readers, inputs, targets))
+            elif self.is_sharded:
+                in_step(partial(self._one, None, readers, *whole))
             if self.checkpoint is not None:
                 self.checkpoint.after(number, place + 1, states)
             heartbeat.beat(place)
+        in_step.end(None if place < 0 else partial(self._one, None, readers, *whole))
         if self.checkpoint is not None:
             if place + 1 <= done:
                 self.checkpoint.seed()
@@ -172,19 +191,59 @@ class _Run:
         if not states.batches:
             raise UsageError("The loader gave no batch: there is nothing to compute.")
         values = {(path, e.savefield): value for path, e, value in states.values()}
+        if self.is_sharded:
+            values = self._placed(values, readers)
         kinds = {e.savefield: type(e).__name__ for e in readers}
         return Quantities(values, states.shapes, kinds, states.batches, states.normaliser)
 
-    def _one(self, states: States, readers: Sequence[Extension], inputs: Any, targets: Any) -> None:
-        """One batch."""
+    def _placed(self, values: dict[Any, Any], readers: Sequence[Extension]) -> dict[Any, Any]:
+        """On shards, where parameters are."""
+        kinds = {extension.savefield: extension for extension in readers}
+        parameters = carriers(self.model)
+        return {
+            (path, name): placed(value, kinds[name], parameters[path][0])
+            for (path, name), value in values.items()
+        }
+
+    def _one(
+        self, states: States | None, readers: Sequence[Extension], inputs: Any, targets: Any
+    ) -> None:
+        """One batch; without states, it is run because other processes do."""
         inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
         with torch.enable_grad():
             loss = self.lossfunc(_output(self.model, inputs), targets)
         weights = Weights(of_losses=given is None)
-        with backpack(*readers, check=self.check, observer=weights):
-            torch.autograd.grad(loss, self.trained, allow_unused=True)
-        states.add(self.model, weights, given)
+        with (
+            _same_gradients(self.model),
+            backpack(*readers, check=self.check, observer=weights, gradient="none"),
+        ):
+            if self.is_hooked:
+                torch.autograd.grad(loss, self.trained, allow_unused=True)
+            else:
+                loss.backward()
+        if states is not None:
+            states.add(self.model, weights, given, is_given_up=True)
+            return
+        for parameters in carriers(self.model).values():
+            for parameter in parameters:
+                for extension in readers:
+                    parameter.__dict__.pop(extension.savefield, None)
+
+
+@contextmanager
+def _same_gradients(model: Module) -> Iterator[None]:
+    """``.grad`` is what it was, also where autograd does not leave it out."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        with catch_warnings():
+            filterwarnings("ignore", "Autograd computes every gradient", BackpackWarning)
+            yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def split(item: Any) -> Batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -11,7 +12,8 @@ from torch.nn import Module
 from backpack_core import Extension, backpack
 from backpack_core.contract.merging import declaration, over_batches
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_data.processes import reduce, require_whole
+from backpack_data.processes import reduce
+from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.states import States
 from backpack_data.weights import Weights
 
@@ -70,7 +72,7 @@ class combined:
                     f"{type(extension).__name__} takes two passes over all batches: use "
                     "accumulate(...), which makes both."
                 )
-        require_whole(model)
+        has_shards(model, process_group)
         self._model, self._group, self._gather = model, process_group, gather
         self._given = None if normaliser == "loss" else (normaliser,)
         self._readers = [declaration(e).reader(e) for e in extensions]
@@ -99,11 +101,63 @@ class combined:
         if exc_type is not None:
             return
         self._states.add(self._model, self._weights, self._given)
-        states = self._states
-        if self._group is not None:
-            states = reduce(states, self._group, self._gather)
-        parameters = dict(self._model.named_parameters())
-        for path, extension, value in states.values():
-            parameter = parameters[path]
-            value = extension.as_stored(value, parameter)
-            setattr(parameter, extension.savefield, value)
+        _store(self._states, self._model, self._group, self._gather)
+
+
+def all_reduce(
+    model: Module,
+    extensions: Extension | Sequence[Extension],
+    weights: Weights,
+    group: distributed.ProcessGroup | None = None,
+    normaliser: float | Literal["loss"] | None = "loss",
+    gather: bool = False,
+) -> None:
+    """Make what a backward pass has left on the parameters that of the batches of all processes.
+
+    Example:
+        >>> weights = Weights()
+        >>> with backpack(KFAC(), DiagGGNExact(), observer=weights):
+        ...     lossfunc(model(x), y).backward()
+        >>> all_reduce(model, [KFAC(), DiagGGNExact()], weights)
+
+    Args:
+        model: The model, or what wraps it (``DistributedDataParallel``).
+        extensions: Those of the block.
+        weights: What watched the pass.
+        group: The processes; default: all.
+        normaliser: See :class:`combined`.
+        gather: Whether results per sample are gathered from all ranks, or stay on theirs.
+
+    Raises:
+        UnsupportedError: Values of an extension do not combine, or do not say enough for that.
+        LostProcessError: Another process has ended.
+    """
+    group = distributed.group.WORLD if group is None else group
+    asked = [extensions] if isinstance(extensions, Extension) else list(extensions)
+    for extension in asked:
+        over = over_batches(extension, "its value over several processes")
+        if over.reader(extension) is not extension or over.first_pass(extension) is not None:
+            raise UnsupportedError(
+                f"What {type(extension).__name__} stores does not say enough to be combined with "
+                "that of other batches: use combined(..., process_group=group) or accumulate(...), "
+                "which know beforehand."
+            )
+    has_shards(model, group)
+    states = States.over(model, asked)
+    states.add(model, weights, None if normaliser == "loss" else (normaliser,))
+    _store(states, model, group, gather)
+
+
+def _store(
+    states: States, model: Module, group: distributed.ProcessGroup | None, gather: bool
+) -> None:
+    """Set the fields of parameters to the values of states, over a group if there is one."""
+    if group is not None:
+        states = reduce(states, group, gather)
+    parameters = carriers(model)
+    for path, extension, value in states.values():
+        parameter, *_ = parameters[path]
+        value = extension.as_stored(value, parameter)
+        value = value if group is None else placed(value, extension, parameter)
+        for carrier in parameters[path]:
+            setattr(carrier, extension.savefield, value)

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from backpack_core.errors import UsageError
 from backpack_data import files
+from backpack_data.shards import local
 from backpack_data.states import States
 
 
@@ -114,7 +115,7 @@ def _fingerprint(model: Module) -> str:
     """Tells models apart by names, shapes and values of parameters."""
     digest = 0
     for name, parameter in model.named_parameters():
-        data = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = local(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
         digest = zlib.crc32(f"{name} {list(parameter.shape)}".encode(), digest)
         digest = zlib.crc32(data.numpy().tobytes(), digest)
     return f"{digest:08x}"

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.nn import Module
 
 from backpack_core.contract.merging import State, declaration
-from backpack_core.errors import BackpackError, UnsupportedError, UsageError
+from backpack_core.errors import BackpackError, UsageError
+from backpack_data.shards import is_any
 from backpack_data.states import LINEAR, Place, States
 from backpack_data.weights import require_proportional
 
 Name = tuple[Place, str]  # place, and part of the value
 _runs = itertools.count()
+ENDS = ("done", "lost")
 PAUSE = 0.05  # seconds between two looks at the others
 
 
@@ -48,22 +50,25 @@ class Heartbeat:
         if self._group is not None:
             self._say(str(place))
 
-    def wait(self) -> None:
+    def wait(self, word: str = "done") -> None:
         """Wait until all processes are through.
+
+        Args:
+            word: What this one says: it is done, or has lost another one.
 
         Raises:
             LostProcessError: One has said nothing for too long.
         """
         if self._group is None:
             return
-        self._say("done")
+        self._say(word)
         heard = {rank: ("", time.monotonic()) for rank in self._ranks}
         while True:
             for rank, (before, _) in heard.items():
                 now = self._hear(rank)
                 if now != before:
                     heard[rank] = now, time.monotonic()
-            waiting = {rank: since for rank, (said, since) in heard.items() if said != "done"}
+            waiting = {rank: since for rank, (said, since) in heard.items() if said not in ENDS}
             if not waiting:
                 return
             late = [r for r, since in waiting.items() if time.monotonic() - since > self._timeout]
@@ -104,18 +109,65 @@ def _store_lost() -> LostProcessError:
     )
 
 
-def require_whole(model: Module) -> None:
-    """Raise where a rank has shards of parameters only.
+class InStep:
+    """Has all processes run the same number of batches: those of sharded models wait for others."""
 
-    Raises:
-        UnsupportedError: A parameter is a DTensor.
-    """
-    for path, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
-            raise UnsupportedError(
-                f"The parameter {path!r} is sharded (fully_shard), and quantities of shards are "
-                "not combined: use DistributedDataParallel, or one process."
+    def __init__(self, group: distributed.ProcessGroup | None, heartbeat: Heartbeat) -> None:
+        """Begin.
+
+        Args:
+            group: The processes; ``None`` where each goes on by itself.
+            heartbeat: Knows which of them are alive.
+        """
+        self._group, self._heartbeat = group, heartbeat
+
+    def __call__(self, run: Callable[[], None]) -> None:
+        """Run a batch, while others run theirs.
+
+        Raises:
+            LostProcessError: One of them has ended.
+        """
+        if self._group is None:
+            run()
+            return
+        with self._watched():
+            is_any(True, self._group)
+            run()
+
+    def end(self, again: Callable[[], None] | None) -> None:
+        """There are no batches left here: run one once more, as long as others have some.
+
+        Raises:
+            UsageError: There was none.
+            LostProcessError: Another process has ended.
+        """
+        if self._group is None:
+            return
+        if again is None:
+            raise UsageError(
+                "The loader of this process gave no batch, and the model is sharded, so that all "
+                "processes run batches together: give every process at least one."
             )
+        with self._watched():
+            while is_any(False, self._group):
+                again()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, BackpackError) or not _is_of_processes(error):
+                raise
+            self._heartbeat.wait("lost")
+            raise LostProcessError(
+                f"What processes exchange for a sharded model has failed: {error}"
+            ) from error
+
+
+def _is_of_processes(error: RuntimeError) -> bool:
+    found = str(error).lower()
+    return isinstance(error, distributed.DistError) or "gloo" in found or "nccl" in found
 
 
 def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:

@@ -16,6 +16,7 @@ from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_data import files
+from backpack_data.shards import whole
 
 Place = tuple[str, str]
 
@@ -135,11 +136,11 @@ class Quantities(Mapping[Place, Any]):
         return self._map(moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, by path, field and part."""
+        """Every tensor, by path, field and part; whole, so that all ranks have to ask for those."""
         found = {}
         for (path, name), value in self.items():
             if isinstance(value, Tensor):
-                found[f"{path}|{name}|"] = value
+                found[f"{path}|{name}|"] = whole(value)
             else:
                 over = declaration(_kind(self._kinds[name]))
                 for key, tensor in over.take_apart(value).items():

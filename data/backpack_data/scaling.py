@@ -11,6 +11,7 @@ from torch.nn import Module
 from backpack_core import Extension
 from backpack_core.contract.merging import Refused, declaration
 from backpack_core.errors import UsageError
+from backpack_data.shards import carriers
 
 
 class Scaler(Protocol):
@@ -39,15 +40,16 @@ def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scal
         raise UsageError(f"The scale has to be positive and finite. Got {factor!r}.")
     asked = [extensions] if isinstance(extensions, Extension) else list(extensions)
     new = []
-    for parameter in model.parameters():
+    for parameters in carriers(model).values():
         for extension in asked:
-            value = getattr(parameter, extension.savefield, None)
+            value = getattr(parameters[0], extension.savefield, None)
             if value is not None:
-                new.append((parameter, extension, value))
+                new.append((parameters, extension, value))
     # All before any: where one has no degree, nothing is changed.
-    results = [_rescaled(e, value, 1 / factor, p.shape) for p, e, value in new]
-    for (parameter, extension, _), result in zip(new, results, strict=True):
-        setattr(parameter, extension.savefield, result)
+    results = [_rescaled(e, value, 1 / factor, ps[0].shape) for ps, e, value in new]
+    for (parameters, extension, _), result in zip(new, results, strict=True):
+        for parameter in parameters:
+            setattr(parameter, extension.savefield, result)
 
 
 def _rescaled(extension: Extension, value: Any, factor: float, shape: torch.Size) -> Any:

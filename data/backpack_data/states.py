@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core import Extension
 from backpack_core.contract.merging import State, declaration
 from backpack_core.errors import UnsupportedError
+from backpack_data.shards import carriers, in_dtype_of
 from backpack_data.weights import Weights, joint, require_proportional
 
 Place = tuple[str, str]  # path of a parameter, field
@@ -52,7 +53,11 @@ class States:
         return cls(tuple(extensions), shapes)
 
     def add(
-        self, model: Module, weights: Weights, given: tuple[float | None] | None = None
+        self,
+        model: Module,
+        weights: Weights,
+        given: tuple[float | None] | None = None,
+        is_given_up: bool = False,
     ) -> None:
         """Add what a backward pass has left on the parameters, and take it from there.
 
@@ -60,18 +65,24 @@ class States:
             model: The model.
             weights: What was seen of the pass.
             given: The normaliser, where the user gives it.
+            is_given_up: Whether nobody has seen the values meanwhile.
         """
         normaliser, ratios = joint(weights.normalisers if given is None else given)
         if self.batches:
             self._require_alike(normaliser, ratios)
         new: dict[Place, State] = {}
-        for path, parameter in model.named_parameters():
+        for path, (parameter, *others) in carriers(model).items():
             for extension in self.extensions:
                 if extension.savefield in parameter.__dict__:
                     value = parameter.__dict__.pop(extension.savefield)
-                    samples = weights.samples(parameter, extension.subsampling)
+                    for other in others:
+                        other.__dict__.pop(extension.savefield, None)
+                    samples = weights.samples([parameter, *others], extension.subsampling)
                     place = path, extension.savefield
-                    new[place] = State.of(extension, value, normaliser, samples)
+                    state = State.of(extension, value, normaliser, samples, is_given_up)
+                    for key, (tensor,) in state.tensors.items():
+                        state.tensors[key] = [in_dtype_of(parameter, tensor)]
+                    new[place] = state
         for place, state in new.items():
             if place in self.table:
                 self.table[place].add(state)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf, isclose
 
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core import LossRule, View
 from backpack_core._torch import graph_task_id
@@ -27,7 +28,8 @@ class Weights:
         """
         self.normalisers: list[float | None] = []
         self._of_losses = of_losses
-        self._samples: dict[int, int] = {}
+        self._sizes: dict[Module, int] = {}
+        self._by_parameter: dict[int, int] = {}
         self._passes: set[int] = set()
 
     def __call__(self, view: View) -> None:
@@ -37,8 +39,7 @@ class Weights:
             UsageError: It is a loss of a second backward pass.
         """
         if not view.call.rule.is_loss:
-            for parameter in view.module.parameters(recurse=False):
-                self._samples[id(parameter)] = view.batch_size
+            self._sizes[view.module] = view.batch_size
             return
         self._passes.add(graph_task_id())
         if len(self._passes) > 1:
@@ -49,20 +50,29 @@ class Weights:
         if self._of_losses:
             self.normalisers.append(normaliser_of(view))
 
-    def samples(self, parameter: Tensor, subsampling: tuple[int, ...] | None) -> int:
+    def samples(self, carriers: Sequence[Tensor], subsampling: tuple[int, ...] | None) -> int:
         """How many samples take part at a parameter.
+
+        Args:
+            carriers: The parameter, and what a model may show in its place.
+            subsampling: Those that the extension takes.
 
         Raises:
             UsageError: It is computed from others, at calls with batches of different sizes.
         """
         if subsampling is not None:
             return len(subsampling)
-        if id(parameter) in self._samples:
-            return self._samples[id(parameter)]
-        sizes = set(self._samples.values())
+        if not self._by_parameter:
+            # Now, not in the pass: fully_shard has others in the place of parameters meanwhile.
+            for module, size in self._sizes.items():
+                self._by_parameter.update((id(p), size) for p in module.parameters(recurse=False))
+        for parameter in carriers:
+            if id(parameter) in self._by_parameter:
+                return self._by_parameter[id(parameter)]
+        sizes = set(self._by_parameter.values())
         if len(sizes) != 1:
             raise UsageError(
-                f"A parameter of shape {list(parameter.shape)} belongs to no module that was "
+                f"A parameter of shape {list(carriers[0].shape)} belongs to no module that was "
                 f"called, and calls have batches of the sizes {sorted(sizes)}: it is not "
                 "known which counts."
             )

@@ -74,10 +74,14 @@ def loss(reduction: str = "mean", ignored: int = 2) -> nn.CrossEntropyLoss:
 
 
 def expected(
-    extensions: list[Extension], x: Tensor, y: Tensor, reduction: str = "mean"
+    extensions: list[Extension],
+    x: Tensor,
+    y: Tensor,
+    reduction: str = "mean",
+    ignored: int = 2,
 ) -> dict[tuple[str, str], Any]:
     """One backward pass over all samples."""
-    model, lossfunc = extend(net()), extend(loss(reduction))
+    model, lossfunc = extend(net()), extend(loss(reduction, ignored))
     value = lossfunc(model(x), y)
     with backpack(*extensions):
         value.backward()

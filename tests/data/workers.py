@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from backpack_core import extend
-from backpack_data import accumulate, combined
-from backpack_secondorder.diag_hessian import HessianExtension
-from tests.data.problems import DETERMINISTIC, data, loss, net
+from backpack_core import backpack, extend
+from backpack_core.extensions import (
+    EKFAC,
+    KFAC,
+    BatchDiagGGNMC,
+    ClippedSumGrad,
+    DiagGGNMC,
+    Variance,
+)
+from backpack_data import Quantities, Weights, accumulate, all_reduce, combined
+from backpack_secondorder.over_data import GGN, Fisher, Hessian
+from tests.data.problems import DETERMINISTIC, batches, data, loss, net
 
 SHARES = {1: [7], 2: [5, 2], 4: [3, 1, 1, 2]}  # of samples, by number of ranks
 OPTIONS: tuple[dict[str, bool], ...] = (
@@ -25,6 +37,13 @@ OPTIONS: tuple[dict[str, bool], ...] = (
     {"static_graph": True},
     {"find_unused_parameters": True},
 )
+DRAWS, BOUND = 3000, 0.1
+SHARDED: tuple[dict[str, Any], ...] = ({}, {"reshard_after_forward": False})
+KINDS: dict[str, Any] = {
+    "ggn": GGN,
+    "hessian": Hessian,
+    "empirical": partial(Fisher, kind="empirical"),
+}
 
 
 def share(rank: int, ranks: int) -> Any:
@@ -39,12 +58,10 @@ def in_parallel(folder: Path, rank: int, ranks: int) -> None:
     """One backward pass on each rank, joined, in every mode of DistributedDataParallel."""
     group = distributed.group.WORLD
     for number, options in enumerate(OPTIONS):
-        # What DistributedDataParallel puts behind the model is not known to be linear.
-        kinds = [e for e in DETERMINISTIC if not (options and issubclass(e, HessianExtension))]
         model, lossfunc = extend(net()), extend(loss())
         parallel = DistributedDataParallel(model, **options)
         x, y = share(rank, ranks)
-        block = combined(model, *[e() for e in kinds], process_group=group, gather=True)
+        block = combined(model, *[e() for e in DETERMINISTIC], process_group=group, gather=True)
         for _ in range(2 if options else 1):
             block.reset()
             with block:
@@ -52,9 +69,138 @@ def in_parallel(folder: Path, rank: int, ranks: int) -> None:
         found = {
             (name, e.savefield): getattr(p, e.savefield)
             for name, p in model.named_parameters()
-            for e in kinds
+            for e in DETERMINISTIC
         }
         torch.save(found, folder / f"parallel-{number}-{rank}.pt")
+
+
+def sharded_net(ranks: int, extended_first: bool = False, **options: Any) -> Any:
+    """Shards of a net: two layers by themselves, and the rest."""
+    model = net()
+    if extended_first:
+        extend(model)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for module in (model[0], model[4], model):
+        fully_shard(module, mesh=mesh, **options)
+    return model if extended_first else extend(model)
+
+
+def whole(model: Any, kinds: Any) -> dict[tuple[str, str], Any]:
+    """Values of all parameters; those of a parameter's shape are shards, placed like it."""
+    found = {}
+    for module in model.modules():
+        if hasattr(type(module), "reshard"):
+            assert all(hasattr(p, kinds[0].savefield) for p in module.parameters())
+            module.reshard()
+    for name, p in model.named_parameters():
+        for kind in kinds:
+            value = getattr(p, kind.savefield)
+            if isinstance(value, torch.Tensor) and value.shape == p.shape:
+                assert value.placements == p.placements, (name, kind)
+                assert value.to_local().shape == p.to_local().shape
+                value = value.full_tensor()
+            found[name, kind.savefield] = value
+    return found
+
+
+def _check_gradients(model: Any, x: Any, y: Any) -> None:
+    """What could be shared is not: shards are exchanged before the sums would be there."""
+    lossfunc = extend(loss())
+    wanted = [p.grad.clone() for p in model.parameters()]
+    for _ in range(3):
+        model.zero_grad()
+        with backpack(Variance(), gradient="shared"):
+            lossfunc(model(x), y).backward()
+        for p, grad in zip(model.parameters(), wanted, strict=True):
+            assert torch.allclose(2 * p.grad.to_local(), grad.to_local())
+
+
+def in_shards(folder: Path, rank: int, ranks: int) -> None:
+    """One backward pass on each rank, joined, with every process holding a part of the model."""
+    group, lossfunc = distributed.group.WORLD, extend(loss())
+    x, y = share(rank, ranks)
+    for number, options in enumerate(SHARDED):
+        model = sharded_net(ranks, bool(number), **options)
+        model.set_reshard_after_backward(not number)
+        block = combined(model, *[e() for e in DETERMINISTIC], process_group=group, gather=True)
+        for _ in range(2):
+            block.reset()
+            with block:
+                lossfunc(model(x), y).backward()
+        if number:
+            assert not hasattr(model[2].weight, "placements")
+        torch.save(whole(model, DETERMINISTIC), folder / f"shards-{number}-{rank}.pt")
+        assert all(p.grad is not None for p in model.parameters())
+        model.set_reshard_after_backward(True)
+        _check_gradients(model, x, y)
+    # By hand, of a net in single precision that is run in double precision.
+    model = net().float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+    model = extend(fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)), mp_policy=policy))
+    kinds = [e for e in DETERMINISTIC if e is not Variance]
+    weights = Weights()
+    with backpack(*[e() for e in kinds], observer=weights):
+        lossfunc(model(x), y).backward()
+    for p in model.parameters():  # before: of this rank, for the whole parameter
+        assert p.diag_ggn_exact.shape == p.shape
+        assert not hasattr(p.diag_ggn_exact, "placements")
+    all_reduce(model, [e() for e in kinds], weights, group, gather=True)
+    assert model[0].weight.diag_ggn_exact.dtype is torch.float32
+    torch.save(whole(model, kinds), folder / f"mixed-{rank}.pt")
+
+
+def others_in_shards(folder: Path, rank: int, ranks: int) -> None:
+    """What is drawn, and what has a threshold."""
+    group, model = distributed.group.WORLD, sharded_net(ranks)
+    x, y = share(rank, ranks)
+    torch.manual_seed(rank)
+    drawn = [KFAC(DRAWS), DiagGGNMC(DRAWS), BatchDiagGGNMC(DRAWS)]
+    for reduction, asked in (("mean", drawn), ("sum", [ClippedSumGrad(BOUND)])):
+        with combined(model, *asked, process_group=group, gather=True):
+            extend(loss(reduction))(model(x), y).backward()
+        torch.save(whole(model, asked), folder / f"{reduction}-{rank}.pt")
+
+
+def over_data_in_shards(folder: Path, rank: int, ranks: int) -> None:
+    """Ranks have different numbers of batches, and one factorisation takes two passes."""
+    x, y = data(10)
+    sizes = {2: [[2, 2, 1], [5]], 4: [[2], [2, 1], [1, 1, 1], [2]]}[ranks]
+    first = sum(map(sum, sizes[:rank]))
+    mine = slice(first, first + sum(sizes[rank]))
+    pairs = list(zip(x[mine].split(sizes[rank]), y[mine].split(sizes[rank]), strict=True))
+    kinds = [e for e in DETERMINISTIC if "batch" not in e.savefield and "sqrt" not in e.savefield]
+    model = sharded_net(ranks)
+    for state_file in (None, folder / "state", folder / "state"):
+        found = accumulate(
+            model if state_file is None else sharded_net(ranks),
+            loss(ignored=-100),
+            pairs,
+            *[e() for e in kinds],
+            EKFAC(None),
+            process_group=distributed.group.WORLD,
+            progress=False,
+            state_file=state_file,
+        )
+        assert all(p.grad is None for p in model.parameters())
+        found.save(folder / f"in-shards-{rank}.saved")
+    parameters = dict(model.named_parameters())
+    assert found["0.weight", "variance"].placements == parameters["0.weight"].placements
+    torch.save(
+        dict(Quantities.load(folder / f"in-shards-{rank}.saved")), folder / f"in-shards-{rank}.pt"
+    )
+
+
+def operators(folder: Path, rank: int, ranks: int) -> None:
+    """Products with matrices of all samples."""
+    x, y = data(8)
+    mine = batches(x, y, 3, 1, 3, 1)[rank::ranks]
+    found = {}
+    for name, kind in KINDS.items():
+        matrix = kind(net(), loss(), mine, process_group=distributed.group.WORLD)
+        found[name] = matrix @ torch.eye(matrix.shape[0], 3, dtype=torch.float64)
+    sampled = Fisher(net(), loss(), mine, process_group=distributed.group.WORLD)
+    found["sampled"] = sampled @ torch.eye(sampled.shape[0], 3, dtype=torch.float64)
+    torch.save(found, folder / f"operators-{rank}.pt")
 
 
 def over_data(folder: Path, rank: int, ranks: int) -> None:
@@ -74,7 +220,12 @@ def over_data(folder: Path, rank: int, ranks: int) -> None:
     torch.save(dict(found), folder / f"data-{rank}.pt")
 
 
-def killed(folder: Path, rank: int, ranks: int) -> None:
+def killed_in_shards(folder: Path, rank: int, ranks: int) -> None:
+    """The same, while every process holds a part of the model."""
+    killed(folder, rank, ranks, sharded_net(ranks))
+
+
+def killed(folder: Path, rank: int, ranks: int, model: Any = None) -> None:
     """The last rank is killed at its third batch, the first time."""
     pairs = list(zip(*[t.split(1) for t in data(8)], strict=True))[rank::ranks]
     mark = folder / "was killed"
@@ -87,7 +238,7 @@ def killed(folder: Path, rank: int, ranks: int) -> None:
         return item
 
     found = accumulate(
-        net(),
+        net() if model is None else model,
         loss(ignored=-100),
         pairs,
         *[e() for e in DETERMINISTIC[2:5]],
@@ -98,7 +249,7 @@ def killed(folder: Path, rank: int, ranks: int) -> None:
         timeout=3.0,
         progress=False,
     )
-    torch.save(dict(found), folder / f"killed-{rank}.pt")
+    found.save(folder / f"killed-{rank}.saved")
 
 
 def start(name: str, folder: Path, ranks: int) -> list[tuple[int, str]]:
@@ -121,7 +272,9 @@ if __name__ == "__main__":
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
     )
-    {"in_parallel": in_parallel, "over_data": over_data, "killed": killed}[name](
-        Path(folder), int(rank), int(ranks)
-    )
-    distributed.destroy_process_group()
+    try:
+        globals()[name](Path(folder), int(rank), int(ranks))
+        distributed.barrier()  # nobody closes connections that others still use
+    finally:
+        gc.collect()  # what holds the group, a model in DistributedDataParallel, goes before it
+        distributed.destroy_process_group()

@@ -8,7 +8,7 @@ from torch import nn
 
 from backpack_core.contract import contractions
 from backpack_core.errors import UnsupportedError
-from backpack_layers.conv import ConvRule, ConvTransposeRule
+from backpack_layers.conv import ConvRule, ConvTransposeRule, DirectPatches
 from tests import oracle
 from tests.layers.execution import check_rule, record
 
@@ -187,3 +187,12 @@ def test_sums_are_gradients_of_the_weight(
 def test_no_batch_axis(rule: ConvRule | ConvTransposeRule, module: nn.Module) -> None:
     with pytest.raises(UnsupportedError, match=r"\[N, C, W\]"):
         rule.check(record(module, torch.randn(2, 5)).view)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("settings", CONV_CASES, ids=str)
+def test_sums_of_patches_without_patches(dims: int, settings: dict[str, Any]) -> None:
+    layer = CONV[dims](4, 8, **settings)
+    inp = torch.randn(3, 4, *SIZES[dims])
+    patches = DirectPatches(layer, ConvRule._unfold, inp, layer(inp).shape[2:])
+    oracle.assert_close(patches.position_sum(), patches[:].sum(1))

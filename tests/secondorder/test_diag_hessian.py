@@ -165,3 +165,22 @@ def test_nothing_is_collected_where_branches_meet_again() -> None:
     problem.run(BatchDiagHessian())
     problem.compare("diag_h_batch", expected)
     oracle.assert_close(problem.parameters[0].diag_h_batch, expected[0])
+
+
+@pytest.mark.parametrize("kind", [DiagHessian, BatchDiagHessian])
+def test_it_crosses_what_hands_on(kind: type) -> None:
+    """Hooks of a module have a node of their own, which changes nothing."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+    model, lossfunc = nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(5, 3)), nn.CrossEntropyLoss()
+    extend(model), extend(lossfunc)
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    found, seen = [], []
+    for _ in range(2):
+        with backpack(kind()):
+            lossfunc(model(x), y).backward()
+        found.append([getattr(p, kind.savefield) for p in model.parameters()])
+        inner.register_full_backward_hook(lambda *_: seen.append(1))
+    assert len(seen) == 1
+    for one, other in zip(*found, strict=True):
+        oracle.assert_close(one, other)

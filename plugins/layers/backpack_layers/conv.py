@@ -193,6 +193,15 @@ class DirectPatches(Patches, DirectRows):
             groups, -1, self.shape[3]
         )
 
+    def position_sum(self) -> Tensor:
+        """Axis by axis: what one entry of the kernel sees along it, summed."""
+        conv, x = self._conv, _pad(self._conv, self._input)
+        axes = zip(self._size, conv.kernel_size, conv.stride, conv.dilation, strict=True)
+        for axis, (length, kernel, stride, dilation) in enumerate(axes, start=2):
+            seen = x.unfold(axis, stride * (length - 1) + 1, dilation).narrow(axis, 0, kernel)
+            x = seen[..., ::stride].sum(-1)
+        return x.reshape(len(x), conv.groups, self.shape[3])
+
     def total(self, out: Tensor) -> Tensor | None:
         """By the kernel of the plain gradient, for all columns as features of one output."""
         if out.device.type != "cpu" or out.dtype != self._input.dtype:

@@ -50,7 +50,7 @@ class MaxPoolRule(LayerRule):
         index = self._winners(view)
         product = mat.new_zeros(len(mat), view.input_shape.numel())
         # One index for all columns is several times faster than scattering along the pixels.
-        product = product.index_add(1, index, mat.flatten(1))
+        product.index_add_(1, index, mat.flatten(1))
         return product.reshape(len(mat), *view.input_shape)
 
     def _winners(self, view: View) -> Tensor:

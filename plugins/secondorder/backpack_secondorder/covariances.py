@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.contractions import Rows, row_steps, slices
+from backpack_core.contract.contractions import DirectRows, Rows, row_steps, slices
 from backpack_core.tuning import SYMMETRIC
 
 
@@ -21,6 +21,8 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
     positions = inp.shape[1]
     if not inp.shape.numel():
         return inp[:].new_zeros(*inp.shape[2:], inp.shape[3])
+    if mean and isinstance(inp, DirectRows):
+        return _mirrored(_add_outer(None, inp.position_sum() / positions, scale))
     total: Tensor | None = None
     for samples in row_steps(inp, itemsize):
         part = inp[samples]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import disable
@@ -57,6 +57,7 @@ class DataOperator(LinearOperator):
         by_parameter: bool = False,
         forward: Forward | None = None,
         normaliser: Normaliser | None = None,
+        process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         """Store the settings; nothing is computed.
 
@@ -72,6 +73,8 @@ class DataOperator(LinearOperator):
                 output and target.
             normaliser: What a loss without a rule divides by: ``"sum"``, ``"mean"`` over axis 0, or
                 a function of output and target.
+            process_group: Processes that have a loader each, with a batch at least: the matrix is
+                that of all samples. All ask for products together, with the same vectors.
 
         Raises:
             UsageError: A parameter is not one of the model, or is not trained; modules are in train
@@ -89,6 +92,7 @@ class DataOperator(LinearOperator):
         self._forward = forward or inputs_and_target
         self._loss = LossAtOutput(lossfunc, normaliser)
         self._passes = Passes(self.parameters, in_order=False)
+        self._group = process_group
 
     @property
     def dtype(self) -> torch.dtype:
@@ -144,6 +148,12 @@ class DataOperator(LinearOperator):
                 parts = [product.detach() * weight for product in products]
                 total = parts if total is None else _added(total, parts)
         assert total is not None
+        if self._group is not None:  # one message: what is added up, and what it is divided by
+            flat = torch.cat([*map(torch.flatten, total), total[0].new_tensor([divisor])])
+            distributed.all_reduce(flat, group=self._group)
+            pieces = flat[:-1].split([part.numel() for part in total])
+            total = [piece.reshape_as(part) for piece, part in zip(pieces, total, strict=True)]
+            divisor = float(flat[-1])
         return [part / divisor for part in total] if divisor else total
 
     def _columns(
@@ -234,6 +244,7 @@ class Fisher(_Curvature):
         by_parameter: bool = False,
         forward: Forward | None = None,
         normaliser: Normaliser | None = None,
+        process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         """Store the settings.
 
@@ -248,6 +259,7 @@ class Fisher(_Curvature):
             by_parameter: As there.
             forward: As there.
             normaliser: As there.
+            process_group: As there; processes draw differently.
 
         Raises:
             UsageError: The kind is unknown, ``mc_samples`` is not positive, or as there.
@@ -264,6 +276,7 @@ class Fisher(_Curvature):
             by_parameter=by_parameter,
             forward=forward,
             normaliser=normaliser,
+            process_group=process_group,
         )
         self._samples, self._seed = (mc_samples if kind == "sampled" else 0), seed
         self._passes.in_order = kind == "sampled"
@@ -273,6 +286,9 @@ class Fisher(_Curvature):
             return self._at_output(batch, 0)
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type):
+            if self._group is not None:
+                index *= distributed.get_world_size(self._group)
+                index += distributed.get_rank(self._group)
             torch.manual_seed(1_000_003 * self._seed + index)
             return self._at_output(batch, self._samples)
 

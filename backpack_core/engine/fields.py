@@ -1,0 +1,34 @@
+"""Fields of parameters: those of earlier passes go, and those of shards are where users look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from backpack_core._torch import shards_in
+from backpack_core.contract.extension import Extension
+from backpack_core.graph.survey import Survey
+from backpack_core.record.owner import owners_of
+
+
+def clear(survey: Survey, extensions: Iterable[Extension]) -> None:
+    """Remove the fields of earlier passes from the models that take part in this one."""
+    fields = [extension.savefield for extension in extensions]
+    for model in owners_of(call.module for call in survey.trained):
+        shards = shards_in(model)
+        survey.shards.update(shards)
+        for parameter in (*model.parameters(), *shards.values()):
+            for field in fields:
+                parameter.__dict__.pop(field, None)
+
+
+def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
+    """Have parameters of which a process holds a part carry what was stored on the whole ones."""
+    fields = [extension.savefield for extension in extensions]
+    models = owners_of(call.module for call in survey.trained) if survey.shards else ()
+    shown = {id(parameter) for model in models for parameter in model.parameters()}
+    for whole, held in survey.shards.items():
+        for field in fields:
+            if field in whole.__dict__:
+                setattr(held, field, whole.__dict__[field])
+                if id(whole) not in shown:  # it is, with set_reshard_after_backward(False)
+                    del whole.__dict__[field]

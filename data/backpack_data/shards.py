@@ -1,0 +1,112 @@
+"""Models of which every process holds a part (``fully_shard``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+
+from backpack_core import Extension
+from backpack_core._torch import shards_in
+from backpack_core.contract.merging import declaration
+from backpack_core.errors import UnsupportedError, UsageError
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process holds a part of a tensor: a ``DTensor``."""
+    return hasattr(tensor, "placements")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it; of what is sharded, on all processes together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
+    """Whether parameters are sharded, among the processes of a group if there is one.
+
+    Raises:
+        UnsupportedError: Something else than ``fully_shard`` does it, a tensor-parallel plan, say.
+        UsageError: The group has other processes.
+    """
+    of_modules = [m for m in model.modules() if _shards(m)]
+    wholes = shards_in(model)
+    known = {id(wholes.get(p, p)) for module in of_modules for p in module.parameters()}
+    for path, (parameter, *_) in carriers(model).items():
+        if not is_sharded(parameter):
+            continue
+        if id(parameter) not in known:
+            raise UnsupportedError(
+                f"The parameter {path!r} is a DTensor that layers compute with as it is (tensor "
+                "parallelism), and quantities of such layers are not known: shard the model with "
+                "torch.distributed.fsdp.fully_shard, or use DistributedDataParallel."
+            )
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        if group is not None and ranks != sorted(distributed.get_process_group_ranks(group)):
+            raise UsageError(
+                f"The parameter {path!r} is sharded among the ranks {ranks}, and process_group "
+                f"has {sorted(distributed.get_process_group_ranks(group))}: results on shards "
+                "need the same ranks."
+            )
+    return bool(known)
+
+
+def carriers(model: Module) -> dict[str, list[Tensor]]:
+    """Which parameters have fields, by path: the shard, and the whole one if the model shows it."""
+    shards = shards_in(model)
+    return {path: [shards[p], p] if p in shards else [p] for path, p in model.named_parameters()}
+
+
+def wholes_by_shard(model: Module) -> dict[Tensor, Tensor]:
+    """What a model runs with in the place of its sharded parameters, by these."""
+    if not shards_in(model):  # no forward pass yet
+        for module in filter(_shards, model.modules()):
+            module.unshard()  # type: ignore[operator]
+            module.reshard()  # type: ignore[operator]
+    return {held: used for used, held in shards_in(model).items()}
+
+
+def placed(value: Any, extension: Extension, parameter: Tensor) -> Any:
+    """A value that is the same on all processes, with the placement of a sharded parameter.
+
+    Args:
+        value: The value.
+        extension: What was computed.
+        parameter: The parameter; a value of another shape, or of single samples, stays as it is.
+    """
+    if not (is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape):
+        return value
+    if any(part.way == "concatenate" for part in declaration(extension).parts.values()):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # it takes a second
+
+    like: Any = parameter
+    # Every process has the value: none sends anything.
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def in_dtype_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor in the precision that a parameter is held in, whatever it is run in."""
+    is_float = tensor.is_floating_point() and is_sharded(parameter)
+    return tensor.to(parameter.dtype) if is_float else tensor
+
+
+def is_any(flag: bool, group: distributed.ProcessGroup) -> bool:
+    """Whether something is so on any process of a group."""
+    is_nccl = distributed.get_backend(group) == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
+    found = torch.tensor([int(flag)], device=device)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
+    return bool(found.item())
+
+
+def _shards(module: Module) -> bool:
+    return hasattr(type(module), "unshard")
