@@ -15,12 +15,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import product
-from typing import Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
+from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, even_size, memory_budget
 
 
 class Rows(Protocol):
@@ -117,17 +117,37 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
     return result
 
 
-def moments(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
-    """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces. Shapes ``[V, G, O, I]``, ``[G, O, I]``."""
+class Moments(NamedTuple):
+    """What was asked for of one product; else ``None``."""
+
+    sums: Tensor | None  # Σ_n M, [V, G, O, I]
+    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
+    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
+
+
+def moments(
+    out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
+) -> Moments:
+    """Sum over samples, that of squares, and squared norms, all from the same pieces."""
     if out.shape[2] == 1 or torch.is_grad_enabled() or _is_empty(out, inp):
-        return sums(out, inp), square_sum(out, inp)
-    total = out.new_zeros(out.shape[0], *out.shape[3:], inp.shape[3])
-    squares = torch.zeros_like(total[0])
-    for some, _, piece in pieces(out, inp):
-        for target, rows in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
-            add(target, rows)
-        add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
-    return total, squares
+        return Moments(
+            sums(out, inp) if sum_ else None,
+            square_sum(out, inp) if square else None,
+            squared_norm(out, inp) if norm else None,
+        )
+    shape = (*out.shape[3:], inp.shape[3])
+    total = out.new_zeros(out.shape[0], *shape) if sum_ else None
+    squares = out.new_zeros(shape) if square else None
+    norms = out.new_empty(out.shape[:2]) if norm else None
+    for some, rows, piece in pieces(out, inp):
+        if total is not None:
+            for target, part in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
+                add(target, part)
+        if squares is not None:
+            add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
+        if norms is not None:
+            norms[some, rows] = _squared_norm_of(piece)
+    return Moments(total, squares, norms)
 
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
@@ -169,19 +189,37 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
-    columns, _, positions, _, features = out.shape
-    size = inp.shape[3]
     if _is_empty(out, inp):
         return out.new_zeros(out.shape[:2])
-    if positions == 1:
+    if out.shape[2] == 1:
         left = out.square().sum(-1).squeeze(2)
         return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
-    if positions * (columns * features + size) < columns * features * size:
+    if is_gram_cheaper(out, inp):
         return _squared_norm_by_gram(out, inp)
+    if not torch.is_grad_enabled():
+        norms = moments(out, inp, sum_=False, square=False, norm=True).norms
+        assert norms is not None
+        return norms
     parts: dict[int, list[Tensor]] = {}
     for _, rows, piece in pieces(out, inp):
-        parts.setdefault(rows.start, []).append(_squared(piece).sum((1, 3, 4)))
+        parts.setdefault(rows.start, []).append(piece.square().sum((1, 3, 4)))
     return torch.cat([torch.cat(found, 1) for found in parts.values()]).T
+
+
+def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
+    """Whether norms cost less by Gram matrices over positions than from products.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        is_summed: The sum over samples is needed, too: products have it for one more reading.
+    """
+    columns, _, positions, _, features = out.shape
+    single = columns * features * inp.shape[3]
+    gram = positions**2 * (columns * (features + READ) + inp.shape[3])
+    if is_summed:
+        gram += positions * single
+    return gram < (positions + READ * (1 + is_summed)) * single
 
 
 def sums(out: Tensor, inp: Rows) -> Tensor:
@@ -302,6 +340,14 @@ def _batched(out: Tensor) -> Tensor:
 def _sum_of_squares(out: Tensor) -> Tensor:
     """``Σ_v out[v]²``. Shape ``[N, S, G, O]``."""
     return out[0].square() if len(out) == 1 else out.square().sum(0)
+
+
+def _squared_norm_of(piece: Tensor) -> Tensor:
+    """``[n, G, v, O, I] → [v, n]``, of entries that are next to each other."""
+    samples, groups, columns = piece.shape[:3]
+    flat = piece.reshape(samples, groups, columns, -1)
+    # A reduction over the last axis, which reads once and writes nothing.
+    return torch.linalg.vector_norm(flat, dim=3).square_().sum(1).T
 
 
 def _squared(piece: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import reduce, singledispatch, update_wrapper
 from itertools import combinations
+from math import prod
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -129,7 +130,8 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
     """
     result = product.new_zeros(len(weights), *product.shape)
     for columns, samples, part in _pieces(product):
-        result += torch.einsum("kvn,vn...->k...", weights[:, columns, samples], part)
+        some = weights[:, columns, samples].flatten(1)
+        result += (some @ part.reshape(some.shape[1], prod(product.shape))).view_as(result)
     return result
 
 
