@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from backpack_core._torch import is_transformed, tracing_state
+from backpack_core._torch import is_exporting, peek_transform, tracing_state
 
 _local = threading.local()
 
@@ -37,8 +37,8 @@ def is_recording() -> bool:
     """Whether the forward pass under way leaves a graph that a backward pass can be run on."""
     return (
         torch.is_grad_enabled()
-        and not is_transformed()
+        and peek_transform() is None
         and tracing_state() is None
         and not getattr(_local, "disabled", 0)
-        and not torch.compiler.is_exporting()
+        and not is_exporting()
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from backpack_core.errors import PluginCodeError
@@ -17,7 +18,7 @@ from backpack_core.record.view import View
 class Untouched:
     """The tensors of a call, and others, before code of a plugin runs."""
 
-    __slots__ = ("_before", "_shown", "_view")
+    __slots__ = ("_before", "_given", "_view")
 
     def __init__(self, view: View, *given: Any) -> None:
         """Note the versions.
@@ -26,18 +27,11 @@ class Untouched:
             view: What the plugin sees.
             given: What else it is given: tensors, or what holds some as its attributes.
         """
-        self._view = view
-        self._shown = shown = [*_shown(view.full)]
-        for value in given:
-            if isinstance(value, Tensor):
-                shown.append(value)
-            elif hasattr(value, "__dict__"):
-                for item in vars(value).values():
-                    if isinstance(item, Tensor):
-                        shown.append(item)
-                    elif isinstance(item, dict):  # results, and what is kept
-                        shown += [part for part in item.values() if isinstance(part, Tensor)]
-        self._before = [tensor._version for tensor in shown]
+        self._view = view = view.full
+        if view.watched is None:  # once for a visit: it ends where something was changed
+            view.watched = _shown(view)
+        self._given = [tensor for value in given for tensor in _held(value)]
+        self._before = [tensor._version for tensor in self._given]
 
     def check(self, plugin: object, method: str) -> None:
         """Compare them.
@@ -49,11 +43,15 @@ class Untouched:
         Raises:
             PluginCodeError: A tensor was changed in place.
         """
-        after = [tensor._version for tensor in self._shown]
-        if after == self._before:
+        watched = self._view.watched
+        assert watched is not None
+        if [tensor._version for tensor in watched[0]] == watched[1] and (
+            [tensor._version for tensor in self._given] == self._before
+        ):
             return
-        pairs = zip(self._shown, after, self._before, strict=True)
-        changed = next(tensor for tensor, one, other in pairs if one != other)
+        tensors, before = [*watched[0], *self._given], [*watched[1], *self._before]
+        pairs = zip(tensors, before, strict=True)
+        changed = next(tensor for tensor, version in pairs if tensor._version != version)
         raise PluginCodeError(
             f"{type(plugin).__name__}.{method} changed {self._name(changed)} in place. What a "
             "plugin is given belongs to all that read it, and to autograd: return a new tensor "
@@ -62,7 +60,7 @@ class Untouched:
 
     def _name(self, tensor: Tensor) -> str:
         view = self._view
-        stored, gradient = view.stored, view.full.grad_output
+        stored, gradient = view.stored, view.grad_output
         shape, path = list(tensor.shape), view.path
         if any(tensor is other for other in stored.inputs):
             return f"an input of {path}, of shape {shape},"
@@ -76,11 +74,28 @@ class Untouched:
         return f"a tensor of shape {shape} that it was given at {path}"
 
 
-def _shown(view: View) -> list[Tensor]:
-    """The tensors of a call that have a version; found once for a visit."""
-    if not view.watched:
-        stored, gradient = view.stored, view.grad_output
-        owned = [tensor for tensor, _ in stored.owned.values()]
-        found = (*stored.inputs, *stored.outputs, *owned, *(() if gradient is None else [gradient]))
-        view.watched = [tensor for tensor in found if not tensor.is_inference()]
-    return view.watched
+def _shown(view: View) -> tuple[list[Tensor], list[int]]:
+    """The tensors of a call that have a version, and these."""
+    stored, gradient = view.stored, view.grad_output
+    owned = [tensor for tensor, _ in stored.owned.values()]
+    found = [*stored.inputs, *stored.outputs, *owned, *(() if gradient is None else [gradient])]
+    found = [tensor for tensor in found if not tensor.is_inference()]
+    return found, [tensor._version for tensor in found]
+
+
+_WITHOUT = frozenset((int, str, bool, type(None), tuple, frozenset, torch.Size, type))
+
+
+def _held(value: Any) -> list[Tensor]:
+    """The tensors that a value is, or holds as attributes, or in tables that are."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for item in vars(value).values() if hasattr(value, "__dict__") else ():
+        if type(item) in _WITHOUT:
+            continue
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, dict):  # results, and what is kept
+            found += [part for part in item.values() if isinstance(part, Tensor)]
+    return found

@@ -44,6 +44,7 @@ class View:
         dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them.
+        watched: Tensors that plugins must not change, and their versions, once these are known.
     """
 
     __slots__ = (
@@ -87,7 +88,7 @@ class View:
         self.is_reached = True
         self.positions = positions
         self._whole: View | None = None
-        self.watched: list[Tensor] = []
+        self.watched: tuple[list[Tensor], list[int]] | None = None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
