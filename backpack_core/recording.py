@@ -342,6 +342,4 @@ def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
 def _runs_again(module: Module, resolved: Resolved) -> bool:
     """Whether a parameter can only be read off by running modules inside once more."""
     own = module._parameters
-    return any(
-        own[name] is not None and not resolved.rule.covers(module, name) for name in own
-    )
+    return any(own[name] is not None and not resolved.rule.covers(module, name) for name in own)

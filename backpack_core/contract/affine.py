@@ -11,7 +11,6 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.columns import Root
-from backpack_core.contract.contractions import JoinedRows, Rows
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
@@ -25,6 +24,7 @@ from backpack_core.contract.operations import (
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct
+from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
@@ -219,9 +219,10 @@ def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
         wanted = _of_pieces(product, inp)
         is_shared = sum(wanted) > 1
         nothing = contractions.Moments(None, None, None)
-        found = contractions.moments(product.out, inp, *wanted) if is_shared else nothing
-        product.results["moments"] = found
-    found = product.results["moments"]
+        product.results["moments"] = (
+            contractions.moments(product.out, inp, *wanted) if is_shared else nothing
+        )
+    found: contractions.Moments = product.results["moments"]
     return found
 
 

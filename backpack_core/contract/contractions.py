@@ -12,62 +12,15 @@ time. The measurements are in ``docs/design/contractions.md``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple, Protocol, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
+from backpack_core.contract.rows import DirectRows, Rows
 from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, even_size, memory_budget
-
-
-class Rows(Protocol):
-    """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[N, S, G, I]``."""
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S, G, I]``."""
-
-
-class JoinedRows:
-    """Inputs of two calls of one map, as positions side by side."""
-
-    def __init__(self, first: Rows, second: Rows) -> None:
-        """Store both, ``[N, S, G, I]`` and ``[N, S', G, I]``."""
-        self._parts = first, second
-        samples, positions, *rest = first.shape
-        self.shape = torch.Size((samples, positions + second.shape[1], *rest))
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S + S', G, I]``."""
-        return torch.cat([part[rows] for part in self._parts], 1)
-
-
-class DirectRows(ABC):
-    """Inputs with a kernel that forms ``M`` without showing what each position sees."""
-
-    shape: torch.Size
-
-    @abstractmethod
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S, G, I]``."""
-
-    @abstractmethod
-    def suits(self, columns: int, out: Tensor) -> bool:
-        """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
-
-    @abstractmethod
-    def total(self, out: Tensor) -> Tensor | None:
-        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
-
-    @abstractmethod
-    def product(self, out: Tensor, rows: slice) -> Tensor:
-        """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
 
 
 def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
@@ -347,7 +300,8 @@ def _squared_norm_of(piece: Tensor) -> Tensor:
     samples, groups, columns = piece.shape[:3]
     flat = piece.reshape(samples, groups, columns, -1)
     # A reduction over the last axis, which reads once and writes nothing.
-    return torch.linalg.vector_norm(flat, dim=3).square_().sum(1).T
+    norms: Tensor = torch.linalg.vector_norm(flat, dim=3)
+    return norms.square_().sum(1).T
 
 
 def _squared(piece: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
-from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.operations import (
