@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.peers import PEERS, Step
+from benchmarks.peers import FIRST_ORDER, PEERS, Step
 from benchmarks.problems import Problem, find
 from benchmarks.quantities import QUANTITIES, Quantity
 
@@ -37,6 +37,8 @@ class Times:
         return statistics.median(a / b for a, b in pairs)
 
 
+# Passes after which one is measured that judges nothing: 1, 2, 4, 8, … of a structure do.
+SETTLED = 4
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -48,6 +50,7 @@ def alternate(
     forget: Callable[[str], None],
     least: int = 2,
     most: int = 300,
+    synchronise: Callable[[], None] | None = None,
 ) -> Times:
     """Run the steps in turn; each of them has run once before.
 
@@ -62,6 +65,7 @@ def alternate(
         forget: Drops the results of a step, by peer.
         least: Fewest rounds.
         most: Most rounds.
+        synchronise: Waits for the device, before and after each step; default: nothing to wait for.
     """
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     for name in steps:
@@ -70,17 +74,27 @@ def alternate(
     for turn in range(most):
         gc.collect()
         for name, step in steps.items():
-            rounds[name].append(_seconds(step, CLOCKS[clock]))
+            rounds[name].append(_seconds(step, CLOCKS[clock], synchronise))
             forget(name)
         if turn + 1 >= least and time.perf_counter() - start > seconds:
             break
     return Times(rounds)
 
 
-def _seconds(step: Step, clock: Clock) -> float:
+def _seconds(step: Step, clock: Clock, wait: Callable[[], None] | None = None) -> float:
+    if wait is not None:
+        wait()
     start = clock()
     step()
+    if wait is not None:
+        wait()
     return clock() - start
+
+
+def synchroniser(device: str) -> Callable[[], None] | None:
+    """What waits for a device; ``None`` for the CPU, which is done when it returns."""
+    kind = torch.device(device).type
+    return None if kind == "cpu" else getattr(torch, kind).synchronize
 
 
 def write_rate(clock: str = "wall", size: int = 2**28) -> float:
@@ -124,7 +138,10 @@ def _resident(field: str) -> int:
 def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
     warm, _ = PEERS["gradient"](problem, quantity, min(batch, 2))
     warm()
-    step, _ = PEERS[peer](problem, quantity, batch)
+    step, _ = {**FIRST_ORDER, **PEERS}[peer](problem, quantity, batch)
+    if peer in {"shared", "none"}:  # what they leave out is known from the passes before
+        for _ in range(SETTLED):
+            step()
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
