@@ -298,10 +298,15 @@ def _sum_of_squares(out: Tensor) -> Tensor:
 def _squared_norm_of(piece: Tensor) -> Tensor:
     """``[n, G, v, O, I] → [v, n]``, of entries that are next to each other."""
     samples, groups, columns = piece.shape[:3]
-    flat = piece.reshape(samples, groups, columns, -1)
-    # A reduction over the last axis, which reads once and writes nothing.
-    norms: Tensor = torch.linalg.vector_norm(flat, dim=3)
-    return norms.square_().sum(1).T
+    return square_norm_of(piece.reshape(samples, groups, columns, -1)).sum(1).T
+
+
+def square_norm_of(mat: Tensor) -> Tensor:
+    """``Σ_k mat[..., k]²``, without writing squares where autograd records nothing."""
+    if torch.is_grad_enabled():
+        return mat.square().sum(-1)
+    norms: Tensor = torch.linalg.vector_norm(mat, dim=-1)
+    return norms.square_()
 
 
 def _squared(piece: Tensor) -> Tensor:

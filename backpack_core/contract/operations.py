@@ -96,7 +96,7 @@ def squared_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖²``. Shape ``[V, N]``."""
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in _pieces(product):
-        result[columns, samples] = part.flatten(2).square().sum(2)
+        result[columns, samples] = contractions.square_norm_of(part.flatten(2))
     return result
 
 

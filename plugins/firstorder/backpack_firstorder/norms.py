@@ -55,7 +55,7 @@ def _is_doubtful(product: SampleProduct) -> bool:
         return True
     squares = squared_norm(product).detach()
     numbers = torch.finfo(squares.dtype)
-    low, high = squares.aminmax()
+    low, high = map(float, squares.aminmax())
     if low >= numbers.tiny * _MARGIN and high <= numbers.max:
         return False
     small = squares < numbers.tiny * _MARGIN
