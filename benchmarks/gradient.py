@@ -21,7 +21,15 @@ import torch
 from torch import nn
 
 from benchmarks.limit import limit, shared_limit
-from benchmarks.measure import CLOCKS, SETTLED, alternate, peak_memory, synchroniser, write_rate
+from benchmarks.measure import (
+    CLOCKS,
+    SETTLED,
+    alternate,
+    forget,
+    peak_memory,
+    synchroniser,
+    write_rate,
+)
 from benchmarks.peers import FIRST_ORDER, Step
 from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.quantities import QUANTITIES, Quantity
@@ -65,13 +73,10 @@ def cell(
     """Seconds of a plain pass, and every column relative to it."""
     found, models, _ = steps(problem, quantity, batch, names)
 
-    def forget(name: str) -> None:
-        models[name].stored = None  # type: ignore[assignment]
-        for parameter in models[name].parameters():
-            for field in (*quantity.fields, "grad_sample"):
-                parameter.__dict__.pop(field, None)
+    def drop(name: str) -> None:
+        forget(models[name], quantity)
 
-    times = alternate(found, seconds, clock, forget, least=5, synchronise=wait)
+    times = alternate(found, seconds, clock, drop, least=5, synchronise=wait)
     plain = times.best("gradient")
     row = {name: times.ratio(name, "gradient") for name in found if name != "gradient"}
     for name, bound in (("limit", limit), ("less", shared_limit)):
@@ -87,7 +92,7 @@ def memory(
     problem: Problem, quantity: Quantity, batch: int, names: Sequence[str]
 ) -> tuple[float, dict[str, float]]:
     """Mebibytes of a plain pass, and above it, of every column."""
-    peak = partial(peak_memory, problem.name, quantity.name, batch=batch)
+    peak = partial(peak_memory, problem.name, quantity.name, batch=batch, settled=SETTLED)
     plain = peak("gradient") or 0
     found = {name: peak(name) for name in names}
     return plain / 2**20, {n: (b - plain) / 2**20 for n, b in found.items() if b is not None}

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from benchmarks.peers import FIRST_ORDER, PEERS, Step
 from benchmarks.problems import Problem, find
@@ -37,8 +38,8 @@ class Times:
         return statistics.median(a / b for a, b in pairs)
 
 
-# Passes after which one is measured that judges nothing: 1, 2, 4, 8, … of a structure do.
-SETTLED = 4
+# Passes after which one is measured that judges nothing, as the first ones of a structure do.
+SETTLED = 5
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -107,11 +108,18 @@ def write_rate(clock: str = "wall", size: int = 2**28) -> float:
 
 
 @cache
-def peak_memory(problem: str, quantity: str, peer: str, batch: int) -> int | None:
+def peak_memory(problem: str, quantity: str, peer: str, batch: int, settled: int = 0) -> int | None:
     """Bytes by which the resident set of a fresh process grows during one pass.
 
     The process has run a plain gradient before, so that libraries are loaded. Freed memory goes
     back to the system at once (``MALLOC_*``), so that the resident set is what is in use.
+
+    Args:
+        problem: Its name.
+        quantity: Its name.
+        peer: Whose pass.
+        batch: Number of samples.
+        settled: How many passes come before, whose results are dropped.
 
     Returns:
         ``None`` where the peer cannot compute the quantity.
@@ -122,7 +130,7 @@ def peak_memory(problem: str, quantity: str, peer: str, batch: int) -> int | Non
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     command = [sys.executable, "-m", "benchmarks.measure", problem, quantity, peer]
-    command += [str(batch), str(torch.get_num_threads())]
+    command += [str(batch), str(torch.get_num_threads()), str(settled)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         return None
@@ -135,13 +143,22 @@ def _resident(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
+def forget(model: nn.Module, quantity: Quantity) -> None:
+    """Drop the results, so that every peer gets memory in the same state."""
+    model.stored = None  # type: ignore[assignment]
+    for parameter in model.parameters():
+        for name in (*quantity.fields, "grad_sample"):
+            parameter.__dict__.pop(name, None)
+
+
+def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int, settled: int) -> int:
     warm, _ = PEERS["gradient"](problem, quantity, min(batch, 2))
     warm()
-    step, _ = {**FIRST_ORDER, **PEERS}[peer](problem, quantity, batch)
-    if peer in {"shared", "none"}:  # what they leave out is known from the passes before
-        for _ in range(SETTLED):
-            step()
+    step, model = {**FIRST_ORDER, **PEERS}[peer](problem, quantity, batch)
+    for _ in range(settled):
+        step()
+        model.zero_grad()
+        forget(model, quantity)
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -150,9 +167,10 @@ def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
 
 
 def _main() -> None:
-    problem, quantity, peer, batch, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
-    print(json.dumps(_grow(find(problem), QUANTITIES[quantity], peer, int(batch))))
+    problem, quantity, peer, *numbers = sys.argv[1:]
+    batch, threads, settled = map(int, numbers)
+    torch.set_num_threads(threads)
+    print(json.dumps(_grow(find(problem), QUANTITIES[quantity], peer, batch, settled)))
 
 
 if __name__ == "__main__":
