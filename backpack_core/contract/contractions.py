@@ -122,10 +122,9 @@ def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
 
 def add(total: Tensor, rows: Tensor) -> Tensor:
     """Add ``Σ_k rows[k]`` in place, for ``rows`` ``[K, *]``."""
-    if total.numel() < LARGE:
-        return total.add_(rows.sum(0))
-    for row in rows:
-        total.add_(row)
+    # A product with ones reads each row once, and the total once for all of them.
+    ones = rows.new_ones(len(rows))
+    total.view(-1).addmv_(rows.reshape(len(rows), total.numel()).T, ones)
     return total
 
 
