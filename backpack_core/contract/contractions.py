@@ -133,7 +133,7 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return total + rows.square().sum(0)
     if total.numel() < LARGE:
-        return total.add_(rows.square().sum(0))
+        return add(total, rows.square())
     for row in rows:
         total.addcmul_(row, row)
     return total
