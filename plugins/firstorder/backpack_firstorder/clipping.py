@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce, singledispatch
 from math import inf, prod
 from typing import ClassVar, Literal, TypeAlias, get_args
-from weakref import WeakSet
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -40,6 +41,25 @@ class Handle:
     module: Module | None
 
 
+class _Kept(threading.local):
+    """Individual gradients that passes of this thread keep, as long as these do."""
+
+    def __init__(self) -> None:
+        self._known: list[ref[Tensor]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Note one."""
+        self._known.append(ref(tensor))
+
+    def size(self) -> int:
+        """How many bytes there are."""
+        self._known = [known for known in self._known if known() is not None]
+        return sum(kept.nbytes for known in self._known if (kept := known()) is not None)
+
+
+_kept = _Kept()
+
+
 class ClippedSumGrad(FirstOrderExtension):
     """Sum of the individual gradients, each clipped to a norm.
 
@@ -70,7 +90,6 @@ class ClippedSumGrad(FirstOrderExtension):
     is_deferred: ClassVar[bool] = True
     needs_every_parameter: ClassVar[bool] = True
     needs = (squared_norm,)  # of which norms are made
-    _kept: WeakSet[Tensor]
 
     def __init__(
         self,
@@ -105,7 +124,6 @@ class ClippedSumGrad(FirstOrderExtension):
         self.max_norm = max_norm
         self.scale = scale
         self.clipping: Clipping = clipping
-        self._kept = WeakSet()
 
     def read(self, product: SampleProduct) -> Handle:
         """The norms, and what the sum will need."""
@@ -120,9 +138,9 @@ class ClippedSumGrad(FirstOrderExtension):
     def _form(self, product: SampleProduct) -> None:
         """Form individual gradients to be kept, where that costs less and there is room."""
         size = product.samples * prod(product.shape) * product.like.element_size()
-        room = memory_budget() - sum(kept.nbytes for kept in self._kept)
+        room = memory_budget() - _kept.size()
         if size <= product.like.nbytes or (size <= room and is_cheaper_kept(product)):
-            self._kept.add(dense(product))
+            _kept.add(dense(product))
 
     def finish(self, values: Mapping[Tensor, Handle]) -> dict[Tensor, Tensor]:
         """Weights from the norms, then the weighted sums.
