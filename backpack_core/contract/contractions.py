@@ -88,9 +88,8 @@ def moments(
             square_sum(out, inp) if square else None,
             squared_norm(out, inp) if norm else None,
         )
-    shape = (*out.shape[3:], inp.shape[3])
-    total = out.new_zeros(out.shape[0], *shape) if sum_ else None
-    squares = out.new_zeros(shape) if square else None
+    total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
+    squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
     for some, rows, piece in pieces(out, inp):
         if total is not None:
