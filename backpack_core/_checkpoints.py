@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import checkpoint as torch_checkpoint
 
-from backpack_core._torch import Node, is_transformed
+from backpack_core._torch import Node, peek_transform
 
 _unpacking = threading.local()
 
@@ -190,7 +190,7 @@ def unpack(saved: SavedTensor) -> Tensor:
     before = getattr(_unpacking, "again", False)
     _unpacking.again = True
     try:
-        if not is_transformed():
+        if peek_transform() is None:
             return saved.unpack()
         with temporarily_clear_interpreter_stack():
             return saved.unpack()

@@ -58,7 +58,10 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 # The tracing state of ``torch.jit``; ``None`` where it is not looking.
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
-_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+# The transform of ``torch.func`` that is tracing, if any is.
+peek_transform: Callable[[], Any] = getattr(
+    torch._C._functorch, "peek_interpreter_stack", lambda: None
+)
 _will_execute: Callable[[Node], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
@@ -203,11 +206,6 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def is_symbolic(tensor: Tensor) -> bool:
     """Whether a tensor has a shape, but no values."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is tracing: its tensors stand for others."""
-    return _transform() is not None
 
 
 @cache

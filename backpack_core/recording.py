@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import ModuleHooks, cached_tensor, parametrizations_of, version_of
+from backpack_core._torch import ModuleHooks, Node, cached_tensor, parametrizations_of, version_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
@@ -33,11 +33,12 @@ from backpack_core.record.call import (
     attach,
     attach_viewed,
 )
-from backpack_core.record.execution import Execution, Received, aliases, is_simple
+from backpack_core.record.execution import Execution, Received, aliases, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     Owned,
+    State,
     computed_in_hooks,
     settings_of,
     states_inside,
@@ -220,10 +221,10 @@ def _record(
     if is_off() or not torch.is_grad_enabled():
         return None
     resolved = registry.resolve(module)
-    if is_simple(args, kwargs, result, execution):
+    node = simple_node(args, kwargs, result, execution)
+    if node is not None:
         found = _Found(args, kwargs, args, execution.edges, execution.versions, (result,))
-        call = _call(module, resolved, found, execution)
-        _attach(call, 0, result, execution)
+        _attach(_call(module, resolved, found, execution), 0, result, node)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
@@ -243,7 +244,10 @@ def _record(
     call = _call(module, resolved, found, execution)
     for index, output in enumerate(outputs):
         if output.grad_fn is not None and output.layout is torch.strided:
-            _attach(call, index, own.get(id(output), output), execution)
+            shown = own.get(id(output), output)
+            assert shown.grad_fn is not None
+            _attach(call, index, shown, shown.grad_fn)
+            _attach_behind(call, index, shown, execution)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
@@ -263,8 +267,10 @@ def _call(module: Module, resolved: Resolved, found: _Found, execution: Executio
     args, kwargs, inputs, edges, versions, outputs, is_rewired = found
     detached = tuple([o.detach() for o in outputs])
     owned, parameters, computed = _tensors(module, resolved, execution)
-    inside = states_inside(module, owned) if _runs_again(module, resolved) else ()
-    known = (*versions, *map(version_of, detached))
+    inside: tuple[State, ...] = ()
+    if module._modules and _runs_again(module, resolved):
+        inside = states_inside(module, owned)
+    known = (*versions, *[version_of(o) for o in detached])
     stored = Stored(args, kwargs, inputs, detached, known, owned, parameters, computed)
     is_readable = not _torch.has_saving_hooks()
     run = run_of_model(module)
@@ -286,12 +292,15 @@ def _call(module: Module, resolved: Resolved, found: _Found, execution: Executio
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, execution: Execution) -> None:
-    node = output.grad_fn
-    assert node is not None
-    attach(call, index, node, output.output_nr)
-    hook = OutputHook(call, index, output.output_nr)
+def _attach(call: Call, index: int, output: Tensor, node: Node) -> None:
+    output_nr = output.output_nr
+    attach(call, index, node, output_nr)
+    hook = OutputHook(call, index, output_nr)
     hook.hooks = weakref.ref(_torch.hook_first(output, node, hook))
+
+
+def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution) -> None:
+    """The same on the tensor that the output is a view of."""
     base = _torch.base_of(output)
     if base is None or base.grad_fn is None:
         return
@@ -340,6 +349,4 @@ def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
 def _runs_again(module: Module, resolved: Resolved) -> bool:
     """Whether a parameter can only be read off by running modules inside once more."""
     own = module._parameters
-    return bool(module._modules) and any(
-        own[name] is not None and not resolved.rule.covers(module, name) for name in own
-    )
+    return any(own[name] is not None and not resolved.rule.covers(module, name) for name in own)

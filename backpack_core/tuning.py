@@ -16,6 +16,10 @@ CACHE: Final = 4 * 2**20
 DIRECT: Final = 5 * 2**19
 # Entries of one product from which on adding its square by itself beats a reduction over several.
 LARGE: Final = 2**14
+# Multiply-adds that one reading of a number costs, which was written to the cache.
+READ: Final = 16
+# The same for one that is written to be kept, to fresh memory.
+WRITE: Final = 96
 # Positions from which on adding up what was formed costs less than a product for the sum.
 SUMMED: Final = 8
 # Rows of a symmetric product from which on half of it is formed, in bands, and mirrored.

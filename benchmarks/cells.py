@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.limit import largest, limit
-from benchmarks.measure import alternate, peak_memory, write_rate
+from benchmarks.measure import alternate, forget, peak_memory, write_rate
 from benchmarks.peers import PEERS, Step, Unsupported
 from benchmarks.problems import Problem
 from benchmarks.quantities import Quantity
@@ -86,7 +86,7 @@ def measure(
     steps, models = _steps(cell, problem, quantity, ["gradient", *peers])
     if {"ours", "incumbent"} <= models.keys() and not quantity.random:
         cell.difference = _difference(models["ours"], models["incumbent"], quantity.fields)
-    times = alternate(steps, seconds, clock, lambda peer: _forget(models[peer], quantity))
+    times = alternate(steps, seconds, clock, lambda peer: forget(models[peer], quantity))
     cell.gradient = times.best("gradient")
     for name in steps:
         cell.time[name] = times.ratio(name, "gradient")
@@ -123,14 +123,6 @@ def _steps(
         else:
             steps[peer], models[peer] = step, model
     return steps, models
-
-
-def _forget(model: nn.Module, quantity: Quantity) -> None:
-    """Drop the results, so that every peer gets memory in the same state."""
-    model.stored = None  # type: ignore[assignment]
-    for parameter in model.parameters():
-        for name in (*quantity.fields, "grad_sample"):
-            parameter.__dict__.pop(name, None)
 
 
 def _check(peer: str, model: nn.Module, quantity: Quantity) -> None:

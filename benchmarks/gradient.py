@@ -1,98 +1,149 @@
-"""What quantities cost beside a plain pass: ``python -m benchmarks.gradient``.
+"""What quantities of first order cost beside a plain pass: ``python -m benchmarks.gradient``.
 
-A line for each problem and quantity: the time of a forward and a backward pass with the quantity,
-relative to a plain one, for every ``gradient=`` of ``backpack(...)``. Runs alternate in one
-process. ``writing`` is the first write of the results to fresh memory, in plain passes, which no
-implementation does without.
+A line for each problem, quantity and number of samples: the time of a forward and a backward pass,
+relative to a plain one, for this project with every ``gradient=`` of ``backpack(...)``, and for the
+peers that are installed, all alternating in one process. Before them stand two limits, the
+multiply-adds that are needed at least with and without the plain gradient, and the first write of
+the results to fresh memory, which no implementation does without (``writing``, in plain passes).
+
+With ``--memory`` it is bytes, at the peak of a process for each number, above a plain pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from backpack_core import backpack, extend, extensions
-from backpack_core.engine.active import Gradient
-from benchmarks.limit import limit
-from benchmarks.measure import CLOCKS, alternate, write_rate
-from benchmarks.peers import Step
+from benchmarks.limit import limit, shared_limit
+from benchmarks.measure import (
+    CLOCKS,
+    SETTLED,
+    alternate,
+    forget,
+    peak_memory,
+    synchroniser,
+    write_rate,
+)
+from benchmarks.peers import FIRST_ORDER, Step
 from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.quantities import QUANTITIES, Quantity
 
-MODES: tuple[Gradient, ...] = ("autograd", "shared", "none")
+OURS = ("extended", "ours", "shared", "none")
+PEERS = tuple(name for name in FIRST_ORDER if name not in {"gradient", *OURS})
 _DEFAULT = ("BatchGrad", "SumGradSquared", "Variance", "FirstFour", "BatchL2Grad", "ClippedSumGrad")
+_HEAD = ("limit", "less", *OURS, *PEERS, "writing")
 
 
-def steps(problem: Problem, quantity: Quantity) -> tuple[dict[str, Step], dict[str, nn.Module]]:
-    """A plain pass, one of an extended model, and one for every mode, all of them warm."""
+def steps(
+    problem: Problem, quantity: Quantity, batch: int, names: Sequence[str], warm: int = SETTLED
+) -> tuple[dict[str, Step], dict[str, nn.Module], dict[str, str]]:
+    """Those that work, all of them warm; their models; why others are missing."""
     found: dict[str, Step] = {}
     models: dict[str, nn.Module] = {}
-    x, y = problem.data(problem.batch)
-    for name in ("plain", "extended", *MODES):
-        torch.manual_seed(0)
-        model, lossfunc = problem.model(), nn.CrossEntropyLoss()
-        if name != "plain":
-            model, lossfunc = extend(model), extend(lossfunc)
-        step = partial(_step, name, model, lossfunc, x, y, quantity)
-        for _ in range(3 if name in MODES else 1):  # what is shared is judged first
-            step()
-        found[name], models[name] = step, model
-    return found, models
+    refused: dict[str, str] = {}
+    for name in ("gradient", *names):
+        try:
+            step, model = FIRST_ORDER[name](problem, quantity, batch)
+            for _ in range(warm):  # what is shared is judged first
+                step()
+        except Exception as error:  # whatever it is, the peer cannot do this
+            if name in ("gradient", *OURS):
+                raise
+            refused[name] = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        else:
+            found[name], models[name] = step, model
+    return found, models, refused
 
 
-def _step(
-    name: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor, quantity: Quantity
-) -> None:
-    model.zero_grad()
-    loss = lossfunc(model(x), y)
-    if name not in MODES:
-        loss.backward()
-        return
-    asked = [getattr(extensions, kind)(*quantity.arguments) for kind in quantity.extensions]
-    with backpack(*asked, gradient=name):
-        loss.backward()
+def cell(
+    problem: Problem,
+    quantity: Quantity,
+    batch: int,
+    names: Sequence[str],
+    seconds: float,
+    clock: str,
+    wait: Callable[[], None] | None = None,
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a plain pass, and every column relative to it."""
+    found, models, _ = steps(problem, quantity, batch, names)
+
+    def drop(name: str) -> None:
+        forget(models[name], quantity)
+
+    times = alternate(found, seconds, clock, drop, least=5, synchronise=wait)
+    plain = times.best("gradient")
+    row = {name: times.ratio(name, "gradient") for name in found if name != "gradient"}
+    for name, bound in (("limit", limit), ("less", shared_limit)):
+        least = bound(problem, quantity, batch)
+        if least is not None:
+            row[name] = least.work
+            if wait is None and least.result_bytes > 2**25:  # else memory is used again
+                row["writing"] = least.result_bytes / write_rate(clock) / plain
+    return plain, row
 
 
-def line(problem: Problem, quantity: Quantity, seconds: float, clock: str) -> str:
-    """Measure one line."""
-    found, models = steps(problem, quantity)
-
-    def forget(name: str) -> None:
-        for parameter in models[name].parameters():
-            for field in quantity.fields:
-                parameter.__dict__.pop(field, None)
-
-    times = alternate(found, seconds, clock, forget, least=3)
-    plain = times.best("plain")
-    ratios = "".join(f"{times.ratio(name, 'plain'):>10.2f}" for name in ("extended", *MODES))
-    bound = limit(problem, quantity, problem.batch)
-    size = 0 if bound is None else bound.result_bytes
-    writing = size / write_rate(clock) / plain if size > 2**25 else 0.0
-    return (
-        f"{problem.name:14}{quantity.name:16}{problem.batch:>4}{plain * 1e3:>10.1f}"
-        f"{ratios}{writing:>10.2f}"
-    )
+def memory(
+    problem: Problem, quantity: Quantity, batch: int, names: Sequence[str]
+) -> tuple[float, dict[str, float]]:
+    """Mebibytes of a plain pass, and above it, of every column."""
+    peak = partial(peak_memory, problem.name, quantity.name, batch=batch, settled=SETTLED)
+    plain = peak("gradient") or 0
+    found = {name: peak(name) for name in names}
+    return plain / 2**20, {n: (b - plain) / 2**20 for n, b in found.items() if b is not None}
 
 
-def main() -> None:
-    """Measure and print."""
+def line(problem: str, quantity: str, batch: int, plain: float, row: dict[str, float]) -> str:
+    """A line of the table."""
+    numbers = "".join(f"{row[n]:>10.2f}" if n in row else f"{'-':>10}" for n in _HEAD)
+    return f"{problem:14}{quantity:16}{batch:>4}{plain:>10.2f}{numbers}"
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradient", description=__doc__)
-    parser.add_argument("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--quantity", nargs="+", choices=QUANTITIES, default=list(_DEFAULT))
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    options = parser.parse_args()
+    add = parser.add_argument
+    add("--problem", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    add("--quantity", nargs="+", choices=QUANTITIES, default=list(_DEFAULT))
+    add("--batch", nargs="+", type=int, help="numbers of samples (default: the problem's)")
+    add("--peer", nargs="*", choices=PEERS, default=list(PEERS))
+    add("--seconds", type=float, default=10.0)
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--clock", choices=CLOCKS, default="wall")
+    add("--device", default="cpu", help="where nets and data are (default: cpu)")
+    add("--memory", action="store_true", help="measure memory in place of time, on the CPU")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    options = _arguments(arguments)
     torch.set_num_threads(options.threads)
-    columns = "".join(f"{name:>10}" for name in ("extended", *MODES, "writing"))
-    print(f"{'problem':14}{'quantity':16}{'N':>4}{'plain ms':>10}{columns}")
-    for problem in options.problem:
-        for quantity in options.quantity:
-            found = line(PROBLEMS[problem], QUANTITIES[quantity], options.seconds, options.clock)
-            print(found, flush=True)
+    wait = synchroniser(options.device)
+    if wait is not None:
+        options.clock = "wall"  # the time of this process is not that of the device
+    names = [*OURS, *options.peer]
+    unit = "plain MB" if options.memory else "plain ms"
+    columns = "".join(f"{name:>10}" for name in _HEAD)
+    print(f"{options.device}, {options.threads} threads, {options.clock} clock")
+    print(f"{'problem':14}{'quantity':16}{'N':>4}{unit:>10}{columns}")
+    for name in options.problem:
+        problem = replace(PROBLEMS[name], device=options.device)
+        for kind in options.quantity:
+            for batch in options.batch or [problem.batch]:
+                at = (problem, QUANTITIES[kind], batch, names)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # peers warn of what does not matter here
+                    if options.memory:
+                        found = memory(*at)
+                    else:
+                        plain, row = cell(*at, options.seconds, options.clock, wait)
+                        found = plain * 1e3, row
+                print(line(name, kind, batch, *found), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from backpack_core import AffineProduct, FirstOrderExtension, backpack, extend
 from backpack_core.contract import contractions
+from backpack_core.contract.rows import Rows
 from backpack_layers.conv import DirectPatches, Patches
 from benchmarks.measure import alternate
 
@@ -54,7 +55,7 @@ class Comparison(FirstOrderExtension):
         out = torch.randn(self.columns, *product.out.shape[1:])
         inputs = {"kernel": _as(_Always, direct), "patches": _as(Patches, direct)}
 
-        def form(inp: contractions.Rows) -> None:
+        def form(inp: Rows) -> None:
             for _ in contractions.pieces(out, inp):
                 pass
 

@@ -8,7 +8,7 @@ is low for nets as small as logistic regression.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,14 +34,14 @@ class Limit:
 
 def layers(problem: Problem) -> list[Layer]:
     """The affine maps of a net, in order."""
-    model, found = problem.model(), []
+    model, found = replace(problem, device="cpu").net(), []
 
     def visit(module: nn.Module, args: tuple[Tensor, ...], result: Any) -> None:
         found.extend(of_module(module, args, result, first=not found))
 
     for module in model.modules():
         module.register_forward_hook(visit)
-    model(problem.data(1)[0])
+    model(replace(problem, device="cpu").data(1)[0])
     return found
 
 
@@ -66,6 +66,22 @@ def _behind_head(net: Sequence[Layer], quantity: Quantity, columns: int) -> int:
     head = net[-1]
     is_mixed = head.positions == 1 and not quantity.name.startswith("Sqrt")
     return min(columns, head.inputs) if is_mixed else columns
+
+
+def shared_limit(problem: Problem, quantity: Quantity, batch: int) -> Limit | None:
+    """The lower bound where the plain gradient of a weight is the sum of what is formed.
+
+    That is so where positions share the weight: one product serves both, and clipped sums as well.
+    Without shared positions, norms and moments need no product, and autograd's is left as it is.
+    """
+    net = layers(problem)
+    gradient = sum(2 * layer.product + layer.back for layer in net)
+    params = sum(layer.params for layer in net)
+    more = [work(one, quantity.name, 1) for one in net if one.params and one.positions == 1]
+    if quantity.exact or any(part is None for part in more):
+        return None
+    size = result_size(quantity.name, params, batch, 1)
+    return Limit(1 + sum(part or 0 for part in more) / gradient, 4 * size)
 
 
 def largest(problem: Problem, quantity: Quantity, bound: Limit | None) -> int:

@@ -15,8 +15,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from benchmarks.peers import PEERS, Step
+from benchmarks.peers import FIRST_ORDER, PEERS, Step
 from benchmarks.problems import Problem, find
 from benchmarks.quantities import QUANTITIES, Quantity
 
@@ -37,6 +38,8 @@ class Times:
         return statistics.median(a / b for a, b in pairs)
 
 
+# Passes after which one is measured that judges nothing, as the first ones of a structure do.
+SETTLED = 5
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
@@ -48,6 +51,7 @@ def alternate(
     forget: Callable[[str], None],
     least: int = 2,
     most: int = 300,
+    synchronise: Callable[[], None] | None = None,
 ) -> Times:
     """Run the steps in turn; each of them has run once before.
 
@@ -62,6 +66,7 @@ def alternate(
         forget: Drops the results of a step, by peer.
         least: Fewest rounds.
         most: Most rounds.
+        synchronise: Waits for the device, before and after each step; default: nothing to wait for.
     """
     rounds: dict[str, list[float]] = {name: [] for name in steps}
     for name in steps:
@@ -70,17 +75,27 @@ def alternate(
     for turn in range(most):
         gc.collect()
         for name, step in steps.items():
-            rounds[name].append(_seconds(step, CLOCKS[clock]))
+            rounds[name].append(_seconds(step, CLOCKS[clock], synchronise))
             forget(name)
         if turn + 1 >= least and time.perf_counter() - start > seconds:
             break
     return Times(rounds)
 
 
-def _seconds(step: Step, clock: Clock) -> float:
+def _seconds(step: Step, clock: Clock, wait: Callable[[], None] | None = None) -> float:
+    if wait is not None:
+        wait()
     start = clock()
     step()
+    if wait is not None:
+        wait()
     return clock() - start
+
+
+def synchroniser(device: str) -> Callable[[], None] | None:
+    """What waits for a device; ``None`` for the CPU, which is done when it returns."""
+    kind = torch.device(device).type
+    return None if kind == "cpu" else getattr(torch, kind).synchronize
 
 
 def write_rate(clock: str = "wall", size: int = 2**28) -> float:
@@ -93,11 +108,18 @@ def write_rate(clock: str = "wall", size: int = 2**28) -> float:
 
 
 @cache
-def peak_memory(problem: str, quantity: str, peer: str, batch: int) -> int | None:
+def peak_memory(problem: str, quantity: str, peer: str, batch: int, settled: int = 0) -> int | None:
     """Bytes by which the resident set of a fresh process grows during one pass.
 
     The process has run a plain gradient before, so that libraries are loaded. Freed memory goes
     back to the system at once (``MALLOC_*``), so that the resident set is what is in use.
+
+    Args:
+        problem: Its name.
+        quantity: Its name.
+        peer: Whose pass.
+        batch: Number of samples.
+        settled: How many passes come before, whose results are dropped.
 
     Returns:
         ``None`` where the peer cannot compute the quantity.
@@ -108,7 +130,7 @@ def peak_memory(problem: str, quantity: str, peer: str, batch: int) -> int | Non
         "MALLOC_TRIM_THRESHOLD_": "65536",
     }
     command = [sys.executable, "-m", "benchmarks.measure", problem, quantity, peer]
-    command += [str(batch), str(torch.get_num_threads())]
+    command += [str(batch), str(torch.get_num_threads()), str(settled)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     if result.returncode:
         return None
@@ -122,10 +144,22 @@ def resident(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
+def forget(model: nn.Module, quantity: Quantity) -> None:
+    """Drop the results, so that every peer gets memory in the same state."""
+    model.stored = None  # type: ignore[assignment]
+    for parameter in model.parameters():
+        for name in (*quantity.fields, "grad_sample"):
+            parameter.__dict__.pop(name, None)
+
+
+def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int, settled: int) -> int:
     warm, _ = PEERS["gradient"](problem, quantity, min(batch, 2))
     warm()
-    step, _ = PEERS[peer](problem, quantity, batch)
+    step, model = {**FIRST_ORDER, **PEERS}[peer](problem, quantity, batch)
+    for _ in range(settled):
+        step()
+        model.zero_grad()
+        forget(model, quantity)
     gc.collect()
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -134,9 +168,10 @@ def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int) -> int:
 
 
 def _main() -> None:
-    problem, quantity, peer, batch, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))
-    print(json.dumps(_grow(find(problem), QUANTITIES[quantity], peer, int(batch))))
+    problem, quantity, peer, *numbers = sys.argv[1:]
+    batch, threads, settled = map(int, numbers)
+    torch.set_num_threads(threads)
+    print(json.dumps(_grow(find(problem), QUANTITIES[quantity], peer, batch, settled)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ Microseconds for each call of a module, in a chain of ``Linear`` layers of width
 and backward, and with individual gradients. Then ratios, of runs that alternate in one process:
 
 - forward and backward pass of an extended model with no extension active, over those of a plain one
-  (the cost of recording; target: at most 1.1), for several widths;
+  (the cost of recording; target: at most 1.1), for a perceptron of several widths, with the width
+  at which the cost is a tenth, and for a small Llama;
 - those with individual gradients of one convolution, over those of the plain convolution (target:
   at most 1.5).
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
+from math import log
 from statistics import median
 
 import torch
@@ -23,6 +25,9 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
 from benchmarks.measure import CLOCKS
+from benchmarks.peers import extended, gradient
+from benchmarks.problems import PROBLEMS
+from benchmarks.quantities import QUANTITIES
 
 
 def ratio(
@@ -74,8 +79,8 @@ def calls(rounds: int, clock: str, count: int = 24) -> None:
         print(f"{what:42} {each:9.1f} us more for each call   plain {other / count * 1e6:9.1f} us")
 
 
-def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> None:
-    """The cost of recording, in a perceptron of three layers."""
+def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> float:
+    """The cost of recording, in a perceptron of three layers: the ratio to a plain pass."""
     sizes = [width, width, width, 10]
     layers: list[nn.Module] = []
     for i, o in pairwise(sizes):
@@ -91,6 +96,33 @@ def recording(rounds: int, clock: str, batch: int = 128, width: int = 256) -> No
         clock,
     )
     report(f"extended, no extension active, width {width}", ours, theirs, factor, target=1.1)
+    return factor
+
+
+def width_of_a_tenth(ratios: Mapping[int, float]) -> float | None:
+    """The width at which recording costs a tenth, between the two that it lies between.
+
+    Args:
+        ratios: By width, in rising order.
+
+    Returns:
+        On a line between the logarithms; ``None`` where all cost more, or less.
+    """
+    for (low, more), (high, less) in pairwise(ratios.items()):
+        if more > 1.1 >= less:
+            share = log((more - 1) / 0.1) / log((more - 1) / max(less - 1, 1e-3))
+            return low * (high / low) ** share
+    return None
+
+
+def recording_of_a_problem(name: str, rounds: int, clock: str) -> None:
+    """The same for one of the problems of the comparison."""
+    problem = PROBLEMS[name]
+    steps = [
+        make(problem, QUANTITIES["BatchGrad"], problem.batch)[0] for make in (extended, gradient)
+    ]
+    ours, theirs, factor = ratio(*steps, rounds, clock)
+    report(f"extended, no extension active, {name}", ours, theirs, factor, target=1.1)
 
 
 def individual_gradients(rounds: int, clock: str, batch: int = 64) -> None:
@@ -134,8 +166,14 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     calls(100, options.clock)
-    for width in (64, 256, 512, 1024):
-        recording(4 * 10**4 // width, options.clock, width=width)
+    ratios = {
+        width: recording(4 * 10**4 // width, options.clock, width=width)
+        for width in (64, 256, 512, 1024)
+    }
+    found = width_of_a_tenth(ratios)
+    if found is not None:
+        print(f"recording costs a tenth of a pass at width {found:.0f}")
+    recording_of_a_problem("llama-256", 15, options.clock)
     individual_gradients(30, options.clock)
 
 

@@ -7,9 +7,12 @@ raises :class:`Unsupported` where the library has no such quantity, or cannot tr
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +29,7 @@ class Unsupported(Exception):
 
 
 def _parts(problem: Problem, batch: int) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    return problem.model(), nn.CrossEntropyLoss(), *problem.data(batch)
+    return problem.net(), nn.CrossEntropyLoss(), *problem.data(batch)
 
 
 def gradient(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
@@ -42,7 +44,12 @@ def gradient(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn
 
 
 def _extended(
-    package: ModuleType, extensions: ModuleType, problem: Problem, quantity: Quantity, batch: int
+    package: ModuleType,
+    extensions: ModuleType,
+    problem: Problem,
+    quantity: Quantity,
+    batch: int,
+    **options: str,
 ) -> tuple[Step, nn.Module]:
     model, lossfunc, x, y = _parts(problem, batch)
     try:
@@ -54,22 +61,42 @@ def _extended(
     def step() -> None:
         model.zero_grad()
         loss = lossfunc(model(x), y)
-        with package.backpack(*(kind(*quantity.arguments) for kind in kinds)):
+        with package.backpack(*(kind(*quantity.arguments) for kind in kinds), **options):
             loss.backward()
 
     return step, model
 
 
-def ours(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+def ours(
+    problem: Problem, quantity: Quantity, batch: int, **options: str
+) -> tuple[Step, nn.Module]:
     """This project."""
     import backpack_core
     from backpack_core import extensions
 
-    return _extended(backpack_core, extensions, problem, quantity, batch)
+    return _extended(backpack_core, extensions, problem, quantity, batch, **options)
+
+
+def extended(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """A plain pass of a model that is extended, without an active extension."""
+    import backpack_core
+
+    model, lossfunc, x, y = _parts(problem, batch)
+    model, lossfunc = backpack_core.extend(model), backpack_core.extend(lossfunc)
+
+    def step() -> None:
+        model.zero_grad()
+        lossfunc(model(x), y).backward()
+
+    return step, model
 
 
 def incumbent(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
     """backpack-for-pytorch."""
+    try:  # the import name may be that of the compatibility layer
+        importlib.metadata.version("backpack-for-pytorch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise Unsupported("it is not installed") from error
     _stand_in_for_torchvision()
     package = importlib.import_module("backpack")
     extensions = importlib.import_module("backpack.extensions")
@@ -100,10 +127,31 @@ REDUCTIONS: dict[str, Callable[[Tensor], object]] = {
 }  # fmt: skip
 
 
+def reduction_of(quantity: Quantity) -> Callable[[Sequence[Tensor]], object]:
+    """What is made of the individual gradients of all parameters.
+
+    Raises:
+        Unsupported: They do not determine the quantity.
+    """
+    if quantity.name == "ClippedSumGrad":
+        return clipped_sums
+    if quantity.name not in REDUCTIONS:
+        raise Unsupported(f"no {quantity.name} by individual gradients")
+    reduction = REDUCTIONS[quantity.name]
+    return lambda gradients: [reduction(g) for g in gradients]
+
+
+def clipped_sums(gradients: Sequence[Tensor]) -> object:
+    """``Σ_n g_n min(1, 1 / ‖g_n‖)``, with the norm over all parameters."""
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients], 1).norm(dim=1)
+    weights = (1 / norms).clamp(max=1)
+    return [torch.einsum("n,n...->...", weights, g) for g in gradients]
+
+
 def functional(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
     """torch.func: individual gradients, or Jacobians of the outputs, under vmap."""
-    if quantity.name in REDUCTIONS:
-        return _individual_gradients(problem, REDUCTIONS[quantity.name], batch)
+    if quantity.name in {*REDUCTIONS, "ClippedSumGrad"}:
+        return _individual_gradients(problem, reduction_of(quantity), batch)
     if quantity.name == "DiagGGNExact":
         return _diagonal_ggn(problem, batch)
     raise Unsupported(f"no {quantity.name} by torch.func here")
@@ -114,7 +162,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _individual_gradients(
-    problem: Problem, reduction: Callable[[Tensor], object], batch: int
+    problem: Problem, reduction: Callable[[Sequence[Tensor]], object], batch: int
 ) -> tuple[Step, nn.Module]:
     model, lossfunc, x, y = _parts(problem, batch)
     parameters = _parameters(model)
@@ -127,7 +175,7 @@ def _individual_gradients(
 
     def step() -> None:
         found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
-        model.stored = [reduction(g) for g in found.values()]  # type: ignore[assignment]
+        model.stored = reduction([*found.values()])  # type: ignore[assignment]
 
     return step, model
 
@@ -157,27 +205,67 @@ def _diagonal_ggn(problem: Problem, batch: int) -> tuple[Step, nn.Module]:
     return step, model
 
 
-def opacus(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
-    """Opacus: individual gradients, or norms alone ("ghost clipping")."""
-    names = {"BatchGrad": "GradSampleModule", "BatchL2Grad": "GradSampleModuleFastGradientClipping"}
-    if quantity.name not in names:
-        raise Unsupported(f"no {quantity.name} in Opacus")
+def opacus(
+    problem: Problem, quantity: Quantity, batch: int, force_functorch: bool = False
+) -> tuple[Step, nn.Module]:
+    """Opacus: individual gradients by hooks, or by functorch, and what is made of them."""
+    reduction = reduction_of(quantity)
     grad_sample = importlib.import_module("opacus.grad_sample")
     model, lossfunc, x, y = _parts(problem, batch)
-    wrapped = getattr(grad_sample, names[quantity.name])(model, strict=False)
+    wrapped = grad_sample.GradSampleModule(model, strict=False, force_functorch=force_functorch)
+    model.stored = None  # type: ignore[assignment]
 
     def step() -> None:
         for parameter in model.parameters():
             parameter.grad_sample = parameter.grad = None  # type: ignore[attr-defined]
         lossfunc(wrapped(x), y).backward()
+        gradients: list[Any] = [parameter.grad_sample for parameter in model.parameters()]  # type: ignore[attr-defined]
+        model.stored = reduction(gradients)  # type: ignore[assignment]
 
     return step, model
 
 
-PEERS: dict[str, Callable[[Problem, Quantity, int], tuple[Step, nn.Module]]] = {
+def ghost(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+    """Opacus without individual gradients ("ghost clipping"): norms, and a second pass for sums."""
+    if quantity.name not in {"BatchL2Grad", "ClippedSumGrad"}:
+        raise Unsupported(f"no {quantity.name} by ghost clipping")
+    grad_sample = importlib.import_module("opacus.grad_sample")
+    model, _, x, y = _parts(problem, batch)
+    wrapped = grad_sample.GradSampleModuleFastGradientClipping(model, strict=False)
+    is_clipped = quantity.name == "ClippedSumGrad"
+
+    def step() -> None:
+        wrapped.zero_grad()
+        losses = nn.functional.cross_entropy(wrapped(x), y, reduction="none")
+        losses.mean().backward(retain_graph=is_clipped)
+        if is_clipped:
+            weights = wrapped.get_clipping_coef()
+            model.zero_grad()
+            wrapped.disable_hooks()
+            (weights * losses).sum().backward()
+            wrapped.enable_hooks()
+
+    return step, model
+
+
+Peer = Callable[[Problem, Quantity, int], tuple[Step, nn.Module]]
+PEERS: dict[str, Peer] = {
     "gradient": gradient,
     "ours": ours,
     "incumbent": incumbent,
     "torch.func": functional,
     "opacus": opacus,
+}
+# Further ones, for quantities of first order: the column of a table each.
+FIRST_ORDER: dict[str, Peer] = {
+    "gradient": gradient,
+    "extended": extended,
+    "ours": ours,
+    "shared": partial(ours, gradient="shared"),
+    "none": partial(ours, gradient="none"),
+    "vmap": functional,
+    "opacus": opacus,
+    "functorch": partial(opacus, force_functorch=True),
+    "ghost": ghost,
+    "incumbent": incumbent,
 }

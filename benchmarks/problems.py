@@ -9,7 +9,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from benchmarks.residual import resnet18
+from benchmarks.transformers import GPT2, Llama, ViT
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Problem:
         batch: Number of samples ``N``.
         exact_batch: Number of samples for quantities with a column for every class.
         vocabulary: Number of tokens, for inputs that are tokens.
+        device: Where the net and its data are.
     """
 
     name: str
@@ -33,6 +36,12 @@ class Problem:
     batch: int
     exact_batch: int
     vocabulary: int = 0
+    device: str = "cpu"
+
+    def net(self) -> nn.Module:
+        """The net, with the same numbers at every call."""
+        torch.manual_seed(0)
+        return self.model().to(self.device)
 
     def data(self, batch: int) -> tuple[Tensor, Tensor]:
         """Random inputs ``[N, *shape]`` and classes ``[N]``, the same at every call."""
@@ -42,7 +51,8 @@ class Problem:
             x = torch.randint(0, self.vocabulary, shape, generator=generator)
         else:
             x = torch.rand(shape, generator=generator)
-        return x, torch.randint(0, self.classes, (batch,), generator=generator)
+        y = torch.randint(0, self.classes, (batch,), generator=generator)
+        return x.to(self.device), y.to(self.device)
 
 
 def logistic_regression() -> nn.Module:
@@ -108,58 +118,6 @@ class _Classifier(nn.Module):
         return result
 
 
-class _Block(nn.Module):
-    """A pre-norm Transformer block of plain linear layers, with torch's fused attention."""
-
-    def __init__(self, width: int, heads: int, is_causal: bool) -> None:
-        super().__init__()
-        self.heads, self.is_causal = heads, is_causal
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.projections, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        projected = self.projections(self.before_attention(x))
-        query, key, value = projected.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
-        x = x + self.out(context.transpose(1, 2).flatten(2))
-        result: Tensor = x + self.mlp(self.before_mlp(x))
-        return result
-
-
-class _GPT2(nn.Module):
-    """GPT-2 on 64 tokens with a classifier of the last one: 4 layers."""
-
-    def __init__(self, width: int = 128, vocabulary: int = 512, classes: int = 10) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
-        self.blocks = nn.Sequential(*[_Block(width, 4, is_causal=True) for _ in range(4)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1]).expand(x.shape)
-        hidden = self.blocks(self.tokens(x) + self.positions(places))
-        result: Tensor = self.head(self.norm(hidden)[:, -1])
-        return result
-
-
-class _ViT(nn.Module):
-    """A vision Transformer on patches of 4 × 4, with the mean over tokens: 4 layers."""
-
-    def __init__(self, width: int = 128, classes: int = 10) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, stride=4)
-        self.blocks = nn.Sequential(*[_Block(width, 4, is_causal=False) for _ in range(4)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.blocks(self.patches(x).flatten(2).transpose(1, 2))
-        result: Tensor = self.head(self.norm(hidden).mean(1))
-        return result
-
-
 _IMAGE = (3, 32, 32)
 PROBLEMS = {
     problem.name: problem
@@ -170,11 +128,19 @@ PROBLEMS = {
         Problem("3c3d", net_3c3d, _IMAGE, 10, 64, 64),
         Problem("allcnnc", all_cnn_c, _IMAGE, 100, 64, 16),
         Problem("transformer", _Classifier, (64, 128), 10, 16, 16),
-        Problem("gpt2", _GPT2, (64,), 10, 16, 16, vocabulary=512),
-        Problem("vit", _ViT, _IMAGE, 10, 16, 16),
+        Problem("resnet18", resnet18, _IMAGE, 10, 16, 4),
+        *[
+            Problem(f"{name}{suffix}", partial(net, width), shape, 10, 16, 16, vocabulary)
+            for width, suffix in ((128, ""), (256, "-256"))
+            for name, net, shape, vocabulary in (
+                ("gpt2", GPT2, (64,), 512),
+                ("llama", Llama, (64,), 512),
+                ("vit", ViT, _IMAGE, 0),
+            )
+        ],
         # Many classes, for quantities with a column for each.
-        Problem("vit-100", partial(_ViT, classes=100), _IMAGE, 100, 16, 8),
-        Problem("vit-1000", partial(_ViT, classes=1000), _IMAGE, 1000, 16, 2),
+        Problem("vit-100", partial(ViT, classes=100), _IMAGE, 100, 16, 8),
+        Problem("vit-1000", partial(ViT, classes=1000), _IMAGE, 1000, 16, 2),
         Problem("3c3d-100", partial(net_3c3d, 100), _IMAGE, 100, 64, 16),
         Problem("3c3d-1000", partial(net_3c3d, 1000), _IMAGE, 1000, 64, 4),
     )

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.columns import Root
-from backpack_core.contract.contractions import JoinedRows, Rows
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
@@ -25,6 +24,7 @@ from backpack_core.contract.operations import (
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct
+from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
@@ -164,9 +164,9 @@ def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.square_sum`, or as a by-product of what others need."""
     if per_sample_square_sum in product.needs and product.positions > 1:
         return per_sample_square_sum(product).sum(0)
-    if batch_sum in product.needs:
-        return _moments(product, inp)[1]
-    return product.to_parameter(contractions.square_sum(product.out, inp))
+    squares = _moments(product, inp).squares
+    found = contractions.square_sum(product.out, inp) if squares is None else squares
+    return product.to_parameter(found)
 
 
 @for_weights(per_sample_square_sum)
@@ -177,8 +177,9 @@ def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
 
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.squared_norm`."""
-    return contractions.squared_norm(product.out, inp)
+    """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
+    norms = _moments(product, inp).norms
+    return contractions.squared_norm(product.out, inp) if norms is None else norms
 
 
 @batch_sum.register
@@ -189,9 +190,8 @@ def batch_sum_affine(product: AffineProduct) -> Tensor:
         formed = as_formed(product)
         known = product.results.get((batch_sum,))
         return batch_sum(formed) if known is None else known
-    if square_sum in product.needs and per_sample_square_sum not in product.needs:
-        return _moments(product, inp)[0]
-    return product.to_parameter(contractions.sums(product.out, inp))
+    total = _moments(product, inp).sums
+    return product.to_parameter(contractions.sums(product.out, inp) if total is None else total)
 
 
 @has_free_sum.register
@@ -199,17 +199,31 @@ def has_free_sum_affine(product: AffineProduct) -> bool:
     """Of a bias, of what is formed anyway, and of moments; each where it has fewer numbers."""
     if product.inp is None:
         return True
-    is_moment = square_sum in product.needs and per_sample_square_sum not in product.needs
-    return product.positions >= SUMMED and (is_formed(product) or is_moment)
+    is_formed_in_pieces = any(_of_pieces(product, product.inp)[1:])
+    return product.positions >= SUMMED and (is_formed(product) or is_formed_in_pieces)
 
 
-def _moments(product: AffineProduct, inp: Rows) -> tuple[Tensor, Tensor]:
-    """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces."""
+def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
+    """Which of sum, squares and norms are read off pieces of ``M``; no sum of nothing else."""
+    needs = product.needs
+    square = square_sum in needs and per_sample_square_sum not in needs
+    norm = squared_norm in needs and product.positions > 1
+    if norm and not square:  # else the pieces are there
+        norm = not contractions.is_gram_cheaper(product.out, inp, batch_sum in needs)
+    return batch_sum in needs and (square or norm), square, norm
+
+
+def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
+    """What several need of one product, from the same pieces."""
     if "moments" not in product.results:
-        found = contractions.moments(product.out, inp)
-        product.results["moments"] = tuple(map(product.to_parameter, found))
-    both: tuple[Tensor, Tensor] = product.results["moments"]
-    return both
+        wanted = _of_pieces(product, inp)
+        is_shared = sum(wanted) > 1
+        nothing = contractions.Moments(None, None, None)
+        product.results["moments"] = (
+            contractions.moments(product.out, inp, *wanted) if is_shared else nothing
+        )
+    found: contractions.Moments = product.results["moments"]
+    return found
 
 
 @for_weights(gram)

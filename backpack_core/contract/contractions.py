@@ -11,66 +11,15 @@ to be copied together (patches) are made for some samples: ``docs/design/contrac
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import product
-from typing import Protocol, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
-
-
-class Rows(Protocol):
-    """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """``[N, S, G, I]``."""
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S, G, I]``."""
-
-
-class JoinedRows:
-    """Inputs of two calls of one map, as positions side by side."""
-
-    def __init__(self, first: Rows, second: Rows) -> None:
-        """Store both, ``[N, S, G, I]`` and ``[N, S', G, I]``."""
-        self._parts = first, second
-        samples, positions, *rest = first.shape
-        self.shape = torch.Size((samples, positions + second.shape[1], *rest))
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S + S', G, I]``."""
-        return torch.cat([part[rows] for part in self._parts], 1)
-
-
-class DirectRows(ABC):
-    """Inputs with a kernel that forms ``M`` without showing what each position sees."""
-
-    shape: torch.Size
-
-    @abstractmethod
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S, G, I]``."""
-
-    @abstractmethod
-    def suits(self, columns: int, out: Tensor) -> bool:
-        """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
-
-    @abstractmethod
-    def total(self, out: Tensor) -> Tensor | None:
-        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
-
-    @abstractmethod
-    def position_sum(self) -> Tensor:
-        """``Σ_s inp``, ``[N, G, I]``."""
-
-    @abstractmethod
-    def product(self, out: Tensor, rows: slice) -> Tensor:
-        """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
+from backpack_core.contract.rows import DirectRows, Rows
+from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, even_size, memory_budget
 
 
 def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
@@ -120,17 +69,36 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
     return result
 
 
-def moments(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
-    """``Σ_n M`` and ``Σ_v Σ_n M²`` from the same pieces. Shapes ``[V, G, O, I]``, ``[G, O, I]``."""
+class Moments(NamedTuple):
+    """What was asked for of one product; else ``None``."""
+
+    sums: Tensor | None  # Σ_n M, [V, G, O, I]
+    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
+    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
+
+
+def moments(
+    out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
+) -> Moments:
+    """Sum over samples, that of squares, and squared norms, all from the same pieces."""
     if out.shape[2] == 1 or torch.is_grad_enabled() or _is_empty(out, inp):
-        return sums(out, inp), square_sum(out, inp)
-    total = out.new_zeros(out.shape[0], *out.shape[3:], inp.shape[3])
-    squares = torch.zeros_like(total[0])
-    for some, _, piece in pieces(out, inp):
-        for target, rows in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
-            add(target, rows)
-        add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
-    return total, squares
+        return Moments(
+            sums(out, inp) if sum_ else None,
+            square_sum(out, inp) if square else None,
+            squared_norm(out, inp) if norm else None,
+        )
+    total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
+    squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
+    norms = out.new_empty(out.shape[:2]) if norm else None
+    for some, rows, piece in pieces(out, inp):
+        if total is not None:
+            for target, part in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
+                add(target, part)
+        if squares is not None:
+            add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
+        if norms is not None:
+            norms[some, rows] = _squared_norm_of(piece)
+    return Moments(total, squares, norms)
 
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
@@ -152,10 +120,9 @@ def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
 
 def add(total: Tensor, rows: Tensor) -> Tensor:
     """Add ``Σ_k rows[k]`` in place, for ``rows`` ``[K, *]``."""
-    if total.numel() < LARGE:
-        return total.add_(rows.sum(0))
-    for row in rows:
-        total.add_(row)
+    # A product with ones reads each row once, and the total once for all of them.
+    ones = rows.new_ones(len(rows))
+    total.view(-1).addmv_(rows.reshape(len(rows), total.numel()).T, ones)
     return total
 
 
@@ -164,7 +131,7 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return total + rows.square().sum(0)
     if total.numel() < LARGE:
-        return total.add_(rows.square().sum(0))
+        return add(total, rows.square())
     for row in rows:
         total.addcmul_(row, row)
     return total
@@ -172,19 +139,37 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
-    columns, _, positions, _, features = out.shape
-    size = inp.shape[3]
     if _is_empty(out, inp):
         return out.new_zeros(out.shape[:2])
-    if positions == 1:
+    if out.shape[2] == 1:
         left = out.square().sum(-1).squeeze(2)
         return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
-    if positions * (columns * features + size) < columns * features * size:
+    if is_gram_cheaper(out, inp):
         return _squared_norm_by_gram(out, inp)
+    if not torch.is_grad_enabled():
+        norms = moments(out, inp, sum_=False, square=False, norm=True).norms
+        assert norms is not None
+        return norms
     parts: dict[int, list[Tensor]] = {}
     for _, rows, piece in pieces(out, inp):
-        parts.setdefault(rows.start, []).append(_squared(piece).sum((1, 3, 4)))
+        parts.setdefault(rows.start, []).append(piece.square().sum((1, 3, 4)))
     return torch.cat([torch.cat(found, 1) for found in parts.values()]).T
+
+
+def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
+    """Whether norms cost less by Gram matrices over positions than from products.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        is_summed: The sum over samples is needed, too: products have it for one more reading.
+    """
+    columns, _, positions, _, features = out.shape
+    single = columns * features * inp.shape[3]
+    gram = positions**2 * (columns * (features + READ) + inp.shape[3])
+    if is_summed:
+        gram += positions * single
+    return gram < (positions + READ * (1 + is_summed)) * single
 
 
 def sums(out: Tensor, inp: Rows) -> Tensor:
@@ -305,6 +290,20 @@ def _batched(out: Tensor) -> Tensor:
 def _sum_of_squares(out: Tensor) -> Tensor:
     """``Σ_v out[v]²``. Shape ``[N, S, G, O]``."""
     return out[0].square() if len(out) == 1 else out.square().sum(0)
+
+
+def _squared_norm_of(piece: Tensor) -> Tensor:
+    """``[n, G, v, O, I] → [v, n]``, of entries that are next to each other."""
+    samples, groups, columns = piece.shape[:3]
+    return square_norm_of(piece.reshape(samples, groups, columns, -1)).sum(1).T
+
+
+def square_norm_of(mat: Tensor) -> Tensor:
+    """``Σ_k mat[..., k]²``, without writing squares where autograd records nothing."""
+    if torch.is_grad_enabled():
+        return mat.square().sum(-1)
+    norms: Tensor = torch.linalg.vector_norm(mat, dim=-1)
+    return norms.square_()
 
 
 def _squared(piece: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import reduce, singledispatch, update_wrapper
 from itertools import combinations
+from math import prod
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -95,7 +96,7 @@ def squared_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖²``. Shape ``[V, N]``."""
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in _pieces(product):
-        result[columns, samples] = _flat(part).square().sum(2)
+        result[columns, samples] = contractions.square_norm_of(_flat(part))
     return result
 
 
@@ -129,7 +130,8 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
     """
     result = product.new_zeros(len(weights), *product.shape)
     for columns, samples, part in _pieces(product):
-        result += torch.einsum("kvn,vn...->k...", weights[:, columns, samples], part)
+        some = weights[:, columns, samples].flatten(1)
+        result += (some @ part.reshape(some.shape[1], prod(product.shape))).view_as(result)
     return result
 
 

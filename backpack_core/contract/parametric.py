@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.regrouping import regrouped
+from backpack_core.contract.rows import Rows
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError

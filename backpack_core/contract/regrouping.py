@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.contractions import Rows
 from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.product import DenseProduct, SampleProduct
+from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 
 

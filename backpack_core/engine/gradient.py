@@ -22,7 +22,13 @@ from torch.autograd.graph import GradientEdge
 from backpack_core import _torch
 from backpack_core._torch import Node
 from backpack_core.contract.column_propagator import OutputGradient
-from backpack_core.contract.operations import batch_sum, dense, has_free_sum, square_sum
+from backpack_core.contract.operations import (
+    batch_sum,
+    dense,
+    has_free_sum,
+    square_sum,
+    squared_norm,
+)
 from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import is_round, known_of
@@ -253,12 +259,12 @@ def _candidates(survey: Survey) -> Iterator[_Candidate]:
 
 
 def _has_individual(group: Group) -> bool:
-    """Whether a group forms individual gradients, or their moments, of all samples."""
+    """Whether a group may form individual gradients, at once or in pieces, of all samples."""
     return (
         isinstance(group.propagator, OutputGradient)
         and group.propagator.subsampling is None
         and not group.has_overrides
-        and bool(group.needs & {dense, square_sum})
+        and bool(group.needs & {dense, square_sum, squared_norm})
     )
 
 

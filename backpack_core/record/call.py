@@ -310,3 +310,16 @@ def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
     table: Any = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
     found: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
     return found
+
+
+def node_inside(call: Call, node: Node, kind: str) -> Node | None:
+    """The node next to that of an output whose name begins so, among those that a call made."""
+    seen = {edge.node for edge in call.edges if edge is not None}
+    found = [node]
+    for node in found:
+        if node.name().startswith(kind):
+            return node
+        new = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
+        seen.update(new)
+        found += new
+    return None

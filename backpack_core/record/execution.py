@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import base_of, version_of
+from backpack_core._torch import Node, base_of, version_of
 from backpack_core.record.call import Edge, edge_of, has_site
 
 
@@ -34,11 +34,8 @@ class Execution:
     def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
         self.training = training
         self.tensors = tensors
-        if len(tensors) == 1:  # nearly always
-            self.versions, self.edges = [version_of(tensors[0])], [edge_of(tensors[0])]
-        else:
-            self.versions = [version_of(t) for t in tensors]
-            self.edges = [edge_of(t) for t in tensors]
+        self.versions = [version_of(t) for t in tensors]
+        self.edges = [edge_of(t) for t in tensors]
         self.thread = threading.get_ident()
         self.is_recorded = False
         self.computed: dict[str, Tensor] = {}
@@ -127,25 +124,27 @@ class _Twin(torch.autograd.Function):
         return grad
 
 
-def is_simple(
+def simple_node(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, execution: Execution
-) -> bool:
-    """Whether a module made one new real tensor of another, and left everything as it was.
+) -> Node | None:
+    """The node of the output, if a module made one new real tensor of another.
 
-    What was known before the forward is then all that there is to store.
+    And left everything as it was: what was known before the forward is all that there is to store.
     """
-    if kwargs or len(args) != 1 or len(execution.tensors) != 1 or not isinstance(result, Tensor):
-        return False
+    # Tensors are the arguments themselves where nothing else was found among them.
+    if not args or kwargs or args is not execution.tensors or not isinstance(result, Tensor):
+        return None
     received, edge, node = args[0], execution.edges[0], result.grad_fn
-    return (
-        received is execution.tensors[0]
-        and node is not None
+    if (
+        node is not None
         and node is not received.grad_fn
         and (edge is None or node is not edge.node)
         and result.layout is torch.strided
         and not (result._is_view() or result.is_complex() or received.is_complex())
         and not has_site(node, result.output_nr)
-    )
+    ):
+        return node
+    return None
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from backpack_core._checkpoints import is_computed_again
-from backpack_core._torch import is_transformed, tracing_state
+from backpack_core._torch import peek_transform, tracing_state
 
 _local = threading.local()
 
@@ -44,7 +44,7 @@ def is_recording() -> bool:
     return (
         not torch.compiler.is_compiling()  # first, so that the compiler sees nothing of the rest
         and torch.is_grad_enabled()
-        and not is_transformed()
+        and peek_transform() is None
         and tracing_state() is None
         and not is_off()
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
 from backpack_core.contract import contractions
+from backpack_core.contract.rows import JoinedRows
 from tests.contract.products import Lazy
 from tests.oracle import assert_close
 
@@ -28,9 +29,12 @@ CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     contractions.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
     lambda out, inp: contractions.moments(out, inp)[0]: lambda m: m.sum(1),
     lambda out, inp: contractions.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
+    lambda out, inp: contractions.moments(out, inp, norm=True)[2]: (
+        lambda m: m.square().sum((2, 3, 4))
+    ),
 }
 NAMES = ["products", "square_sum", "per_sample_square_sum", "squared_norm", "sums", "gram",
-         "first moment", "second moment"]  # fmt: skip
+         "first moment", "second moment", "norms along"]  # fmt: skip
 # V, N, S, G, O, I: a column or several, one position, few (Gram), many, groups, large O·I.
 SHAPES = [
     (1, 5, 1, 1, 3, 4),
@@ -143,7 +147,7 @@ def test_inputs_of_two_calls(contraction: Callable[..., Tensor]) -> None:
     """As positions side by side, asked for in parts only."""
     (out, inp), (other, seen) = _factors((2, 6, 3, 2, 3, 2)), _factors((2, 6, 5, 2, 3, 2))
     lazy = Lazy(inp), Lazy(seen)
-    rows = contractions.JoinedRows(*lazy)
+    rows = JoinedRows(*lazy)
     assert rows.shape == (6, 8, 2, 2)
     before = memory_budget()
     set_memory_budget(2 * rows[0:1].nbytes)

@@ -102,4 +102,7 @@ QUANTITIES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "four": lambda: (BatchGrad(), Variance(), SumGradSquared(), BatchL2Grad()),
     "with curvature": lambda: (BatchGrad(), DiagGGNExact()),
     "clipped": lambda: (ClippedSumGrad(1.0), BatchGrad()),
+    "norms": lambda: (BatchL2Grad(),),
+    "norms and moments": lambda: (BatchL2Grad(), SumGradSquared()),
+    "clipped alone": lambda: (ClippedSumGrad(1.0),),
 }

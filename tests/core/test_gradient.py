@@ -45,11 +45,18 @@ def test_quantities_are_the_same() -> None:
             assert len(memories) == 3
 
 
-def test_where_nothing_is_formed_autograd_computes() -> None:
+def test_of_some_samples_autograd_computes() -> None:
     step = Step(conv_net(), (2, 5, 5))
-    step.check(BatchL2Grad())
     step.check(BatchGrad(subsampling=[0, 2]))
     assert not any(step.left)
+
+
+@pytest.mark.parametrize(("positions", "shared"), [(9, ["weight", "bias"]), (2, ["bias"])])
+def test_norms_are_shared_where_products_cost_less(positions: int, shared: list[str]) -> None:
+    """Gram matrices over few positions need no product, and autograd has the sum then."""
+    step = Step(Net(lambda net, x: net.a(x).mean(1), a=nn.Linear(40, 3)), (positions, 40))
+    step.check(BatchL2Grad())
+    assert max(step.left) == len(shared)
 
 
 def test_gradients_accumulate() -> None:

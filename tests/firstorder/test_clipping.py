@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack
+from backpack_core import backpack, memory_budget, set_memory_budget
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
 from backpack_core.record.call import live_calls
+from backpack_firstorder import clipping
 from tests.firstorder.problems import NETS, gradients, make
 
 
@@ -61,6 +64,65 @@ def test_per_layer(net: str) -> None:
     bound = 0.7 * middle(grads)
     problem.run(ClippedSumGrad(bound, clipping="per_layer"))
     problem.compare("grad_clipped", clipped(grads, layers, bound))
+
+
+FORMS = {"kept": 0.0, "contracted": 1e9}  # what it costs to write what is kept
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("net", ["convolutions", "attention"])
+def test_kept_or_formed_again(net: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Individual gradients are kept where that costs less, and weighted."""
+    monkeypatch.setattr(clipping, "WRITE", FORMS[form])
+    monkeypatch.setattr(clipping, "READ", 0)
+    handles = []
+    read = ClippedSumGrad.read
+
+    def watched(self: ClippedSumGrad, product: Any) -> Any:
+        handles.append(read(self, product))
+        return handles[-1]
+
+    monkeypatch.setattr(ClippedSumGrad, "read", watched)
+    problem = make(net)
+    grads = gradients(problem)
+    problem.run(ClippedSumGrad(middle(grads)))
+    problem.compare("grad_clipped", clipped(grads, [0] * len(grads), middle(grads)))
+    weights = [h.product for h in handles if getattr(h.product, "inp", None) is not None]
+    shared = [p for p in weights if getattr(p, "positions", 1) > 1]
+    assert bool(shared) == (form == "contracted")
+
+
+def test_what_is_kept_fits_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clipping, "WRITE", 0)
+    monkeypatch.setattr(clipping, "READ", 0)
+    problem = make("convolutions")
+    grads = gradients(problem)
+    extension, before, most = ClippedSumGrad(middle(grads)), memory_budget(), 0
+    finish = extension.finish
+
+    def watched(values: Any) -> Any:
+        nonlocal most
+        most = clipping._kept.size()
+        return finish(values)
+
+    monkeypatch.setattr(extension, "finish", watched)
+    found = []
+    for budget in (10**6, 1):
+        set_memory_budget(budget)
+        try:
+            problem.run(extension)
+        finally:
+            set_memory_budget(before)
+        problem.compare("grad_clipped", clipped(grads, [0] * len(grads), middle(grads)))
+        found.append(most)
+        gc.collect()
+        assert not clipping._kept.size()  # they are gone with the pass
+    assert found[1] < found[0] <= 10**6
+
+
+def test_can_be_sent_to_another_process() -> None:
+    extension = pickle.loads(pickle.dumps(ClippedSumGrad(2.0)))
+    assert extension.max_norm == 2.0
 
 
 def test_subsampling() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from backpack_core import SecondOrderExtension, backpack, extend
 from backpack_core.contract import contractions
+from backpack_core.contract.rows import Rows
 from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     KFLR,
@@ -130,7 +131,7 @@ def test_the_diagonal_comes_from_those_of_the_samples(monkeypatch: pytest.Monkey
     positions = []
     original = contractions.square_sum
 
-    def count(out: Tensor, inp: contractions.Rows) -> Tensor:
+    def count(out: Tensor, inp: Rows) -> Tensor:
         positions.append(out.shape[2])
         return original(out, inp)
 

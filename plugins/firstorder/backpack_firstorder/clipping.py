@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from math import inf
+from functools import reduce, singledispatch
+from math import inf, prod
 from typing import ClassVar, Literal, TypeAlias, get_args
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
+from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.operations import squared_norm, weighted_sum
+from backpack_core.contract.operations import (
+    as_formed,
+    batch_sum,
+    dense,
+    is_formed,
+    squared_norm,
+    weighted_sum,
+)
 from backpack_core.errors import UsageError
+from backpack_core.tuning import READ, WRITE
 from backpack_firstorder.norms import in_single, norm, scale_of
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
@@ -27,6 +38,26 @@ class Handle:
 
     product: SampleProduct
     norm: Tensor  # [N]
+    module: Module | None
+
+
+class _Kept(threading.local):
+    """Individual gradients that passes of this thread keep, as long as these do."""
+
+    def __init__(self) -> None:
+        self._known: list[ref[Tensor]] = []
+
+    def add(self, tensor: Tensor) -> None:
+        """Note one."""
+        self._known.append(ref(tensor))
+
+    def size(self) -> int:
+        """How many bytes there are."""
+        self._known = [known for known in self._known if known() is not None]
+        return sum(kept.nbytes for known in self._known if (kept := known()) is not None)
+
+
+_kept = _Kept()
 
 
 class ClippedSumGrad(FirstOrderExtension):
@@ -40,11 +71,13 @@ class ClippedSumGrad(FirstOrderExtension):
     reaches, ``"per_layer"`` over the parameters of each module by itself (Abadi et al., 2016,
     arXiv:1607.00133, section 3.1; McMahan et al., 2018, arXiv:1710.06963).
 
-    No individual gradient is formed where the layer's rule knows contractions: norms during the
-    backward pass, and at its end one more product per layer, of the price of a plain gradient
-    (Bu et al., 2023, arXiv:2210.00038). Inputs and output gradients of all layers are kept until
-    then. Norms neither overflow nor underflow, and sums are in single precision at least before
-    they are stored in that of the parameter.
+    Norms are read during the backward pass, sums at its end. Each layer takes what needs fewer
+    multiply-adds and readings (Bu et al., 2022, arXiv:2205.10683, section 4): norms from Gram
+    matrices over positions or from products that are not kept, and at the end one more product, of
+    the price of a plain gradient; or products that are kept and weighted, as far as those of all
+    layers fit into the memory budget. Where they are not kept, inputs and output gradients are.
+    Norms neither overflow nor underflow, and sums are in single precision at least before they are
+    stored in that of the parameter.
     """
 
     savefield = "grad_clipped"
@@ -94,7 +127,20 @@ class ClippedSumGrad(FirstOrderExtension):
 
     def read(self, product: SampleProduct) -> Handle:
         """The norms, and what the sum will need."""
-        return Handle(product, norm(product).squeeze(0))
+        single = in_single(product)
+        if not torch.is_grad_enabled() and not is_formed(single):
+            self._form(single)
+        norms = norm(product).squeeze(0)
+        # What the weights will multiply, and nothing of what it was made of.
+        kept = as_formed(single) if is_formed(single) else single
+        return Handle(kept, norms, product.module)
+
+    def _form(self, product: SampleProduct) -> None:
+        """Form individual gradients to be kept, where that costs less and there is room."""
+        size = product.samples * prod(product.shape) * product.like.element_size()
+        room = memory_budget() - _kept.size()
+        if size <= product.like.nbytes or (size <= room and is_cheaper_kept(product)):
+            _kept.add(dense(product))
 
     def finish(self, values: Mapping[Tensor, Handle]) -> dict[Tensor, Tensor]:
         """Weights from the norms, then the weighted sums.
@@ -115,7 +161,7 @@ class ClippedSumGrad(FirstOrderExtension):
         }
 
     def _group(self, handle: Handle) -> Module | None:
-        return None if self.clipping == "flat" else handle.product.module
+        return None if self.clipping == "flat" else handle.module
 
     def _weights(self, norms: list[Tensor]) -> Tensor:
         """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[N]``."""
@@ -129,6 +175,27 @@ class ClippedSumGrad(FirstOrderExtension):
 
     @staticmethod
     def _sum(handle: Handle, weights: Tensor) -> Tensor:
-        # A factor may be smaller than any number in half precision, where its product is not.
-        product = in_single(handle.product)
+        product = handle.product  # in single precision: a factor may be tiny where the sum is not
         return weighted_sum(product, weights.to(product.like.dtype)[None, None]).squeeze(0)
+
+
+@singledispatch
+def is_cheaper_kept(product: SampleProduct) -> bool:
+    """Whether to keep individual gradients costs less than to form weighted sums by themselves."""
+    return False
+
+
+@is_cheaper_kept.register
+def is_cheaper_kept_affine(product: AffineProduct) -> bool:
+    """By multiply-adds and readings for an entry of the product, which the sum costs ``S``."""
+    inp, positions = product.inp, product.positions
+    if inp is None or positions == 1:
+        return False
+    features, size = product.out.shape[4], inp.shape[3]
+    by_gram = positions**2 * (features + READ + size) / (features * size)
+    by_products = positions + READ
+    is_summed = batch_sum in product.needs
+    if is_summed:
+        by_gram, by_products = by_gram + positions, by_products + READ
+    kept = by_products + READ + WRITE
+    return kept < positions + min(by_gram, by_products)

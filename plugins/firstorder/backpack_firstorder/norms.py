@@ -15,10 +15,10 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct, for_weights
-from backpack_core.contract.contractions import Rows
 from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import Operation, squared_norm
 from backpack_core.contract.product import DenseProduct, PlacedProduct, SampleProduct, SumProduct
+from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
 
@@ -55,7 +55,7 @@ def _is_doubtful(product: SampleProduct) -> bool:
         return True
     squares = squared_norm(product).detach()
     numbers = torch.finfo(squares.dtype)
-    low, high = squares.aminmax()
+    low, high = map(float, squares.aminmax())
     if low >= numbers.tiny * _MARGIN and high <= numbers.max:
         return False
     small = squares < numbers.tiny * _MARGIN

@@ -18,6 +18,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 
 NAMES = ("query", "key", "value")
+SAVED = (*NAMES, "output")
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,11 @@ class MultiheadAttentionRule(AffinePairsRule):
         cut = self._at_inputs(view, mat)
         if name in {"in_proj_weight", "in_proj_bias"}:
             # Query and key may differ in length: positions that one lacks hold zeros.
-            out = torch.stack(_to_one_length(cut), 3)
-            return out, None if name == "in_proj_bias" else torch.stack(_to_one_length(inputs), 2)
+            # Each in one piece, so that a product for each of them needs no copy.
+            out = torch.stack(_to_one_length(cut), 2).transpose(2, 3)
+            if name == "in_proj_bias":
+                return out, None
+            return out, torch.stack(_to_one_length(inputs), 1).transpose(1, 2)
         which = "qkv".index(name[0])
         return cut[which].unsqueeze(3), inputs[which].unsqueeze(2)
 
@@ -170,7 +174,20 @@ def _heads(view: View) -> Heads:
 
 
 def _attend(view: View) -> Heads:
-    """Run the attention again, as far as the output projection."""
+    """The heads: what torch's fused kernels saved, or the attention run again."""
+    if view.is_differentiable:
+        return _attend_again(view)
+    query, key, value, context = [view.saved(name, "ScaledDotProduct") for name in SAVED]
+    if query is None or key is None or value is None or context is None:
+        return _attend_again(view)
+    query, key, value, context = [x.to(view.dtype) for x in (query, key, value, context)]
+    query = query * (1 / sqrt(query.shape[-1]))
+    attention = _softmax(query @ key.transpose(-1, -2), _mask(view, key.shape[2]))
+    return Heads(query, key, value, attention, context)
+
+
+def _attend_again(view: View) -> Heads:
+    """As far as the output projection."""
     module = _module(view)
     weights = _projections(view)
     biases: list[Tensor | None] = [None] * 3

@@ -20,8 +20,8 @@ from torch.nn import (
 )
 from torch.nn.modules.conv import _ConvNd
 
-from backpack_core.contract.contractions import DirectRows
 from backpack_core.contract.parametric import AffineRule
+from backpack_core.contract.rows import DirectRows
 from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import over_columns, transposed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.contractions import DirectRows, Rows, row_steps, slices
+from backpack_core.contract.contractions import row_steps, slices
+from backpack_core.contract.rows import DirectRows, Rows
 from backpack_core.tuning import SYMMETRIC
 
 

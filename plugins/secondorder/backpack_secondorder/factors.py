@@ -11,9 +11,9 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.contractions import Rows
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.product import SampleProduct, SumProduct
+from backpack_core.contract.rows import Rows
 from backpack_core.errors import UnsupportedError
 from backpack_core.values import memory_of
 from backpack_secondorder import covariances

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from backpack_core import SampleProduct
 from backpack_core.contract.affine import AffineProduct, reads_formed
-from backpack_core.contract.contractions import Rows, slices
+from backpack_core.contract.contractions import slices
 from backpack_core.contract.operations import Operation, per_sample_square_sum, square_sum
+from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE, memory_budget
 
 # A multiply-add of the small products over columns, and an entry that is copied or multiplied for a

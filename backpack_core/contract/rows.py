@@ -1,0 +1,60 @@
+"""What a weight multiplies, ``[N, S, G, I]``: a tensor, or what makes it for some samples."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Rows(Protocol):
+    """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[N, S, G, I]``."""
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S, G, I]``."""
+
+
+class JoinedRows:
+    """Inputs of two calls of one map, as positions side by side."""
+
+    def __init__(self, first: Rows, second: Rows) -> None:
+        """Store both, ``[N, S, G, I]`` and ``[N, S', G, I]``."""
+        self._parts = first, second
+        samples, positions, *rest = first.shape
+        self.shape = torch.Size((samples, positions + second.shape[1], *rest))
+
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S + S', G, I]``."""
+        return torch.cat([part[rows] for part in self._parts], 1)
+
+
+class DirectRows(ABC):
+    """Inputs with a kernel that forms ``M`` without showing what each position sees."""
+
+    shape: torch.Size
+
+    @abstractmethod
+    def __getitem__(self, rows: slice, /) -> Tensor:
+        """The inputs of some samples, ``[n, S, G, I]``."""
+
+    @abstractmethod
+    def suits(self, columns: int, out: Tensor) -> bool:
+        """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
+
+    @abstractmethod
+    def total(self, out: Tensor) -> Tensor | None:
+        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
+
+    @abstractmethod
+    def position_sum(self) -> Tensor:
+        """``Σ_s inp``, ``[N, G, I]``."""
+
+    @abstractmethod
+    def product(self, out: Tensor, rows: slice) -> Tensor:
+        """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
