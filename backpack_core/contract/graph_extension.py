@@ -100,7 +100,9 @@ class GraphExtension(SecondOrderExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
         """
-        super().__init__(WholeLoss(subsampling), savefield, fail_mode)
+        # Samples to choose from have to be there.
+        whole = WholeLoss() if subsampling is None else OutputGradient(subsampling)
+        super().__init__(whole, savefield, fail_mode)
 
     @abstractmethod
     def begin(self) -> GraphReading:

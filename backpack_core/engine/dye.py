@@ -9,7 +9,7 @@ known of, or something besides: a term beside the loss, a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,20 @@ _IN_LOSS, _BEFORE = _DYED_LATER
 _COUPLED = Root("a function of numbers that several samples share")
 
 
+class Question(NamedTuple):
+    """What has to be known of a pass.
+
+    Attributes:
+        is_per_sample: Whether samples stay apart: quantities belong to single ones.
+        is_curvature: Whether autograd brings what is known of, and nothing besides.
+        is_of_losses: Whether that comes from extended losses alone.
+    """
+
+    is_per_sample: bool
+    is_curvature: bool
+    is_of_losses: bool
+
+
 class Dye(NamedTuple):
     """The dyed gradient at a tensor.
 
@@ -48,6 +62,7 @@ class Dye(NamedTuple):
         size: The largest entry it had at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
         way: Calls and operations that it came through.
+        brought: What autograd has brought, at a node that it is at.
     """
 
     columns: Columns
@@ -56,6 +71,7 @@ class Dye(NamedTuple):
     size: float = 0.0
     unit: float = 0.0
     way: tuple[str, ...] = ()
+    brought: Tensor | None = None
 
     def total(self) -> Tensor | None:
         """The sum of all blocks."""
@@ -77,7 +93,7 @@ class DyePropagator(Propagator):
     starts_everywhere = True
 
     def __init__(
-        self, batch_size: int, seed: int, guesses: int, is_curvature: bool, is_readable: bool
+        self, batch_size: int, seed: int, guesses: int, question: Question, is_readable: bool
     ) -> None:
         """Draw the weights.
 
@@ -85,12 +101,12 @@ class DyePropagator(Propagator):
             batch_size: Number of samples.
             seed: Of the weights, which touch no generator of the user's.
             guesses: How many layouts to try where nobody says where samples are.
-            is_curvature: Whether what is not known of makes a difference.
+            question: What has to be known.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
         """
         self._weights = Weights(batch_size, seed, guesses)
         self._right = {*range(guesses)}
-        self._is_curvature = is_curvature
+        self._question = question
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()
 
@@ -121,10 +137,11 @@ class DyePropagator(Propagator):
         if not view.positions:  # what arrives is kept apart
             self.settled.add((view.call, view.index))
             return _LOST
-        if not self._weights.fit(gradient, view.positions):
-            return self.begin(gradient) if waiting is None else waiting
-        if waiting is not None:
+        is_fitting = self._weights.fit(gradient, view.positions)
+        if waiting is not None and (is_fitting or not self._question.is_per_sample):
             self._compare(view, waiting, gradient)
+        if not is_fitting:
+            return self.begin(gradient) if waiting is None else waiting
         if self._is_told_by_autograd(view):
             return Dye(Columns({}), is_open=True, way=(view.path,))
         if view.axis and view.call.goes_inside:
@@ -138,33 +155,46 @@ class DyePropagator(Propagator):
         A rule keeps samples apart. So where only they matter, what it sends is not computed but
         taken from autograd, at the next operation that may mix them.
         """
-        if self._is_curvature or view.axis or view.call.goes_inside or view.positions != 1:
+        is_other = view.axis or view.call.goes_inside or view.positions != 1
+        if self._question.is_curvature or is_other:
             return False
         live = _live(view)
         return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
 
     def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
-        place = (view.call, view.index)
-        if not arrived.is_whole or total is None or total.shape[1:] != own.shape:
-            self.settled.add(place)  # nobody will know more next time, or need to
-            return
+        is_known = arrived.is_whole and total is not None and total.shape[1:] == own.shape
+        where = f"{view.path} and what uses its output"
+        if not is_known or self._judge(where, arrived, own, view.positions):
+            self.settled.add((view.call, view.index))  # nobody will know more next time
+
+    def _judge(self, where: str, arrived: Dye, own: Tensor | None, positions: int) -> bool:
+        """Compare columns with each other and with autograd's gradient; false if all are zero.
+
+        Raises:
+            SampleMixingError: Samples influence each other on the way.
+            UnsupportedError: The gradient is not what is known of.
+        """
+        total = arrived.total()
+        assert total is not None
         plain, *guesses = total
-        size = max(_largest(own), _largest(plain))
+        size = max(_largest(plain), 0.0 if own is None else _largest(own))
         if not size:
-            return
-        self.settled.add(place)
-        unit = max(arrived.unit, torch.finfo(own.dtype).eps)
+            return False
+        unit = max(arrived.unit, torch.finfo(plain.dtype).eps)
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
-        if self._is_curvature:
+        is_whole = own is not None and self._question.is_curvature and not arrived.is_open
+        # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
+        if is_whole and _largest(plain - own) > max(16 * allowed, size * 1e-5):
+            raise _something_besides(where, arrived)
+        if self._question.is_of_losses:
             of_loss = arrived.columns.blocks.get(_OF_LOSS)
-            besides = plain if of_loss is None else plain - of_loss[0]
-            # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
-            is_other = _largest(plain - own) > max(16 * allowed, size * 1e-5)
-            if is_other or _largest(besides) > allowed:
-                raise _something_besides(view, arrived)
-        if not self._is_apart(plain, guesses, view.positions, allowed):
-            raise _mixed(f"{view.path} and what uses its output", arrived)
+            if _largest(plain if of_loss is None else plain - of_loss[0]) > allowed:
+                raise _something_besides(where, arrived)
+        is_known = self._question.is_per_sample and self._weights.fit(plain, positions)
+        if is_known and not self._is_apart(plain, guesses, positions, allowed):
+            raise _mixed(where, arrived)
+        return True
 
     def _is_apart(
         self, plain: Tensor, guesses: Sequence[Tensor], positions: int, allowed: float
@@ -179,26 +209,27 @@ class DyePropagator(Propagator):
         }
         return bool(self._right)
 
-    def _compare_before(self, node: Node, quantities: dict[int, Dye], there: Crossing) -> None:
-        """Compare at the last tensors that have samples.
-
-        Raises:
-            SampleMixingError: Samples influence each other on the way.
-        """
+    def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
+        """Compare at the outputs of a node; whether everything there is known."""
+        where = f"the operation {nodes.described(node)} and its result"
+        known = True
         for nr, arrived in quantities.items():
-            total, positions = arrived.total(), there.positions.get(nr, 0)
-            if not arrived.is_whole or total is None or not self._weights.fit(total[0], positions):
+            total = arrived.total()
+            known &= arrived.is_whole and total is not None
+            if not arrived.is_whole or total is None:
                 continue
-            plain, *guesses = total
-            unit = max(arrived.unit, torch.finfo(plain.dtype).eps)
-            allowed = max(_largest(plain) * unit**0.6, arrived.size * unit * 64)
-            if not self._is_apart(plain, guesses, positions, allowed):
-                raise _mixed(f"the operation {nodes.described(node)} and its result", arrived)
+            if self._weights.fit(total[0], positions.get(nr, 0)):
+                self._judge(where, arrived, arrived.brought, positions[nr])
+            else:
+                known = False
+        return known
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
         if quantity.is_open:
             return dict.fromkeys(_live(view), quantity)
+        if not self._question.is_per_sample and rule.mixes_samples(view):
+            return dict.fromkeys(_live(view), _LOST)  # its rule is that of single samples
         try:
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
@@ -239,7 +270,10 @@ class DyePropagator(Propagator):
 
     def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
         """What calls sent is what autograd brought, but for what came by operations."""
-        return {nr: self._closed(dye, grads[nr]) for nr, dye in quantities.items()}
+        return {
+            nr: self._closed(dye, grads[nr])._replace(brought=grads[nr])
+            for nr, dye in quantities.items()
+        }
 
     def _closed(self, dye: Dye, gradient: Tensor | None) -> Dye:
         if not dye.is_open or not dye.is_whole:
@@ -257,7 +291,7 @@ class DyePropagator(Propagator):
     ) -> list[tuple[int, Dye]]:
         """Call the node for all columns, if that has no effects; else it ends."""
         if there.apart:
-            self._compare_before(node, quantities, there)
+            self._judge_at(node, quantities, there.positions)
         return [(i, dye) for i, dye in self._cross(node, quantities) if i not in there.apart]
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
@@ -277,7 +311,34 @@ class DyePropagator(Propagator):
                 unit = max(unit, *(_unit(columns) for _, columns in crossed))
                 found = ((i, Dye(c, size=size, unit=unit, way=way)) for i, c in crossed)
                 return [(i, self._dyed(self._coupled(node, dye))) for i, dye in found]
-        return [(i, _LOST) for i, (child, _) in enumerate(node.next_functions) if child is not None]
+        return list(self._behind(node, quantities))
+
+    def _behind(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
+        """Where the dye does not get through, it starts anew behind, as behind a call."""
+        axes = {nr: self._axis(dye) for nr, dye in quantities.items()}
+        is_first = not any(axes.values())  # else samples may lie anywhere
+        known = is_first and self._judge_at(node, quantities, dict.fromkeys(axes, 1))
+        way = (nodes.described(node),)
+        for i, (child, nr) in enumerate(node.next_functions):
+            if child is not None:
+                is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
+                yield i, Dye(Columns({}), is_open=True, way=way) if is_fitting else _LOST
+
+    def _axis(self, dye: Dye) -> int:
+        """Where samples lie; another axis than the first only if that is as long as well."""
+        total = dye.total()
+        if total is None:
+            return 0
+        plain, *guesses = total
+        axes = [axis for axis, n in enumerate(plain.shape) if n == len(self._weights)]
+        allowed = _largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
+        fitting = (
+            axis
+            for axis in axes
+            for dyed in guesses
+            if _largest(dyed - plain * self._weights.along(plain, axis)) <= allowed
+        )
+        return next(fitting, 0)
 
     @staticmethod
     def _coupled(node: Node, dye: Dye) -> Dye:
@@ -302,7 +363,7 @@ class DyePropagator(Propagator):
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
-                is_whole &= self._is_curvature  # nobody knows where samples are
+                is_whole &= self._question.is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole)
 
@@ -336,11 +397,10 @@ def _mixed(where: str, arrived: Dye) -> SampleMixingError:
     )
 
 
-def _something_besides(view: View, arrived: Dye) -> UnsupportedError:
+def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
     return UnsupportedError(
-        f"Between {view.path} and what uses its output ({_listed(arrived.way)}), autograd brings "
-        "another gradient than that of the extended "
-        "losses: a term beside them depends on the output, or a hook changes gradients on the way. "
-        "Curvature would be that of something else. Extend the loss as a whole, compute the "
-        "other term's in a backward pass of its own, or remove the hook."
+        f"Between {where} ({_listed(arrived.way)}), autograd brings another gradient than that of "
+        "the extended losses: a term beside them depends on the output, or a hook changes "
+        "gradients on the way. Curvature would be that of something else. Extend the loss as a "
+        "whole, compute the other term's in a backward pass of its own, or remove the hook."
     )

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from backpack_core._torch import ModuleHooks, Node
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.errors import (
@@ -19,7 +20,7 @@ from backpack_core.errors import (
     warn_once,
 )
 from backpack_core.graph import nodes
-from backpack_core.graph.above import begins_at_losses, nonlinear_above
+from backpack_core.graph.above import nonlinear_above, reached_past_losses
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
@@ -97,19 +98,20 @@ def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> N
     )
 
 
-def refuse_misaligned(survey: Survey, alignment: Alignment, groups: Sequence[Group]) -> None:
+def refuse_misaligned(
+    survey: Survey, alignment: Alignment, propagators: Sequence[Propagator]
+) -> None:
     """Raise where a quantity of single samples cannot be had, as some tensor has none of them.
 
     Args:
         survey: What is known about the graph.
         alignment: Where samples lie in it.
-        groups: What was asked for.
+        propagators: Of what was asked for.
 
     Raises:
         BackpackError: Somewhere it cannot.
     """
-    for group in groups:
-        propagator = group.propagator
+    for propagator in propagators:
         if not propagator.per_sample:
             continue
         for (call, index), fault in alignment.faults.items():
@@ -192,16 +194,27 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
         )
 
 
-def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:
-    """Raise where curvature would need that of a function of the extended losses.
+def curvature_of_losses(groups: Iterable[Group]) -> list[Extension]:
+    """Extensions whose quantity starts at extended losses, by what rules of these say."""
+    travelling = (group for group in groups if group.propagator.travels)
+    return [e for group in travelling if not group.has_overrides for e in group.extensions]
+
+
+def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[Extension]) -> None:
+    """Raise unless there is nothing but a weighted sum of extended losses.
 
     Args:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
+        extensions: Those that belong to the extended losses.
 
     Raises:
-        UnsupportedError: Something nonlinear lies between.
+        NotExtendedError: There is no extended loss.
+        UnsupportedError: A term leads to the net past all extended losses, or something nonlinear
+            lies above them.
     """
+    if not extensions:
+        return
     node = nonlinear_above(survey, roots)
     if node is not None:
         raise UnsupportedError(
@@ -209,31 +222,19 @@ def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:
             "backward() is called, and is not known to be linear: curvature would need its second "
             "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
         )
-
-
-def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: Sequence[Any]) -> None:
-    """Raise where an extension of the losses would leave out a term beside them.
-
-    Args:
-        survey: What is known about the graph.
-        roots: What ``backward()`` is called on.
-        extensions: Those that read the loss as a whole.
-
-    Raises:
-        NotExtendedError: There is no extended loss.
-        UnsupportedError: A term leads to the net past all extended losses.
-    """
-    named = [e for e in extensions if e.is_of_losses or e.subsampling is not None]
-    if named and not begins_at_losses(survey, roots):
-        if not any(call.rule.is_loss for call, _ in survey.sites):
-            error = nothing_arrived(View(*next(iter(survey.sites))), type(named[0]).__name__)
-            place_between(error, survey, named[0])
-            raise error
-        raise UnsupportedError(
-            f"{registry.describe(named[0])} belongs to the extended losses, and what backward() is "
-            "called on depends on the net by another term, which none of them has computed. Extend "
-            "the loss as a whole, or call backward() on the other term outside of the block."
-        )
+    site = reached_past_losses(survey, roots)
+    if site is None:
+        return
+    if not any(call.rule.is_loss for call, _ in survey.sites):
+        error = nothing_arrived(View(*next(iter(survey.sites))), type(extensions[0]).__name__)
+        place_between(error, survey, extensions[0])
+        raise error
+    raise UnsupportedError(
+        f"{registry.describe(extensions[0])} belongs to the extended losses, and what backward() "
+        f"is called on depends on the output of {site.call.path} by a term beside them, which no "
+        "loss rule knows. Extend the loss as a whole, or call backward() on the other term outside "
+        "of the block."
+    )
 
 
 def changed_gradient(view: View, changed_by: Sequence[Any]) -> UnsupportedError:

@@ -188,6 +188,7 @@ def check_of_sums(survey: Survey, groups: Sequence[Group]) -> SumCheck | None:
         survey: What is known about the graph.
         groups: What was asked for.
     """
-    if survey.beside or not all(group.propagator.keeps_apart for group in groups):
+    keeping = [group.propagator.keeps_apart for group in groups]
+    if survey.beside or not keeping or not all(keeping):
         return None
     return SumCheck(survey)

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
+from backpack_core.graph.paths import leads_to_parameters
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Edge
+from backpack_core.record.call import Edge, Site
 
 
 def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
@@ -47,8 +48,8 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
     return None
 
 
-def begins_at_losses(survey: Survey, roots: Iterable[Edge]) -> bool:
-    """Whether every way from the roots to a module leads through an extended loss."""
+def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
+    """A module that a way from the roots to what is trained meets before any extended loss."""
     todo = list(roots)
     seen = set(todo)
     while todo:
@@ -57,8 +58,10 @@ def begins_at_losses(survey: Survey, roots: Iterable[Edge]) -> bool:
         if site is not None and site.call.rule.is_loss:
             continue
         if site is not None and not survey.goes_inside(site.call):
-            return False
+            if leads_to_parameters(survey, [(0, edge)]):
+                return site
+            continue
         behind = [site.below] if site else [e for _, e in edges_behind(edge.node)]
         todo += [e for e in behind if e not in seen]
         seen.update(behind)
-    return True
+    return None

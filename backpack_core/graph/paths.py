@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.nn import Parameter
 
 from backpack_core._torch import Node
@@ -41,7 +43,7 @@ def sources(survey: Survey, node: Node) -> list[str]:
 def fault_in(survey: Survey) -> BackpackError | None:
     """The first fault that concerns an extended module: its own, or of a node after it."""
     for error, node in survey.faults:
-        if node is None or leads_to_parameters(survey, node):
+        if node is None or leads_to_parameters(survey, edges_behind(node)):
             return error
     return None
 
@@ -49,13 +51,17 @@ def fault_in(survey: Survey) -> BackpackError | None:
 def nonlinear(survey: Survey) -> list[Node]:
     """Nodes between calls, with parameters behind them, that are not known to be linear."""
     between = dict.fromkeys(node for node, _ in survey.seen)
-    return [n for n in between if not nodes.is_linear(n) and leads_to_parameters(survey, n)]
+    return [
+        n
+        for n in between
+        if not nodes.is_linear(n) and leads_to_parameters(survey, edges_behind(n))
+    ]
 
 
-def leads_to_parameters(survey: Survey, start: Node) -> bool:
-    """Whether any trained parameter lies behind a node; calls may have been released since."""
+def leads_to_parameters(survey: Survey, edges: Iterable[tuple[int, Edge]]) -> bool:
+    """Whether any trained parameter lies behind some edges; calls may have been released since."""
     seen: set[Edge] = set()
-    todo = [edge for _, edge in edges_behind(start)]
+    todo = [edge for _, edge in edges]
     while todo:
         edge = todo.pop()
         if edge in seen:
