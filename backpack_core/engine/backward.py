@@ -25,11 +25,11 @@ from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
     changed_gradient,
     curvature_of_losses,
+    refuse_bare,
     refuse_beside,
     refuse_loss_alone,
     refuse_misaligned,
     refuse_other_terms,
-    report_bare,
 )
 from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
@@ -142,7 +142,7 @@ class BackwardPass:
         if survey.sites and survey.bare:
             if self.context.groups and is_first:
                 refuse_loss_alone(survey, self.context.extensions)
-            report_bare(survey, bare, self.context.extensions)
+            refuse_bare(survey, bare, self.context.extensions)
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:

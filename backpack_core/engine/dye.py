@@ -219,7 +219,9 @@ class DyePropagator(Propagator):
             if not arrived.is_whole or total is None:
                 continue
             if self._weights.fit(total[0], positions.get(nr, 0)):
-                self._judge(where, arrived, arrived.brought, positions[nr])
+                own = arrived.brought  # of another shape at a tensor that is seen through a view
+                is_same = own is not None and own.shape == total.shape[1:]
+                self._judge(where, arrived, own if is_same else None, positions[nr])
             else:
                 known = False
         return known
@@ -310,7 +312,7 @@ class DyePropagator(Propagator):
                 way = tuple(dict.fromkeys(steps))
                 unit = max(unit, *(_unit(columns) for _, columns in crossed))
                 found = ((i, Dye(c, size=size, unit=unit, way=way)) for i, c in crossed)
-                return [(i, self._dyed(self._coupled(node, dye))) for i, dye in found]
+                return [(i, self._entered(node, i, self._coupled(node, dye))) for i, dye in found]
         return list(self._behind(node, quantities))
 
     def _behind(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
@@ -350,6 +352,12 @@ class DyePropagator(Propagator):
         return dye._replace(
             columns=Columns({_COUPLED if r is _BEFORE else r: b for r, b in blocks.items()})
         )
+
+    def _entered(self, node: Node, position: int, dye: Dye) -> Dye:
+        """Dyed, if there are samples behind; terms of a loss may be as many by chance."""
+        child, _ = node.next_functions[position]
+        is_terms = child is not None and nodes.is_stack_of_numbers(child)
+        return dye if is_terms else self._dyed(dye)
 
     def _dyed(self, dye: Dye) -> Dye:
         """Weigh what has got samples just now."""

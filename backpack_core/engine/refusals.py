@@ -27,12 +27,14 @@ from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import name_of_parameter, owners_of
+from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
 from backpack_core.record.view import View
 
 
-def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
-    """Warn of parameters that plain functions use, and no module that owns them.
+def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
+    """Refuse parameters that plain functions use, where a quantity cannot be had there.
+
+    Of parameters that are no part of an extended model, warn.
 
     Args:
         survey: What is known about the graph.
@@ -40,13 +42,14 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         extensions: What was asked for.
 
     Raises:
-        UnsupportedError: An extension means nothing without one of them.
+        UnsupportedError: An extension has no quantity of one of them, and has to.
     """
     at_leaves = {
         id(site.call.stored.owned[name][0])
         for site in survey.leaves.values()
         for name in site.call.stored.owned
     }
+    owned = owned_by_models()
     for key in survey.bare.keys() - {*known}:
         parameter, node = survey.bare[key]
         is_known = key in at_leaves
@@ -54,48 +57,41 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         uses = survey.uses[key].count if key in survey.uses else 0
         if not missed or uses > is_known:  # else it is refused where a module uses it
             continue
-        operation = nodes.name_of(node)
+        what, advice = _of_bare(parameter, node, survey)
         for extension in missed:
-            if extension.needs_every_parameter:
+            tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
+            if extension.needs_every_parameter or not tolerates:
                 raise UnsupportedError(
-                    f"A parameter of shape {list(parameter.shape)} is used by the operation "
-                    f"{operation!r} outside of any extended module that owns it, and "
-                    f"{registry.describe(extension)} means nothing without it. Extend the module "
-                    "that it belongs to, make it a parameter of the module whose forward() uses "
-                    "it, or freeze it."
+                    f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
                 )
-        if nodes.is_compiled(node):
-            warn_once(("compiled",), _COMPILED, UncoveredParameterWarning)
-            continue
-        _warn_of_bare(parameter, operation, [call.module for call, _ in survey.sites])
+        if any(key not in owned or e.fail_mode == "warning" for e in missed):
+            text = f"{what}: it gets no quantity. {advice}"
+            warn_once((id(parameter), text), text, UncoveredParameterWarning)
 
 
-_COMPILED = (
-    "A part of the graph was compiled by torch.compile, where no module is seen: its parameters "
-    "get no quantity. Run the model that was compiled, not the compiled one, in passes with "
-    "extensions."
-)
-
-
-def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> None:
-    lost = _not_extended(parameter, modules)
-    if lost:
-        warn_once(
-            (id(modules[0]), lost),
-            f"{lost} is no extended part of its model, so its parameters get no quantity: it was "
-            "put there, or wrapped, after extend(model), or unextended. Call extend(model) again.",
-            UncoveredParameterWarning,
-        )
-        return
+def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
+    """What uses a parameter, and what to do."""
+    modules = [call.module for call, _ in survey.sites]
     name = name_of_parameter(modules, parameter)
     which = "A parameter" if name is None else f"The parameter {name}"
-    warn_once(
-        (id(parameter), name, tuple(parameter.shape), operation),
-        f"{which} of shape {list(parameter.shape)} is used by the operation {operation!r} "
-        "outside of any module that owns it: it gets no quantity. Make it a parameter of "
-        "the module whose forward() uses it.",
-        UncoveredParameterWarning,
-    )
+    lost = _not_extended(parameter, modules)
+    if nodes.is_compiled(node):
+        advice = (
+            "That part of the graph was compiled by torch.compile, where no module is seen: run "
+            "the model that was compiled, not the compiled one, in passes with extensions."
+        )
+    elif lost:
+        advice = (
+            f"{lost} is no extended part of its model: it was put there, or wrapped, after "
+            "extend(model), or unextended. Call extend(model) again."
+        )
+    else:
+        advice = (
+            "Extend the module that it belongs to, make it a parameter of the module whose "
+            "forward() uses it, or freeze it."
+        )
+    used = f"{which} of shape {list(parameter.shape)} is used by the operation"
+    return f"{used} {nodes.name_of(node)!r} outside of any extended module that owns it", advice
 
 
 def refuse_misaligned(

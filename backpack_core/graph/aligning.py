@@ -14,7 +14,7 @@ from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.trained import Trained
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owners_of
+from backpack_core.record.owner import owned_by_models
 from backpack_core.record.view import View
 
 
@@ -148,7 +148,6 @@ def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads off, by the edge that leads to them."""
     if not survey.bare_edges:
         return {}
-    models = owners_of(call.module for call in survey.trained)
-    own = {id(parameter) for model in models for parameter in model.parameters()}
-    own |= survey.freed.keys()  # of which some may have been replaced in their module since
+    # Of the freed ones, some may have been replaced in their module since.
+    own = owned_by_models().keys() | survey.freed.keys()
     return {edge: p for edge, p in survey.bare_edges.items() if id(p) in own}

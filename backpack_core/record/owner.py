@@ -32,6 +32,7 @@ class Run(NamedTuple):
 
 
 _NO_RUN = Run()
+_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 
 
 class Owner:
@@ -41,6 +42,8 @@ class Owner:
 
     def __init__(self, module: Module | None) -> None:
         self._module = None if module is None else weakref.ref(module)
+        if module is not None:
+            _models[id(module)] = module
         self._running: dict[int, list[Run]] = {}
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
@@ -99,6 +102,22 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
     """The extended models that some modules are part of, each once."""
     by_owner = {m.__dict__.get(OWNER_ATTRIBUTE) or id(m): m for m in modules}
     return list({id(model): model for model in map(owner_of, by_owner.values())}.values())
+
+
+def owned_by_models() -> dict[int, tuple[Module, str]]:
+    """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
+
+    Of a model that none of its modules reports (``F.linear(x, model.weight)``), nothing else tells.
+    """
+    living = (reference() for reference in _models.valuerefs())
+    models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
+    modules = (module for model in models for module in model.modules())
+    return {
+        id(own): (module, name)
+        for module in modules
+        for name, own in module._parameters.items()
+        if own is not None
+    }
 
 
 def run_of_model(module: Module) -> Run:

@@ -58,7 +58,8 @@ def _depends(value: Tensor, on: list[Tensor] | list[nn.Parameter]) -> bool:
     if not value.requires_grad or not wanted:
         return False
     found = torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
-    return any(g is not None for g in found)
+    # A branch that ``where`` never takes has no part in anything.
+    return any(g is not None and bool(g.any()) for g in found)
 
 
 def has_value(family: str, is_sum: bool, options: Settings, traps: frozenset[str]) -> bool:
