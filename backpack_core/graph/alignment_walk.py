@@ -98,7 +98,9 @@ class Walk:
         above = self._survey.site_at(Edge(*place))
         if above is not None and above.call.rule.is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
-        elif child[0] in self._of_weights or (child[0] in self._tables and not is_before):
+        elif child[0] in self._of_weights or (
+            child[0] in self._tables and not is_before and not self._is_of_samples(place, child)
+        ):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
@@ -113,6 +115,12 @@ class Walk:
                 self._before.add(child)
         if found[child]:
             self._before.discard(child)
+
+    def _is_of_samples(self, place: Place, child: Place) -> bool:
+        """Whether something with samples is made of what may be a table, and repeats no entry."""
+        if not self._found.positions.get(place) or nodes.operation_of(place[0]) in nodes.GATHERS:
+            return False
+        return len(nodes.shape_of(*place)) <= len(nodes.shape_of(*child))
 
     def _is_broadcast(self, place: Place, child: Place) -> bool:
         """Whether an operand has too few axes to have one where the samples are."""

@@ -51,6 +51,8 @@ ELEMENTWISE = frozenset(
     Erf Expm1 Log1P Square
     """.split()  # noqa: SIM905
 )
+# Entries of axis 0 are picked, any number of times.
+GATHERS = frozenset(["Index", "IndexSelect", "Gather", "Embedding"])
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.

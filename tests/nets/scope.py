@@ -49,8 +49,21 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
         found.add("outer")
     for step, before, after in net.watched:
         if _depends(loss, [after]) and _depends(before, trained(net)):
-            found |= WATCHED & KINDS[step.kind].traits
+            traits = WATCHED & KINDS[step.kind].traits
+            found |= traits if "mixing" not in traits or _mixes(loss, before, after) else set()
     return frozenset(found - {"mixing"} if recipe.batch == 1 else found)
+
+
+def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether the loss of a sample reaches another: of those that are ignored, nothing does."""
+    (arrived,) = torch.autograd.grad(loss.sum(), [after], retain_graph=True)
+    for sample in range(len(after)):
+        own = torch.zeros_like(arrived)
+        own[sample] = arrived[sample]
+        (sent,) = torch.autograd.grad(after, [before], own, retain_graph=True)
+        if bool(sent[torch.arange(len(sent)) != sample].any()):
+            return True
+    return False
 
 
 def _depends(value: Tensor, on: list[Tensor] | list[nn.Parameter]) -> bool:
