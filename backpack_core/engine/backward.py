@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, log_visit
-from backpack_core.engine.dye import Question
+from backpack_core.engine.dyed import Question
 from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group

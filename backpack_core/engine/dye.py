@@ -9,8 +9,8 @@ known of, or something besides: a term beside the loss, a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
+from backpack_core.engine.dyed import LOST, Dye, Question, mixed, something_besides
 from backpack_core.engine.weights import Weights
-from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.record.call import Call
@@ -35,51 +36,6 @@ _BESIDE = Root("dyed elsewhere")
 _DYED_LATER = {Root("in an extended loss"): _OF_LOSS, Root("before any loss"): _BESIDE}
 _IN_LOSS, _BEFORE = _DYED_LATER
 _COUPLED = Root("a function of numbers that several samples share")
-
-
-class Question(NamedTuple):
-    """What has to be known of a pass.
-
-    Attributes:
-        is_per_sample: Whether samples stay apart: quantities belong to single ones.
-        is_curvature: Whether autograd brings what is known of, and nothing besides.
-        is_of_losses: Whether that comes from extended losses alone.
-    """
-
-    is_per_sample: bool
-    is_curvature: bool
-    is_of_losses: bool
-
-
-class Dye(NamedTuple):
-    """The dyed gradient at a tensor.
-
-    Attributes:
-        columns: Blocks of columns ``[V, N, *]``: the gradient, and weighted ones.
-        is_whole: Whether it came through every operation on the way.
-        is_open: Whether calls send something here, besides, that is dyed by their own samples: how
-            much, autograd's gradient tells.
-        size: The largest entry it had at the calls that it comes from.
-        unit: The coarsest rounding unit on the way.
-        way: Calls and operations that it came through.
-        brought: What autograd has brought, at a node that it is at.
-    """
-
-    columns: Columns
-    is_whole: bool = True
-    is_open: bool = False
-    size: float = 0.0
-    unit: float = 0.0
-    way: tuple[str, ...] = ()
-    brought: Tensor | None = None
-
-    def total(self) -> Tensor | None:
-        """The sum of all blocks."""
-        blocks = list(self.columns.blocks.values())
-        return sum(blocks[1:], blocks[0]) if blocks else None
-
-
-_LOST = Dye(Columns({}), is_whole=False)
 
 
 class DyePropagator(Propagator):
@@ -136,7 +92,7 @@ class DyePropagator(Propagator):
             return self.start(rule, view)
         if not view.positions:  # what arrives is kept apart
             self.settled.add((view.call, view.index))
-            return _LOST
+            return LOST
         is_fitting = self._weights.fit(gradient, view.positions)
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             self._compare(view, waiting, gradient)
@@ -145,7 +101,7 @@ class DyePropagator(Propagator):
         if self._is_told_by_autograd(view):
             return Dye(Columns({}), is_open=True, way=(view.path,))
         if view.axis and view.call.goes_inside:
-            return _LOST
+            return LOST
         dyed = self._weights.dyed(gradient, view.positions)
         return Dye(Columns({_OF_LOSS: dyed}), size=_largest(gradient), way=(view.path,))
 
@@ -186,14 +142,14 @@ class DyePropagator(Propagator):
         is_whole = own is not None and self._question.is_curvature and not arrived.is_open
         # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
         if is_whole and _largest(plain - own) > max(16 * allowed, size * 1e-5):
-            raise _something_besides(where, arrived)
+            raise something_besides(where, arrived)
         if self._question.is_of_losses:
             of_loss = arrived.columns.blocks.get(_OF_LOSS)
             if _largest(plain if of_loss is None else plain - of_loss[0]) > allowed:
-                raise _something_besides(where, arrived)
+                raise something_besides(where, arrived)
         is_known = self._question.is_per_sample and self._weights.fit(plain, positions)
         if is_known and not self._is_apart(plain, guesses, positions, allowed):
-            raise _mixed(where, arrived)
+            raise mixed(where, arrived)
         return True
 
     def _is_apart(
@@ -231,14 +187,14 @@ class DyePropagator(Propagator):
         if quantity.is_open:
             return dict.fromkeys(_live(view), quantity)
         if not self._question.is_per_sample and rule.mixes_samples(view):
-            return dict.fromkeys(_live(view), _LOST)  # its rule is that of single samples
+            return dict.fromkeys(_live(view), LOST)  # its rule is that of single samples
         try:
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
         except Exception:  # whatever it is, the quantities that were asked for may do without
-            return dict.fromkeys(_live(view), _LOST)
+            return dict.fromkeys(_live(view), LOST)
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
             for i, p in enumerate(products)
@@ -281,7 +237,7 @@ class DyePropagator(Propagator):
         if not dye.is_open or not dye.is_whole:
             return dye
         if gradient is None or not self._weights.fit(gradient):
-            return _LOST
+            return LOST
         known = dye.total()
         own = gradient.detach() if known is None else gradient.detach() - known[0]
         columns = dye.columns.merge(Columns({_OF_LOSS: self._weights.dyed(own)}))
@@ -324,7 +280,7 @@ class DyePropagator(Propagator):
         for i, (child, nr) in enumerate(node.next_functions):
             if child is not None:
                 is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
-                yield i, Dye(Columns({}), is_open=True, way=way) if is_fitting else _LOST
+                yield i, Dye(Columns({}), is_open=True, way=way) if is_fitting else LOST
 
     def _axis(self, dye: Dye) -> int:
         """Where samples lie; another axis than the first only if that is as long as well."""
@@ -388,27 +344,3 @@ def _largest(tensor: Tensor) -> float:
     if not tensor.numel():
         return 0.0
     return float(tensor.detach().abs().nan_to_num(0, 0, 0).max())
-
-
-def _listed(way: Iterable[str], most: int = 8) -> str:
-    steps = list(way)
-    return ", ".join(steps if len(steps) <= most else [*steps[: most - 1], "..."])
-
-
-def _mixed(where: str, arrived: Dye) -> SampleMixingError:
-    return SampleMixingError(
-        f"Between {where} ({_listed(arrived.way)}), samples of the batch influence each "
-        "other: a gradient of one sample reaches another one, or axis 0 holds something else there "
-        "that is as long as the batch. Quantities of single samples do not exist. Look for an "
-        "operation over axis 0; "
-        "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
-    )
-
-
-def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
-    return UnsupportedError(
-        f"Between {where} ({_listed(arrived.way)}), autograd brings another gradient than that of "
-        "the extended losses: a term beside them depends on the output, or a hook changes "
-        "gradients on the way. Curvature would be that of something else. Extend the loss as a "
-        "whole, compute the other term's in a backward pass of its own, or remove the hook."
-    )

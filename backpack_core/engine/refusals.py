@@ -115,6 +115,8 @@ def refuse_misaligned(
             is_known = not survey.axes[call, index]
             if call.rule.is_loss:
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
+                # In which order its entries lie is not said.
+                is_known &= not survey.is_declared or alignment.batch_size == 1
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known or is_split:
                 raise fault

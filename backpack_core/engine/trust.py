@@ -9,7 +9,8 @@ from typing import Any, Final, TypeVar
 from torch.nn import Module
 
 from backpack_core._torch import is_symbolic
-from backpack_core.engine.dye import DyePropagator, Question
+from backpack_core.engine.dye import DyePropagator
+from backpack_core.engine.dyed import Question
 from backpack_core.graph.above import reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge

@@ -9,6 +9,7 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
+from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import OfWeights
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey, edges_behind
@@ -105,7 +106,7 @@ class Walk:
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
             self._before.add(child)
-        elif shape[:1] == (self._size,) and not self._is_broadcast(place, child):
+        elif shape[:1] == (self._size,) and self._is_certain(place, child, position):
             found[child] = 1
         elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):
             found[child] = shape[0] // self._size
@@ -122,6 +123,15 @@ class Walk:
             return False
         return len(nodes.shape_of(*place)) <= len(nodes.shape_of(*child))
 
+    def _is_certain(self, place: Place, child: Place, position: int) -> bool:
+        """Whether axis 0, as long as the batch, holds the samples as far as is known."""
+        if self._survey.is_declared and is_doubtful(nodes.shape_of(*child), self._size):
+            site = self._survey.site_at(Edge(*child))
+            is_first = site is not None and not declared_axis(site.call)
+            known = self._found.positions.get(place) and self._keeps_rows(place, child, position)
+            return is_first or bool(known)
+        return not self._is_broadcast(place, child)
+
     def _is_broadcast(self, place: Place, child: Place) -> bool:
         """Whether an operand has too few axes to have one where the samples are."""
         is_node = self._survey.site_at(Edge(*place)) is None
@@ -131,7 +141,7 @@ class Walk:
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""
         if place in self._before:  # nobody has said yet where they are: the dye will tell
-            return True
+            return not self._survey.is_declared or self._size == 1
         if not self._found.positions.get(place):
             return False
         site = self._survey.site_at(Edge(*place))

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
-from backpack_core.graph.batch import batch_of
+from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.trained import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
@@ -64,6 +64,7 @@ class Survey:
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
         faults: Why quantities of single samples do not exist, and where.
+        is_declared: Whether samples are said to lie on another axis than the first, somewhere.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -85,6 +86,7 @@ class Survey:
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
+    is_declared: bool = False
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
@@ -231,6 +233,7 @@ class Survey:
     def open(self, site: Site) -> None:
         """Have a call gone through node by node."""
         self.opened.add(site.call)
+        self.axes.update((place, 0) for place in self.axes if place[0] is site.call)
         self.disown(site.call)
         self._walk([(site.below, Region(site.call, self._regions[site.call]))])
 
@@ -251,6 +254,7 @@ class Survey:
         view, rule = View(call, index), call.rule
         stored, axis = view.stored, rule.batch_axis(view, index)
         self.axes[call, index] = axis
+        self.is_declared |= declared_axis(call) > 0
         output, inputs = stored.outputs[index], stored.inputs
         self.widest = max(self.widest, output.nbytes, *(t.nbytes for t in inputs))
         if call.module._modules and not rule.transparent:
