@@ -22,7 +22,7 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
-from backpack_core.engine.dyed import LOST, Dye, Question, mixed, something_besides
+from backpack_core.engine.dyed import LOST, OPEN, Dye, Question, mixed, something_besides
 from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
@@ -92,7 +92,7 @@ class DyePropagator(Propagator):
             return self.start(rule, view)
         if not view.positions:  # what arrives is kept apart
             self.settled.add((view.call, view.index))
-            return LOST
+            return OPEN
         is_fitting = self._weights.fit(gradient, view.positions)
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             self._compare(view, waiting, gradient)
@@ -227,13 +227,12 @@ class DyePropagator(Propagator):
         return quantity._replace(columns=quantity.columns.map(function))
 
     def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
-        """What calls sent is what autograd brought, but for what came by operations."""
-        return {
-            nr: self._closed(dye, grads[nr])._replace(brought=grads[nr])
-            for nr, dye in quantities.items()
-        }
+        """Autograd's gradient, to compare with."""
+        return {nr: dye._replace(brought=grads[nr]) for nr, dye in quantities.items()}
 
-    def _closed(self, dye: Dye, gradient: Tensor | None) -> Dye:
+    def _closed(self, dye: Dye) -> Dye:
+        """What calls sent is what autograd brought, but for what came by operations."""
+        gradient = dye.brought
         if not dye.is_open or not dye.is_whole:
             return dye
         if gradient is None or not self._weights.fit(gradient):
@@ -248,9 +247,14 @@ class DyePropagator(Propagator):
         self, node: Node, quantities: dict[int, Dye], there: Crossing
     ) -> list[tuple[int, Dye]]:
         """Call the node for all columns, if that has no effects; else it ends."""
-        if there.apart:
+        aside = dict.fromkeys(there.apart, OPEN)
+        is_open = any(dye.is_open and nr in there.others for nr, dye in quantities.items())
+        if is_open or not there.kept.isdisjoint(quantities):
+            return [(i, OPEN) for i, (child, _) in enumerate(node.next_functions) if child]
+        quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
+        if aside:
             self._judge_at(node, quantities, there.positions)
-        return [(i, dye) for i, dye in self._cross(node, quantities) if i not in there.apart]
+        return [*(dict(self._cross(node, quantities)) | aside).items()]
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
         arrived = list(quantities.values())

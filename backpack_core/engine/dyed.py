@@ -54,6 +54,8 @@ class Dye(NamedTuple):
 
 
 LOST = Dye(Columns({}), is_whole=False)
+# Where samples are kept apart, the dye need not go, but comes out at the other end.
+OPEN = Dye(Columns({}), is_open=True)
 
 
 def _listed(way: Iterable[str], most: int = 8) -> str:

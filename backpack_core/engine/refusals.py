@@ -111,6 +111,8 @@ def refuse_misaligned(
         if not propagator.per_sample:
             continue
         for (call, index), fault in alignment.faults.items():
+            if propagator.only_at_losses and not call.rule.is_loss:
+                continue
             positions = alignment.positions_of(survey.sites[call, index])
             is_known = not survey.axes[call, index]
             if call.rule.is_loss:

@@ -135,7 +135,9 @@ class Traversal:
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
-            if edge is not None and not self.alignment.is_apart(edge):
+            # What is kept apart has been sent there; the dye only passes.
+            is_sent = propagator.keeps_apart or not propagator.starts_everywhere
+            if edge is not None and not (is_sent and self.alignment.is_apart(edge)):
                 if view.positions:
                     self.schedule.deliver(slot, edge, own=arriving)
                 else:
