@@ -42,6 +42,7 @@ class Walk:
         self._order: list[Place] = []
         self._of_weights = OfWeights(survey)
         self._targets = targets
+        self._picked: set[Place] = set()
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in what is found."""
@@ -99,6 +100,9 @@ class Walk:
         above = self._survey.site_at(Edge(*place))
         if above is not None and above.call.rule.is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
+        elif self._is_picked(place, child, position):
+            found[child] = 0
+            self._picked.add(child)
         elif child[0] in self._of_weights or (
             child[0] in self._tables and not is_before and not self._is_of_samples(place, child)
         ):
@@ -117,9 +121,22 @@ class Walk:
         if found[child]:
             self._before.discard(child)
 
+    def _operation(self, place: Place) -> str:
+        """The operation at a place; empty where a call is stepped over, or nothing is known."""
+        site = self._survey.site_at(Edge(*place))
+        is_node = site is None or self._survey.goes_inside(site.call)
+        return nodes.operation_of(place[0]) if is_node else ""
+
+    def _is_picked(self, place: Place, child: Place, position: int) -> bool:
+        """Whether entries of axis 0 are handed out, as tokens to experts, however many they are."""
+        operation = self._operation(place)
+        if place not in self._picked or operation in nodes.GATHERS:
+            return operation in nodes.SCATTERS and position == 1
+        return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
+
     def _is_of_samples(self, place: Place, child: Place) -> bool:
         """Whether something with samples is made of what may be a table, and repeats no entry."""
-        if not self._found.positions.get(place) or nodes.operation_of(place[0]) in nodes.GATHERS:
+        if not self._found.positions.get(place) or self._operation(place) in nodes.GATHERS:
             return False
         return len(nodes.shape_of(*place)) <= len(nodes.shape_of(*child))
 
@@ -134,8 +151,7 @@ class Walk:
 
     def _is_broadcast(self, place: Place, child: Place) -> bool:
         """Whether an operand has too few axes to have one where the samples are."""
-        is_node = self._survey.site_at(Edge(*place)) is None
-        is_known = is_node and nodes.operation_of(place[0]) in nodes.ELEMENTWISE
+        is_known = self._operation(place) in nodes.ELEMENTWISE
         return is_known and len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
