@@ -136,7 +136,9 @@ class Walk:
 
     def _is_of_samples(self, place: Place, child: Place) -> bool:
         """Whether something with samples is made of what may be a table, and repeats no entry."""
-        if not self._found.positions.get(place) or self._operation(place) in nodes.GATHERS:
+        operation = self._operation(place)
+        tells = operation not in nodes.GATHERS | nodes.TURNS
+        if not self._found.positions.get(place) or not tells:
             return False
         return len(nodes.shape_of(*place)) <= len(nodes.shape_of(*child))
 

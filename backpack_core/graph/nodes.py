@@ -53,6 +53,8 @@ ELEMENTWISE = frozenset(
 )
 # Entries of axis 0 are picked, any number of times.
 GATHERS = frozenset(["Index", "IndexSelect", "Gather", "Embedding"])
+# Another axis comes to the front.
+TURNS = frozenset(["T", "Transpose", "Permute"])
 # Entries go to picked places: the second operand has no order of its own.
 SCATTERS = frozenset(["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"])
 # Where the factor stands that has the rows of the product.

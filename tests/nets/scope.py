@@ -23,6 +23,8 @@ from tests.nets.recipe import Recipe, Settings
 
 # Traits whose effect depends on what lies before and behind a step.
 WATCHED = frozenset({"mixing", "hook"})
+# What one sample sends to another, in parts of what it sends to itself, is noticed from here on.
+NOTICED = 1e-8
 # Steps whose samples cannot be computed alone.
 NEED_BATCH = frozenset({"random", "mixing", "whole"})
 
@@ -61,7 +63,8 @@ def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
         own = torch.zeros_like(arrived)
         own[sample] = arrived[sample]
         (sent,) = torch.autograd.grad(after, [before], own, retain_graph=True)
-        if bool(sent[torch.arange(len(sent)) != sample].any()):
+        others = sent[torch.arange(len(sent)) != sample].abs().max()
+        if others > NOTICED * max(1e-300, sent.abs().max()):
             return True
     return False
 
