@@ -103,9 +103,7 @@ class Walk:
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)
-        elif child[0] in self._of_weights or (
-            child[0] in self._tables and not is_before and not self._is_of_samples(place, child)
-        ):
+        elif child[0] in self._of_weights or (not is_before and self._is_table(place, child)):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
@@ -134,13 +132,15 @@ class Walk:
             return operation in nodes.SCATTERS and position == 1
         return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
 
-    def _is_of_samples(self, place: Place, child: Place) -> bool:
-        """Whether something with samples is made of what may be a table, and repeats no entry."""
-        operation = self._operation(place)
-        tells = operation not in nodes.GATHERS | nodes.TURNS
-        if not self._found.positions.get(place) or not tells:
-            return False
-        return len(nodes.shape_of(*place)) <= len(nodes.shape_of(*child))
+    def _is_table(self, place: Place, child: Place) -> bool:
+        """Whether a child may be a table, and no sample is made of it without repeating entries."""
+        if child[0] not in self._tables:
+            turned = self._operation(child) in nodes.TURNS and child[0].next_functions[0][0]
+            return turned in self._tables  # a weight that a network computed, in F.linear
+        if self._operation(place) in nodes.GATHERS | nodes.TURNS:
+            return True
+        is_longer = len(nodes.shape_of(*place)) > len(nodes.shape_of(*child))
+        return is_longer or not self._found.positions.get(place)
 
     def _is_certain(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0, as long as the batch, holds the samples as far as is known."""

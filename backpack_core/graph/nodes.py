@@ -56,7 +56,9 @@ GATHERS = frozenset(["Index", "IndexSelect", "Gather", "Embedding"])
 # Another axis comes to the front.
 TURNS = frozenset(["T", "Transpose", "Permute"])
 # Entries go to picked places: the second operand has no order of its own.
-SCATTERS = frozenset(["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"])
+SCATTERS = frozenset("IndexAdd IndexPut IndexCopy Scatter ScatterAdd MaskedScatter".split())  # noqa: SIM905
+    ["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"]
+)
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
