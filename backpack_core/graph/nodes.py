@@ -56,7 +56,7 @@ GATHERS = frozenset(["Index", "IndexSelect", "Gather", "Embedding"])
 # Another axis comes to the front.
 TURNS = frozenset(["T", "Transpose", "Permute"])
 # Entries go to picked places: the second operand has no order of its own.
-SCATTERS = frozenset("IndexAdd IndexPut IndexCopy Scatter ScatterAdd MaskedScatter".split())  # noqa: SIM905
+SCATTERS = frozenset(
     ["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"]
 )
 # Where the factor stands that has the rows of the product.
