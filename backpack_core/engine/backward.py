@@ -133,7 +133,7 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
-        refuse_beside(survey)
+        refuse_beside(survey, self.context.extensions)
         if survey.faults and any(propagator.per_sample for propagator in self._asked):
             fault = fault_in(survey)
             if fault is not None:

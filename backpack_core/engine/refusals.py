@@ -126,17 +126,27 @@ def refuse_misaligned(
             raise _beside(survey, *alignment.beside[0])
 
 
-def refuse_beside(survey: Survey) -> None:
-    """Raise if a term that was handed over depends on the output of a module.
+def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
+    """Raise if a term that was handed over depends on the output of a module, or is asked for.
 
     Args:
         survey: What is known about the graph.
+        extensions: What was asked for.
 
     Raises:
-        UnsupportedError: It does, so that gradients there are not those of the loss alone.
+        UnsupportedError: It does, so that gradients there are not those of the loss alone; or it
+            has a part in what an extension computes.
     """
     if not survey.beside:
         return
+    for extension in extensions:
+        if extension.is_of_everything:
+            raise UnsupportedError(
+                f"{registry.describe(extension)} is of all that backward() is called on, and the "
+                "second derivative of a term that was handed over in beside=[...] is not known to "
+                "any rule. Call backward() on the term outside of the block and add its second "
+                "derivative yourself, or use products with the Hessian (HMP), which have it."
+            )
     ends = {node for node, _ in survey.beside}
     found = ends | behind(ends)
     for site in survey.sites.values():

@@ -59,7 +59,7 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
 def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
     """Whether the loss of a sample reaches another: of those that are ignored, nothing does."""
     (arrived,) = torch.autograd.grad(loss.sum(), [after], retain_graph=True)
-    for sample in range(len(after)):
+    for sample in range(len(after) if len(after) > 1 else 0):
         own = torch.zeros_like(arrived)
         own[sample] = arrived[sample]
         (sent,) = torch.autograd.grad(after, [before], own, retain_graph=True)
