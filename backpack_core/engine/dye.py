@@ -22,7 +22,16 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
-from backpack_core.engine.dyed import LOST, OPEN, Dye, Question, mixed, something_besides
+from backpack_core.engine.dyed import (
+    LOST,
+    OPEN,
+    Dye,
+    Question,
+    largest,
+    mixed,
+    something_besides,
+    unit_of,
+)
 from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
@@ -69,14 +78,14 @@ class DyePropagator(Propagator):
     def begin(self, gradient: Tensor) -> Dye:
         """The gradient at a root of the pass, not dyed yet unless it has samples."""
         columns = Columns({_BEFORE: self._weights.plain(gradient.detach())})
-        return self._dyed(Dye(columns, size=_largest(gradient)))
+        return self._dyed(Dye(columns, size=largest(gradient)))
 
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at the loss; :meth:`cross` dyes it where it gets samples."""
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
         columns = Columns({_IN_LOSS: self._weights.plain(gradient)})
-        return self._dyed(Dye(columns, size=_largest(gradient), way=(view.path,)))
+        return self._dyed(Dye(columns, size=largest(gradient), way=(view.path,)))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare, and start anew.
@@ -103,7 +112,7 @@ class DyePropagator(Propagator):
         if view.axis and view.call.goes_inside:
             return LOST
         dyed = self._weights.dyed(gradient, view.positions)
-        return Dye(Columns({_OF_LOSS: dyed}), size=_largest(gradient), way=(view.path,))
+        return Dye(Columns({_OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
         """Whether what a call sends can be told from the gradient at its input.
@@ -134,18 +143,18 @@ class DyePropagator(Propagator):
         total = arrived.total()
         assert total is not None
         plain, *guesses = total
-        size = max(_largest(plain), 0.0 if own is None else _largest(own))
+        size = max(largest(plain), 0.0 if own is None else largest(own))
         if not size:
             return False
         unit = max(arrived.unit, torch.finfo(plain.dtype).eps)
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
         is_whole = own is not None and self._question.is_curvature and not arrived.is_open
         # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
-        if is_whole and _largest(plain - own) > max(16 * allowed, size * 1e-5):
+        if is_whole and largest(plain - own) > max(16 * allowed, size * 1e-5):
             raise something_besides(where, arrived)
         if self._question.is_of_losses:
             of_loss = arrived.columns.blocks.get(_OF_LOSS)
-            if _largest(plain if of_loss is None else plain - of_loss[0]) > allowed:
+            if largest(plain if of_loss is None else plain - of_loss[0]) > allowed:
                 raise something_besides(where, arrived)
         is_known = self._question.is_per_sample and self._weights.fit(plain, positions)
         if is_known and not self._is_apart(plain, guesses, positions, allowed):
@@ -161,7 +170,7 @@ class DyePropagator(Propagator):
         self._right &= {
             number
             for number, dyed in enumerate(guesses)
-            if _largest((dyed - plain * weights) / weights) <= allowed
+            if largest(dyed / weights - plain) <= allowed
         }
         return bool(self._right)
 
@@ -240,7 +249,7 @@ class DyePropagator(Propagator):
         known = dye.total()
         own = gradient.detach() if known is None else gradient.detach() - known[0]
         columns = dye.columns.merge(Columns({_OF_LOSS: self._weights.dyed(own)}))
-        size = max(dye.size, _largest(gradient))
+        size = max(dye.size, largest(gradient))
         return dye._replace(columns=columns, is_open=False, size=size)
 
     def cross(
@@ -270,7 +279,7 @@ class DyePropagator(Propagator):
                 size, unit = (max(d.size for d in arrived), max(d.unit for d in arrived))
                 steps = [*(step for dye in arrived for step in dye.way), nodes.described(node)]
                 way = tuple(dict.fromkeys(steps))
-                unit = max(unit, *(_unit(columns) for _, columns in crossed))
+                unit = max(unit, *(unit_of(columns) for _, columns in crossed))
                 found = ((i, Dye(c, size=size, unit=unit, way=way)) for i, c in crossed)
                 return [(i, self._entered(node, i, self._coupled(node, dye))) for i, dye in found]
         return list(self._behind(node, quantities))
@@ -293,12 +302,12 @@ class DyePropagator(Propagator):
             return 0
         plain, *guesses = total
         axes = [axis for axis, n in enumerate(plain.shape) if n == len(self._weights)]
-        allowed = _largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
+        allowed = largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
         fitting = (
             axis
             for axis in axes
             for dyed in guesses
-            if _largest(dyed - plain * self._weights.along(plain, axis)) <= allowed
+            if largest(dyed - plain * self._weights.along(plain, axis)) <= allowed
         )
         return next(fitting, 0)
 
@@ -338,13 +347,3 @@ class DyePropagator(Propagator):
 
 def _live(view: View) -> list[int]:
     return [position for position, edge in enumerate(view.call.edges) if edge is not None]
-
-
-def _unit(columns: Columns) -> float:
-    return max((torch.finfo(b.dtype).eps for b in columns.blocks.values()), default=0.0)
-
-
-def _largest(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from backpack_core.contract.columns import Columns
@@ -56,6 +58,23 @@ class Dye(NamedTuple):
 LOST = Dye(Columns({}), is_whole=False)
 # Where samples are kept apart, the dye need not go, but comes out at the other end.
 OPEN = Dye(Columns({}), is_open=True)
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute value, of those that are finite."""
+    if not tensor.numel():
+        return 0.0
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    low, high = tensor.aminmax()  # in one go; what is not finite is rare
+    found = float(torch.maximum(-low, high))
+    return found if isfinite(found) else float(tensor.abs().nan_to_num(0, 0, 0).max())
+
+
+def unit_of(columns: Columns) -> float:
+    """The rounding unit of the coarsest block."""
+    return max((torch.finfo(b.dtype).eps for b in columns.blocks.values()), default=0.0)
 
 
 def _listed(way: Iterable[str], most: int = 8) -> str:
