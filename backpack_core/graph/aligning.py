@@ -157,7 +157,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads off, by the edge that leads to them."""
-    if not survey.bare_edges:
+    if not survey.bare_edges or not survey.sites:  # of no call, nothing tells how many samples
         return {}
     # Of the freed ones, some may have been replaced in their module since.
     own = owned_by_models().keys() | survey.freed.keys()
