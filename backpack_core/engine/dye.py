@@ -146,7 +146,8 @@ class DyePropagator(Propagator):
         size = max(largest(plain), 0.0 if own is None else largest(own))
         if not size:
             return False
-        unit = max(arrived.unit, torch.finfo(plain.dtype).eps)
+        dtypes = {plain.dtype, plain.dtype if own is None else own.dtype}
+        unit = max(arrived.unit, *(torch.finfo(dtype).eps for dtype in dtypes))
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
         is_whole = own is not None and self._question.is_curvature and not arrived.is_open
         # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
