@@ -59,7 +59,9 @@ class backpack:
             retain_graph: Keep inputs and outputs for another backward pass. Give it the same value
                 as ``retain_graph`` of ``backward()``.
             beside: Terms of what ``backward()`` is called on that depend on weights alone, as a
-                penalty does: quantities are those of the rest. ``.grad`` has everything.
+                penalty does: quantities of single samples, and Gauss-Newton and Fisher matrices,
+                are those of the rest. ``.grad`` has everything, and so has ``HMP``;
+                ``DiagHessian``, which would have to, raises.
             observer: Called with the :class:`~backpack_core.View` of every output that the backward
                 pass visits, losses included, before extensions read there.
             gradient: Where the plain gradient of the parameters comes from. ``"autograd"``: from

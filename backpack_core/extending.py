@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch.nn import Module
@@ -31,7 +32,7 @@ from backpack_core.recording import (
 M = TypeVar("M", bound=Module)
 
 
-def extend(module: M, debug: bool = False) -> M:
+def extend(module: M, debug: bool = False, *, batch_axis: int | Mapping[str, int] = 0) -> M:
     """Make a module, and all modules in it, report to active extensions.
 
     Containers get no hooks: a module is an operation if a layer rule names it, if it owns
@@ -40,12 +41,17 @@ def extend(module: M, debug: bool = False) -> M:
     Args:
         module: A model, a layer, or a loss function.
         debug: Log what is extended.
+        batch_axis: Where the samples lie in what the model receives, if not on axis 0, as in
+            sequences ``[T, N, D]``. A mapping says it by path of a module, ``""`` for the model:
+            what is inside has them on the same axis, unless it says otherwise. Lengths tell
+            themselves wherever they differ, so this matters for one sample, and for as many steps
+            as samples. A loss needs the samples on axis 0 in any case.
 
     Returns:
         The same object.
 
     Raises:
-        UsageError: The argument is no module.
+        UsageError: The argument is no module, or ``batch_axis`` names no axis or no part of it.
     """
     given: object = module
     if not isinstance(given, Module):
@@ -53,11 +59,23 @@ def extend(module: M, debug: bool = False) -> M:
         raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
     ensure_loaded()
     let_checkpoints_give_again(model_runs)
-    owner = Owner(module)
+    owner = Owner(module, _axes(module, batch_axis))
     module.__dict__[OWNER_ATTRIBUTE] = owner
     ModuleHooks.install(module, before_model, after_model, MODEL_KEY)
     _extend(module, "", owner, debug)
     return module
+
+
+def _axes(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
+    axes: dict[str, int] = {"": given} if isinstance(given, int) else {**given}
+    paths = {path for path, _ in module.named_modules()}
+    for path, axis in axes.items():
+        if path not in paths or isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
+            raise UsageError(
+                "batch_axis is the number of an axis, from 0, or a mapping from paths of modules "
+                f"of the model to such numbers. Got {axis!r} for {path!r}."
+            )
+    return {} if not any(axes.values()) else axes
 
 
 def unextend(module: M) -> M:

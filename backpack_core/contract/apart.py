@@ -59,8 +59,9 @@ def put_together(mat: Tensor, positions: int) -> Tensor:
     rest = mat.abs().sum(1) - own.abs()
     if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
         raise SampleMixingError(
-            "What is computed from weights alone depends on several samples after all: something "
-            "of one sample reaches another one. Quantities of single samples do not exist."
+            "What is computed from weights alone, or holds samples on another axis than the first, "
+            "depends on several samples after all: something of one sample reaches another one. "
+            "Quantities of single samples do not exist."
         )
     return own
 

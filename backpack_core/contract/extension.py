@@ -54,6 +54,8 @@ class Extension(ABC):
             before they are.
         needs_every_parameter: Whether the result means nothing where a trained parameter of the
             model is left out, as a bound on the norm of all of them does.
+        is_of_everything: Whether the value is one of all that ``backward()`` is called on, so that
+            a term in ``backpack(..., beside=[...])`` belongs to it, which no rule knows.
         degree: The power of the loss's scale that a value carries: 1 for gradients and curvature, 2
             for their squares; ``None`` where there is none, as with a threshold.
         without_degree: Then, what to do instead of scaling a value, as a sentence.
@@ -81,6 +83,7 @@ class Extension(ABC):
     is_deferred: ClassVar[bool] = False
     keeps_graph: ClassVar[bool] = False
     needs_every_parameter: ClassVar[bool] = False
+    is_of_everything: ClassVar[bool] = False
     degree: float | None = None
     without_degree: ClassVar[str] = "it declares none. Scale the loss instead."
     over_batches: Declaration = UNDECLARED

@@ -68,6 +68,13 @@ class WholeLoss(OutputGradient):
     """Nothing travels and samples need not be separate: the graph is read as a whole."""
 
     per_sample = False
+    only_at_losses = True
+
+
+class SomeOfLoss(WholeLoss):
+    """The same of some samples, which have to be there."""
+
+    per_sample = True
 
 
 class GraphExtension(SecondOrderExtension):
@@ -100,7 +107,8 @@ class GraphExtension(SecondOrderExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
         """
-        super().__init__(WholeLoss(subsampling), savefield, fail_mode)
+        whole = WholeLoss() if subsampling is None else SomeOfLoss(subsampling)
+        super().__init__(whole, savefield, fail_mode)
 
     @abstractmethod
     def begin(self) -> GraphReading:

@@ -38,6 +38,7 @@ class Propagator(ABC):
             influence each other has none.
         keeps_apart: Whether quantities can be had of every sample apart, at tensors that have no
             samples; where one cannot, a net with parameters there raises.
+        only_at_losses: Whether nothing is read at other calls, wherever samples lie there.
         starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
             gone through node by node.
 
@@ -53,6 +54,7 @@ class Propagator(ABC):
     travels: ClassVar[bool] = True
     per_sample: ClassVar[bool] = True
     keeps_apart: ClassVar[bool] = False
+    only_at_losses: ClassVar[bool] = False
     starts_everywhere: ClassVar[bool] = False
     subsampling: tuple[int, ...] | None = None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, current_node
 from backpack_core.engine.active import Context, log_visit
+from backpack_core.engine.dyed import Question
 from backpack_core.engine.fields import clear, hand_over
 from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
@@ -24,12 +25,12 @@ from backpack_core.engine.leaves import add_leaves
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
     changed_gradient,
+    curvature_of_losses,
+    refuse_bare,
     refuse_beside,
-    refuse_function_of_loss,
     refuse_loss_alone,
     refuse_misaligned,
     refuse_other_terms,
-    report_bare,
 )
 from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
@@ -97,7 +98,10 @@ class BackwardPass:
         self._graph = graph
         self._is_outermost = outer is None
         self._is_part = is_part and outer is not None
-        self._is_curvature = any(group.propagator.travels for group in context.groups)
+        groups, whole = context.groups, context.graph_extensions
+        self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
+        self._is_curvature = any(group.propagator.travels for group in groups)
+        self._of_losses = [*curvature_of_losses(groups), *(e for e in whole if e.is_of_losses)]
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
         self._release_last: list[Call] = []
@@ -111,9 +115,8 @@ class BackwardPass:
         self._sums: SumCheck | None = None
         if context.groups or context.graph_extensions:
             self._look_around(roots)
-            if self._is_curvature or any(e.is_of_losses for e in context.graph_extensions):
-                refuse_function_of_loss(self.survey, roots)
-            refuse_other_terms(self.survey, roots, context.graph_extensions)
+            if gradients or context.graph_extensions:  # else there may be more before the roots
+                refuse_other_terms(self.survey, roots, self._of_losses)
             self._begin_measuring(roots, gradients)
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -125,8 +128,8 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
-        refuse_beside(survey)
-        if survey.faults and any(group.propagator.per_sample for group in self._groups):
+        refuse_beside(survey, self.context.extensions)
+        if survey.faults and any(propagator.per_sample for propagator in self._asked):
             fault = fault_in(survey)
             if fault is not None:
                 raise fault
@@ -134,7 +137,7 @@ class BackwardPass:
         if survey.sites and survey.bare:
             if self.context.groups and is_first:
                 refuse_loss_alone(survey, self.context.extensions)
-            report_bare(survey, bare, self.context.extensions)
+            refuse_bare(survey, bare, self.context.extensions)
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
@@ -147,19 +150,23 @@ class BackwardPass:
         alignment = self.survey.alignment
         known = {*alignment.starts}
         self._walked += edges
-        groups = [g.propagator for g in self.context.groups]
-        align(alignment, self.survey, self._walked, all(p.keeps_apart for p in groups))
-        refuse_misaligned(self.survey, alignment, self.context.groups)
+        align(alignment, self.survey, self._walked, all(p.keeps_apart for p in self._asked))
+        refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
             when_reached(node, self._schedule, HookSchedule.reach, self.context.passes)
         add_leaves(self.survey, alignment)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
-        if not self._is_outermost or not any(g.propagator.per_sample for g in self._groups):
+        context = self.context
+        question = Question(
+            any(propagator.per_sample for propagator in self._asked),
+            self._is_curvature or bool(context.graph_extensions),
+            bool(self._of_losses),
+        )
+        if not self._is_outermost or not any(question):
             return
-        check = self.context.check
-        self._measurement = measurement(self.survey, roots, check, self._is_curvature)
+        self._measurement = measurement(self.survey, roots, context.check, question)
         if self._measurement is None:
             return
         self._sums = check_of_sums(self.survey, self._groups)

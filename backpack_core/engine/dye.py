@@ -9,8 +9,8 @@ known of, or something besides: a term beside the loss, a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,18 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
+from backpack_core.engine.dyed import (
+    LOST,
+    OPEN,
+    Dye,
+    Question,
+    largest,
+    mixed,
+    something_besides,
+    unit_of,
+)
 from backpack_core.engine.weights import Weights
-from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.record.call import Call
@@ -37,35 +47,6 @@ _IN_LOSS, _BEFORE = _DYED_LATER
 _COUPLED = Root("a function of numbers that several samples share")
 
 
-class Dye(NamedTuple):
-    """The dyed gradient at a tensor.
-
-    Attributes:
-        columns: Blocks of columns ``[V, N, *]``: the gradient, and weighted ones.
-        is_whole: Whether it came through every operation on the way.
-        is_open: Whether calls send something here, besides, that is dyed by their own samples: how
-            much, autograd's gradient tells.
-        size: The largest entry it had at the calls that it comes from.
-        unit: The coarsest rounding unit on the way.
-        way: Calls and operations that it came through.
-    """
-
-    columns: Columns
-    is_whole: bool = True
-    is_open: bool = False
-    size: float = 0.0
-    unit: float = 0.0
-    way: tuple[str, ...] = ()
-
-    def total(self) -> Tensor | None:
-        """The sum of all blocks."""
-        blocks = list(self.columns.blocks.values())
-        return sum(blocks[1:], blocks[0]) if blocks else None
-
-
-_LOST = Dye(Columns({}), is_whole=False)
-
-
 class DyePropagator(Propagator):
     """Starts at every call anew, and compares what arrives with what autograd brought.
 
@@ -77,7 +58,7 @@ class DyePropagator(Propagator):
     starts_everywhere = True
 
     def __init__(
-        self, batch_size: int, seed: int, guesses: int, is_curvature: bool, is_readable: bool
+        self, batch_size: int, seed: int, guesses: int, question: Question, is_readable: bool
     ) -> None:
         """Draw the weights.
 
@@ -85,26 +66,26 @@ class DyePropagator(Propagator):
             batch_size: Number of samples.
             seed: Of the weights, which touch no generator of the user's.
             guesses: How many layouts to try where nobody says where samples are.
-            is_curvature: Whether what is not known of makes a difference.
+            question: What has to be known.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
         """
         self._weights = Weights(batch_size, seed, guesses)
         self._right = {*range(guesses)}
-        self._is_curvature = is_curvature
+        self._question = question
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()
 
     def begin(self, gradient: Tensor) -> Dye:
         """The gradient at a root of the pass, not dyed yet unless it has samples."""
         columns = Columns({_BEFORE: self._weights.plain(gradient.detach())})
-        return self._dyed(Dye(columns, size=_largest(gradient)))
+        return self._dyed(Dye(columns, size=largest(gradient)))
 
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at the loss; :meth:`cross` dyes it where it gets samples."""
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
         columns = Columns({_IN_LOSS: self._weights.plain(gradient)})
-        return self._dyed(Dye(columns, size=_largest(gradient), way=(view.path,)))
+        return self._dyed(Dye(columns, size=largest(gradient), way=(view.path,)))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare, and start anew.
@@ -120,17 +101,18 @@ class DyePropagator(Propagator):
             return self.start(rule, view)
         if not view.positions:  # what arrives is kept apart
             self.settled.add((view.call, view.index))
-            return _LOST
-        if not self._weights.fit(gradient, view.positions):
-            return self.begin(gradient) if waiting is None else waiting
-        if waiting is not None:
+            return OPEN
+        is_fitting = self._weights.fit(gradient, view.positions)
+        if waiting is not None and (is_fitting or not self._question.is_per_sample):
             self._compare(view, waiting, gradient)
+        if not is_fitting:
+            return self.begin(gradient) if waiting is None else waiting
         if self._is_told_by_autograd(view):
             return Dye(Columns({}), is_open=True, way=(view.path,))
         if view.axis and view.call.goes_inside:
-            return _LOST
+            return LOST
         dyed = self._weights.dyed(gradient, view.positions)
-        return Dye(Columns({_OF_LOSS: dyed}), size=_largest(gradient), way=(view.path,))
+        return Dye(Columns({_OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
         """Whether what a call sends can be told from the gradient at its input.
@@ -138,33 +120,47 @@ class DyePropagator(Propagator):
         A rule keeps samples apart. So where only they matter, what it sends is not computed but
         taken from autograd, at the next operation that may mix them.
         """
-        if self._is_curvature or view.axis or view.call.goes_inside or view.positions != 1:
+        is_other = view.axis or view.call.goes_inside or view.positions != 1
+        if self._question.is_curvature or is_other:
             return False
         live = _live(view)
         return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
 
     def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
-        place = (view.call, view.index)
-        if not arrived.is_whole or total is None or total.shape[1:] != own.shape:
-            self.settled.add(place)  # nobody will know more next time, or need to
-            return
+        is_known = arrived.is_whole and total is not None and total.shape[1:] == own.shape
+        where = f"{view.path} and what uses its output"
+        if not is_known or self._judge(where, arrived, own, view.positions):
+            self.settled.add((view.call, view.index))  # nobody will know more next time
+
+    def _judge(self, where: str, arrived: Dye, own: Tensor | None, positions: int) -> bool:
+        """Compare columns with each other and with autograd's gradient; false if all are zero.
+
+        Raises:
+            SampleMixingError: Samples influence each other on the way.
+            UnsupportedError: The gradient is not what is known of.
+        """
+        total = arrived.total()
+        assert total is not None
         plain, *guesses = total
-        size = max(_largest(own), _largest(plain))
+        size = max(largest(plain), 0.0 if own is None else largest(own))
         if not size:
-            return
-        self.settled.add(place)
-        unit = max(arrived.unit, torch.finfo(own.dtype).eps)
+            return False
+        dtypes = {plain.dtype, plain.dtype if own is None else own.dtype}
+        unit = max(arrived.unit, *(torch.finfo(dtype).eps for dtype in dtypes))
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
-        if self._is_curvature:
+        is_whole = own is not None and self._question.is_curvature and not arrived.is_open
+        # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
+        if is_whole and largest(plain - own) > max(16 * allowed, size * 1e-5):
+            raise something_besides(where, arrived)
+        if self._question.is_of_losses:
             of_loss = arrived.columns.blocks.get(_OF_LOSS)
-            besides = plain if of_loss is None else plain - of_loss[0]
-            # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
-            is_other = _largest(plain - own) > max(16 * allowed, size * 1e-5)
-            if is_other or _largest(besides) > allowed:
-                raise _something_besides(view, arrived)
-        if not self._is_apart(plain, guesses, view.positions, allowed):
-            raise _mixed(f"{view.path} and what uses its output", arrived)
+            if largest(plain if of_loss is None else plain - of_loss[0]) > allowed:
+                raise something_besides(where, arrived)
+        is_known = self._question.is_per_sample and self._weights.fit(plain, positions)
+        if is_known and not self._is_apart(plain, guesses, positions, allowed):
+            raise mixed(where, arrived)
+        return True
 
     def _is_apart(
         self, plain: Tensor, guesses: Sequence[Tensor], positions: int, allowed: float
@@ -175,37 +171,40 @@ class DyePropagator(Propagator):
         self._right &= {
             number
             for number, dyed in enumerate(guesses)
-            if _largest((dyed - plain * weights) / weights) <= allowed
+            if largest(dyed / weights - plain) <= allowed
         }
         return bool(self._right)
 
-    def _compare_before(self, node: Node, quantities: dict[int, Dye], there: Crossing) -> None:
-        """Compare at the last tensors that have samples.
-
-        Raises:
-            SampleMixingError: Samples influence each other on the way.
-        """
+    def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
+        """Compare at the outputs of a node; whether everything there is known."""
+        where = f"the operation {nodes.described(node)} and its result"
+        known = True
         for nr, arrived in quantities.items():
-            total, positions = arrived.total(), there.positions.get(nr, 0)
-            if not arrived.is_whole or total is None or not self._weights.fit(total[0], positions):
+            total = arrived.total()
+            known &= arrived.is_whole and total is not None
+            if not arrived.is_whole or total is None:
                 continue
-            plain, *guesses = total
-            unit = max(arrived.unit, torch.finfo(plain.dtype).eps)
-            allowed = max(_largest(plain) * unit**0.6, arrived.size * unit * 64)
-            if not self._is_apart(plain, guesses, positions, allowed):
-                raise _mixed(f"the operation {nodes.described(node)} and its result", arrived)
+            if self._weights.fit(total[0], positions.get(nr, 0)):
+                own = arrived.brought  # of another shape at a tensor that is seen through a view
+                is_same = own is not None and own.shape == total.shape[1:]
+                self._judge(where, arrived, own if is_same else None, positions[nr])
+            else:
+                known = False
+        return known
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
         if quantity.is_open:
             return dict.fromkeys(_live(view), quantity)
+        if not self._question.is_per_sample and rule.mixes_samples(view):
+            return dict.fromkeys(_live(view), LOST)  # its rule is that of single samples
         try:
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
         except Exception:  # whatever it is, the quantities that were asked for may do without
-            return dict.fromkeys(_live(view), _LOST)
+            return dict.fromkeys(_live(view), LOST)
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
             for i, p in enumerate(products)
@@ -238,30 +237,34 @@ class DyePropagator(Propagator):
         return quantity._replace(columns=quantity.columns.map(function))
 
     def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
-        """What calls sent is what autograd brought, but for what came by operations."""
-        return {nr: self._closed(dye, grads[nr]) for nr, dye in quantities.items()}
+        """Autograd's gradient, to compare with."""
+        return {nr: dye._replace(brought=grads[nr]) for nr, dye in quantities.items()}
 
-    def _closed(self, dye: Dye, gradient: Tensor | None) -> Dye:
+    def _closed(self, dye: Dye) -> Dye:
+        """What calls sent is what autograd brought, but for what came by operations."""
+        gradient = dye.brought
         if not dye.is_open or not dye.is_whole:
             return dye
         if gradient is None or not self._weights.fit(gradient):
-            return _LOST
+            return LOST
         known = dye.total()
         own = gradient.detach() if known is None else gradient.detach() - known[0]
         columns = dye.columns.merge(Columns({_OF_LOSS: self._weights.dyed(own)}))
-        size = max(dye.size, _largest(gradient))
+        size = max(dye.size, largest(gradient))
         return dye._replace(columns=columns, is_open=False, size=size)
 
     def cross(
         self, node: Node, quantities: dict[int, Dye], there: Crossing
     ) -> list[tuple[int, Dye]]:
         """Call the node for all columns, if that has no effects; else it ends."""
-        crossed = self._cross(node, quantities)
-        if not there.apart:
-            return crossed
-        self._compare_before(node, quantities, there)
-        # Samples may be together again further on, where something is missing then.
-        return [(i, _LOST if i in there.apart else dye) for i, dye in crossed]
+        aside = dict.fromkeys(there.apart, OPEN)
+        is_open = any(dye.is_open and nr in there.others for nr, dye in quantities.items())
+        if is_open or not there.kept.isdisjoint(quantities):
+            return [(i, OPEN) for i, (child, _) in enumerate(node.next_functions) if child]
+        quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
+        if aside:
+            self._judge_at(node, quantities, there.positions)
+        return [*(dict(self._cross(node, quantities)) | aside).items()]
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
         arrived = list(quantities.values())
@@ -277,10 +280,37 @@ class DyePropagator(Propagator):
                 size, unit = (max(d.size for d in arrived), max(d.unit for d in arrived))
                 steps = [*(step for dye in arrived for step in dye.way), nodes.described(node)]
                 way = tuple(dict.fromkeys(steps))
-                unit = max(unit, *(_unit(columns) for _, columns in crossed))
+                unit = max(unit, *(unit_of(columns) for _, columns in crossed))
                 found = ((i, Dye(c, size=size, unit=unit, way=way)) for i, c in crossed)
-                return [(i, self._dyed(self._coupled(node, dye))) for i, dye in found]
-        return [(i, _LOST) for i, (child, _) in enumerate(node.next_functions) if child is not None]
+                return [(i, self._entered(node, i, self._coupled(node, dye))) for i, dye in found]
+        return list(self._behind(node, quantities))
+
+    def _behind(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
+        """Where the dye does not get through, it starts anew behind, as behind a call."""
+        axes = {nr: self._axis(dye) for nr, dye in quantities.items()}
+        is_first = not any(axes.values())  # else samples may lie anywhere
+        known = is_first and self._judge_at(node, quantities, dict.fromkeys(axes, 1))
+        way = (nodes.described(node),)
+        for i, (child, nr) in enumerate(node.next_functions):
+            if child is not None:
+                is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
+                yield i, Dye(Columns({}), is_open=True, way=way) if is_fitting else LOST
+
+    def _axis(self, dye: Dye) -> int:
+        """Where samples lie; another axis than the first only if that is as long as well."""
+        total = dye.total()
+        if total is None:
+            return 0
+        plain, *guesses = total
+        axes = [axis for axis, n in enumerate(plain.shape) if n == len(self._weights)]
+        allowed = largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
+        fitting = (
+            axis
+            for axis in axes
+            for dyed in guesses
+            if largest(dyed - plain * self._weights.along(plain, axis)) <= allowed
+        )
+        return next(fitting, 0)
 
     @staticmethod
     def _coupled(node: Node, dye: Dye) -> Dye:
@@ -292,6 +322,12 @@ class DyePropagator(Propagator):
         return dye._replace(
             columns=Columns({_COUPLED if r is _BEFORE else r: b for r, b in blocks.items()})
         )
+
+    def _entered(self, node: Node, position: int, dye: Dye) -> Dye:
+        """Dyed, if there are samples behind; terms of a loss may be as many by chance."""
+        child, _ = node.next_functions[position]
+        is_terms = child is not None and nodes.is_stack_of_numbers(child)
+        return dye if is_terms else self._dyed(dye)
 
     def _dyed(self, dye: Dye) -> Dye:
         """Weigh what has got samples just now."""
@@ -305,45 +341,10 @@ class DyePropagator(Propagator):
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
-                is_whole &= self._is_curvature  # nobody knows where samples are
+                is_whole &= self._question.is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole)
 
 
 def _live(view: View) -> list[int]:
     return [position for position, edge in enumerate(view.call.edges) if edge is not None]
-
-
-def _unit(columns: Columns) -> float:
-    return max((torch.finfo(b.dtype).eps for b in columns.blocks.values()), default=0.0)
-
-
-def _largest(tensor: Tensor) -> float:
-    if not tensor.numel():
-        return 0.0
-    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max())
-
-
-def _listed(way: Iterable[str], most: int = 8) -> str:
-    steps = list(way)
-    return ", ".join(steps if len(steps) <= most else [*steps[: most - 1], "..."])
-
-
-def _mixed(where: str, arrived: Dye) -> SampleMixingError:
-    return SampleMixingError(
-        f"Between {where} ({_listed(arrived.way)}), samples of the batch influence each "
-        "other: a gradient of one sample reaches another one, or axis 0 holds something else there "
-        "that is as long as the batch. Quantities of single samples do not exist. Look for an "
-        "operation over axis 0; "
-        "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
-    )
-
-
-def _something_besides(view: View, arrived: Dye) -> UnsupportedError:
-    return UnsupportedError(
-        f"Between {view.path} and what uses its output ({_listed(arrived.way)}), autograd brings "
-        "another gradient than that of the extended "
-        "losses: a term beside them depends on the output, or a hook changes gradients on the way. "
-        "Curvature would be that of something else. Extend the loss as a whole, compute the "
-        "other term's in a backward pass of its own, or remove the hook."
-    )

@@ -16,7 +16,7 @@ from backpack_core.errors import UsageError
 from backpack_core.graph.parameters import complex_parameter
 from backpack_core.graph.paths import nonlinear
 from backpack_core.graph.survey import Survey
-from backpack_core.record.owner import owners_of
+from backpack_core.record.owner import owned_by_models
 from backpack_core.record.view import View
 
 
@@ -79,8 +79,7 @@ class GraphPass:
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:
     """What calls use, and what plain functions use of the models that were extended."""
     found = {key: use.parameter for key, use in survey.uses.items()}
-    models = owners_of(call.module for call in survey.trained)
-    own = {id(p) for model in models for p in model.parameters()}
+    own = owned_by_models() if survey.bare else {}
     for key, (parameter, _) in survey.bare.items():
         if key in own:
             if parameter.is_complex():

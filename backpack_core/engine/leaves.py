@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn import Module
-
 from backpack_core.contract.bare import bare_call
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, Site
-from backpack_core.record.owner import owners_of
+from backpack_core.record.owner import owned_by_models
 
 
 def add_leaves(survey: Survey, alignment: Alignment) -> None:
     """Have the survey know the parameters at which samples are kept apart."""
+    known = None
     for node, parameter in alignment.leaves.items():
         if node not in survey.leaves:
-            module, name = _owner(survey, parameter)
+            known = owned_by_models() if known is None else known
+            module, name = survey.freed.get(id(parameter)) or known[id(parameter)]
             call = bare_call(module, name, parameter, FALLBACK.provenance)
             survey.add_leaf(Site(call, 0, Edge(node, 0)))
-
-
-def _owner(survey: Survey, parameter: Tensor) -> tuple[Module, str]:
-    if id(parameter) in survey.freed:
-        return survey.freed[id(parameter)]
-    for model in owners_of(call.module for call in survey.trained):
-        for module in model.modules():
-            for name, own in module._parameters.items():
-                if own is parameter:
-                    return module, name
-    raise AssertionError("only parameters of extended models are kept apart")

@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from backpack_core._torch import ModuleHooks, Node
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.errors import (
@@ -21,17 +22,19 @@ from backpack_core.errors import (
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
-from backpack_core.graph.paths import begins_at_losses, nonlinear_above
+from backpack_core.graph.paths import nonlinear_above, reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import name_of_parameter, owners_of
+from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
 from backpack_core.record.view import View
 
 
-def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
-    """Warn of parameters that plain functions use, and no module that owns them.
+def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
+    """Refuse parameters that plain functions use, where a quantity cannot be had there.
+
+    Of parameters that are no part of an extended model, warn.
 
     Args:
         survey: What is known about the graph.
@@ -39,13 +42,14 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         extensions: What was asked for.
 
     Raises:
-        UnsupportedError: An extension means nothing without one of them.
+        UnsupportedError: An extension has no quantity of one of them, and has to.
     """
     at_leaves = {
         id(site.call.stored.owned[name][0])
         for site in survey.leaves.values()
         for name in site.call.stored.owned
     }
+    owned = owned_by_models()
     for key in survey.bare.keys() - {*known}:
         parameter, node = survey.bare[key]
         is_known = key in at_leaves
@@ -53,70 +57,69 @@ def report_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         uses = survey.uses[key].count if key in survey.uses else 0
         if not missed or uses > is_known:  # else it is refused where a module uses it
             continue
-        operation = nodes.name_of(node)
+        what, advice = _of_bare(parameter, node, survey)
         for extension in missed:
-            if extension.needs_every_parameter:
+            tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
+            if extension.needs_every_parameter or not tolerates:
                 raise UnsupportedError(
-                    f"A parameter of shape {list(parameter.shape)} is used by the operation "
-                    f"{operation!r} outside of any extended module that owns it, and "
-                    f"{registry.describe(extension)} means nothing without it. Extend the module "
-                    "that it belongs to, make it a parameter of the module whose forward() uses "
-                    "it, or freeze it."
+                    f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
                 )
-        if nodes.is_compiled(node):
-            warn_once(("compiled",), _COMPILED, UncoveredParameterWarning)
-            continue
-        _warn_of_bare(parameter, operation, [call.module for call, _ in survey.sites])
+        if any(key not in owned or e.fail_mode == "warning" for e in missed):
+            text = f"{what}: it gets no quantity. {advice}"
+            warn_once((id(parameter), text), text, UncoveredParameterWarning)
 
 
-_COMPILED = (
-    "A part of the graph was compiled by torch.compile, where no module is seen: its parameters "
-    "get no quantity. Run the forward pass inside the block of backpack(...), where what was "
-    "compiled runs as it was written."
-)
-
-
-def _warn_of_bare(parameter: Tensor, operation: str, modules: list[Module]) -> None:
-    lost = _not_extended(parameter, modules)
-    if lost:
-        warn_once(
-            (id(modules[0]), lost),
-            f"{lost} is no extended part of its model, so its parameters get no quantity: it was "
-            "put there, or wrapped, after extend(model), or unextended. Call extend(model) again.",
-            UncoveredParameterWarning,
-        )
-        return
+def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
+    """What uses a parameter, and what to do."""
+    modules = [call.module for call, _ in survey.sites]
     name = name_of_parameter(modules, parameter)
     which = "A parameter" if name is None else f"The parameter {name}"
-    warn_once(
-        (id(parameter), name, tuple(parameter.shape), operation),
-        f"{which} of shape {list(parameter.shape)} is used by the operation {operation!r} "
-        "outside of any module that owns it: it gets no quantity. Make it a parameter of "
-        "the module whose forward() uses it.",
-        UncoveredParameterWarning,
-    )
+    lost = _not_extended(parameter, modules)
+    if nodes.is_compiled(node):
+        advice = (
+            "That part of the graph was compiled by torch.compile, where no module is seen: run "
+            "the forward pass inside the block of backpack(...), where what was compiled runs as "
+            "it was written."
+        )
+    elif lost:
+        advice = (
+            f"{lost} is no extended part of its model: it was put there, or wrapped, after "
+            "extend(model), or unextended. Call extend(model) again."
+        )
+    else:
+        advice = (
+            "Extend the module that it belongs to, make it a parameter of the module whose "
+            "forward() uses it, or freeze it."
+        )
+    used = f"{which} of shape {list(parameter.shape)} is used by the operation"
+    return f"{used} {nodes.name_of(node)!r} outside of any extended module that owns it", advice
 
 
-def refuse_misaligned(survey: Survey, alignment: Alignment, groups: Sequence[Group]) -> None:
+def refuse_misaligned(
+    survey: Survey, alignment: Alignment, propagators: Sequence[Propagator]
+) -> None:
     """Raise where a quantity of single samples cannot be had, as some tensor has none of them.
 
     Args:
         survey: What is known about the graph.
         alignment: Where samples lie in it.
-        groups: What was asked for.
+        propagators: Of what was asked for.
 
     Raises:
         BackpackError: Somewhere it cannot.
     """
-    for group in groups:
-        propagator = group.propagator
+    for propagator in propagators:
         if not propagator.per_sample:
             continue
         for (call, index), fault in alignment.faults.items():
+            if propagator.only_at_losses and not call.rule.is_loss:
+                continue
             positions = alignment.positions_of(survey.sites[call, index])
             is_known = not survey.axes[call, index]
             if call.rule.is_loss:
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
+                # In which order its entries lie is not said.
+                is_known &= not survey.is_declared or alignment.batch_size == 1
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known or is_split:
                 raise fault
@@ -124,17 +127,27 @@ def refuse_misaligned(survey: Survey, alignment: Alignment, groups: Sequence[Gro
             raise _beside(survey, *alignment.beside[0])
 
 
-def refuse_beside(survey: Survey) -> None:
-    """Raise if a term that was handed over depends on the output of a module.
+def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
+    """Raise if a term that was handed over depends on the output of a module, or is asked for.
 
     Args:
         survey: What is known about the graph.
+        extensions: What was asked for.
 
     Raises:
-        UnsupportedError: It does, so that gradients there are not those of the loss alone.
+        UnsupportedError: It does, so that gradients there are not those of the loss alone; or it
+            has a part in what an extension computes.
     """
     if not survey.beside:
         return
+    for extension in extensions:
+        if extension.is_of_everything:
+            raise UnsupportedError(
+                f"{registry.describe(extension)} is of all that backward() is called on, and the "
+                "second derivative of a term that was handed over in beside=[...] is not known to "
+                "any rule. Call backward() on the term outside of the block and add its second "
+                "derivative yourself, or use products with the Hessian (HMP), which have it."
+            )
     ends = {node for node, _ in survey.beside}
     found = ends | behind(ends)
     for site in survey.sites.values():
@@ -192,16 +205,27 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
         )
 
 
-def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:
-    """Raise where curvature would need that of a function of the extended losses.
+def curvature_of_losses(groups: Iterable[Group]) -> list[Extension]:
+    """Extensions whose quantity starts at extended losses, by what rules of these say."""
+    travelling = (group for group in groups if group.propagator.travels)
+    return [e for group in travelling if not group.has_overrides for e in group.extensions]
+
+
+def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[Extension]) -> None:
+    """Raise unless there is nothing but a weighted sum of extended losses.
 
     Args:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
+        extensions: Those that belong to the extended losses.
 
     Raises:
-        UnsupportedError: Something nonlinear lies between.
+        NotExtendedError: There is no extended loss.
+        UnsupportedError: A term leads to the net past all extended losses, or something nonlinear
+            lies above them.
     """
+    if not extensions:
+        return
     node = nonlinear_above(survey, roots)
     if node is not None:
         raise UnsupportedError(
@@ -209,31 +233,19 @@ def refuse_function_of_loss(survey: Survey, roots: Sequence[Edge]) -> None:
             "backward() is called, and is not known to be linear: curvature would need its second "
             "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
         )
-
-
-def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: Sequence[Any]) -> None:
-    """Raise where an extension of the losses would leave out a term beside them.
-
-    Args:
-        survey: What is known about the graph.
-        roots: What ``backward()`` is called on.
-        extensions: Those that read the loss as a whole.
-
-    Raises:
-        NotExtendedError: There is no extended loss.
-        UnsupportedError: A term leads to the net past all extended losses.
-    """
-    named = [e for e in extensions if e.is_of_losses or e.subsampling is not None]
-    if named and not begins_at_losses(survey, roots):
-        if not any(call.rule.is_loss for call, _ in survey.sites):
-            error = nothing_arrived(View(*next(iter(survey.sites))), type(named[0]).__name__)
-            place_between(error, survey, named[0])
-            raise error
-        raise UnsupportedError(
-            f"{registry.describe(named[0])} belongs to the extended losses, and what backward() is "
-            "called on depends on the net by another term, which none of them has computed. Extend "
-            "the loss as a whole, or call backward() on the other term outside of the block."
-        )
+    site = reached_past_losses(survey, roots)
+    if site is None:
+        return
+    if not any(call.rule.is_loss for call, _ in survey.sites):
+        error = nothing_arrived(View(*next(iter(survey.sites))), type(extensions[0]).__name__)
+        place_between(error, survey, extensions[0])
+        raise error
+    raise UnsupportedError(
+        f"{registry.describe(extensions[0])} belongs to the extended losses, and what backward() "
+        f"is called on depends on the output of {site.call.path} by a term beside them, which no "
+        "loss rule knows. Extend the loss as a whole, or call backward() on the other term outside "
+        "of the block."
+    )
 
 
 def changed_gradient(view: View, changed_by: Sequence[Any]) -> UnsupportedError:

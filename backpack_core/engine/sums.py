@@ -89,11 +89,15 @@ class SumCheck(FirstOrderExtension):
         Raises:
             UnsupportedError: They do not add up.
         """
+        brought = [g for (task, _), g in self._incoming.items() if task == self._task]
+        widest = max((_norm(g) for g in brought if not g.is_sparse), default=0.0)
         for parameter, (total, size) in values.items():
             gradient = self._incoming.get((self._task, parameter))
             if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
                 continue
             unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in (gradient, total)))
+            # Terms may cancel before they get to the parameter, too: in a softmax, say.
+            size = max(size, widest / 32)
             difference, sizes = _norm(gradient - total), (_norm(gradient), size)
             if difference > _allowed(*sizes, unit):  # what is not finite is not compared
                 unit = max(unit, self._coarsest())
@@ -164,6 +168,8 @@ def _magnitudes(product: SampleProduct) -> Iterator[float]:
         out = getattr(product, "out", None)
         if isinstance(out, Tensor):
             yield _norm(out) * float(out.shape[1:3].numel()) ** 0.5
+        else:  # formed by a function of columns, or formed already
+            yield _norm(product.like) * float(product.like.shape[1:].numel()) ** 0.5
 
 
 def _allowed(gradient: float, terms: float, unit: float) -> float:
@@ -187,6 +193,7 @@ def check_of_sums(survey: Survey, groups: Sequence[Group]) -> SumCheck | None:
         survey: What is known about the graph.
         groups: What was asked for.
     """
-    if survey.beside or not all(group.propagator.keeps_apart for group in groups):
+    keeping = [group.propagator.keeps_apart for group in groups]
+    if survey.beside or not keeping or not all(keeping):
         return None
     return SumCheck(survey)

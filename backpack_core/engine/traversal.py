@@ -8,13 +8,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from backpack_core.contract.propagator import see_through
+from torch import Tensor
+
+from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import Carrier, Found, HandWrittenCarrier, RuleCarrier
 from backpack_core.engine.groups import Group, watched
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Pending, Sink
-from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
@@ -70,6 +72,8 @@ class Traversal:
                 raise nothing_arrived(view, type(group.first).__name__)
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
+            if self.survey.is_declared and not view.positions and propagator.keeps_apart:
+                self._see_apart(view, propagator, quantity)
             if group.extensions:
                 self._read(slot, view, carrier, whole)
             if self._sends_apart(site, view):
@@ -117,7 +121,10 @@ class Traversal:
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
-            if edge is not None and not self.survey.alignment.is_apart(edge):
+            # What is kept apart has been sent there; the dye only passes.
+            is_sent = propagator.keeps_apart or not propagator.starts_everywhere
+            is_apart = edge is not None and self.survey.alignment.is_apart(edge)
+            if edge is not None and not (is_sent and is_apart):
                 if view.positions or not self.survey.alignment.is_apart(site.edge):
                     self.schedule.deliver(slot, edge, own=arriving)
                 else:
@@ -168,6 +175,25 @@ class Traversal:
             self.schedule.deliver(slot, site.below, own=quantity)
         else:
             self.schedule.deliver(slot, site.below, *arrived)
+
+    def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
+        """See that samples are apart at what was computed from the input, on whatever axis.
+
+        Raises:
+            SampleMixingError: They are on none that is as long as the batch.
+        """
+        samples = self.survey.batch_size
+        axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
+        if samples == 1 or not view.call.receives_input or quantity is None:
+            return
+        for axis in axes:
+            try:
+                propagator.put_together(propagator.map(quantity, partial(_moved, axis)), 1)
+            except SampleMixingError:
+                if axis == axes[-1]:
+                    raise
+            else:
+                return
 
     # What does not fit ---------------------------------------------------------------------------
 
@@ -277,6 +303,11 @@ def _at_output(group: Group, site: Site, view: View, arrived: Waiting) -> Any:
         wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
     narrow = propagator.narrow(wide)
     return narrow if own is None else propagator.merge(own, narrow)
+
+
+def _moved(axis: int, mat: Tensor) -> Tensor:
+    """Columns ``[V, *]`` with an axis of the tensor in front."""
+    return mat.movedim(1 + axis, 1)
 
 
 def _deliver(traversal: Traversal, slot: int, edge: Edge, own: Any) -> None:

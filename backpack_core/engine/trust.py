@@ -10,7 +10,8 @@ from torch.nn import Module
 
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
-from backpack_core.graph.paths import begins_at_losses
+from backpack_core.engine.dyed import Question
+from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
@@ -52,12 +53,13 @@ class Measurement:
     """
 
     def __init__(
-        self, survey: Survey, roots: Sequence[Edge], trust: Trust, is_curvature: bool
+        self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
     ) -> None:
-        # Extended losses say where samples are; for curvature, any other term is one too many.
-        guesses = 1 if is_curvature or begins_at_losses(survey, roots) else 2
+        # Extended losses say where samples are; for curvature of them, any other term is one too
+        # many.
+        guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         self.dye = DyePropagator(
-            survey.batch_size, trust.passes, guesses, is_curvature, survey.is_readable
+            survey.batch_size, trust.passes, guesses, question, survey.is_readable
         )
         self._survey = survey
         self._trust = trust
@@ -74,7 +76,7 @@ class Measurement:
 
 
 def measurement(
-    survey: Survey, roots: Sequence[Edge], check: str, is_curvature: bool
+    survey: Survey, roots: Sequence[Edge], check: str, question: Question
 ) -> Measurement | None:
     """What measures a pass; ``None`` if its structure is known to be right, or has no numbers.
 
@@ -82,17 +84,17 @@ def measurement(
         survey: The graph.
         roots: What ``backward()`` is called on.
         check: What the user asked for: ``"first"``, ``"always"`` or ``"never"``.
-        is_curvature: Whether anything besides gradients was asked for.
+        question: What has to be known.
     """
     if check == "never" or not survey.sites:
         return None
     if any(is_symbolic(call.stored.outputs[index]) for call, index in survey.sites):
         return None
-    trust = known_of(survey, Trust, is_curvature)
+    trust = known_of(survey, Trust, question)
     is_due = trust.is_due()
     if not is_due and check != "always":
         return None
-    return Measurement(survey, roots, trust, is_curvature)
+    return Measurement(survey, roots, trust, question)
 
 
 def known_of(survey: Survey, make: Callable[[], T], *asked: Any) -> T:

@@ -9,12 +9,13 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
+from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import leaves_given_to
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owners_of
+from backpack_core.record.owner import owned_by_models
 from backpack_core.record.view import View
 
 
@@ -29,7 +30,8 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     """
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
     for place, size in survey.received.items():
-        if size != survey.batch_size and place not in alignment.faults:
+        is_other = size != survey.batch_size or _is_declared(survey, place[0])
+        if is_other and place not in alignment.faults:
             fault = _fault(survey, *place)
             if fault is not None:
                 alignment.faults[place] = fault
@@ -58,7 +60,16 @@ def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
     is_loss = call.rule.is_loss or output.dim() == 0
     if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
         return faults.moved_batch(call, size, output)
+    if _is_declared(survey, call):
+        return faults.declared_batch(call, declared_axis(call), size)
     return None
+
+
+def _is_declared(survey: Survey, call: Call) -> bool:
+    """Whether what a call received has its samples on another axis, by declaration alone."""
+    if not survey.is_declared or not declared_axis(call) or not call.stored.inputs:
+        return False
+    return is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 
 
 def _hand_to_nodes(survey: Survey) -> None:
@@ -146,9 +157,8 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads off, by the edge that leads to them."""
-    if not survey.bare_edges:
+    if not survey.bare_edges or not survey.sites:  # of no call, nothing tells how many samples
         return {}
-    models = owners_of(call.module for call in survey.trained)
-    own = {id(parameter) for model in models for parameter in model.parameters()}
-    own |= survey.freed.keys()  # of which some may have been replaced in their module since
+    # Of the freed ones, some may have been replaced in their module since.
+    own = owned_by_models().keys() | survey.freed.keys()
     return {edge: p for edge, p in survey.bare_edges.items() if id(p) in own}

@@ -30,6 +30,8 @@ class Crossing(NamedTuple):
             output has no samples.
         behind: The same by position in ``node.next_functions``.
         apart: The positions behind which what is sent is kept apart by sample.
+        kept: The outputs at which what arrives is.
+        others: The other outputs that have no samples on axis 0.
         has_others: Whether there are other positions.
         is_readable: Whether the node may be asked for what autograd saved.
     """
@@ -38,6 +40,8 @@ class Crossing(NamedTuple):
     positions: dict[int, int]
     behind: dict[int, int]
     apart: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
+    others: frozenset[int] = frozenset()
     has_others: bool = True
     is_readable: bool = False
 
@@ -107,6 +111,8 @@ class Alignment:
             {nr: k for nr, k in outputs.items() if k},
             {position: k for position, k in behind.items() if k},
             frozenset(apart),
+            frozenset(nr for nr in outputs if (node, nr) in self.apart),
+            frozenset(nr for nr, k in outputs.items() if not k and (node, nr) not in self.apart),
             len(behind) > len(apart),
             self.is_readable,
         )

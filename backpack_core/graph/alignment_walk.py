@@ -9,6 +9,7 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
+from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import OfWeights
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey, edges_behind
@@ -41,6 +42,7 @@ class Walk:
         self._order: list[Place] = []
         self._of_weights = OfWeights(survey, tables)
         self._targets = targets
+        self._picked: set[Place] = set()
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in what is found."""
@@ -98,12 +100,15 @@ class Walk:
         above = self._survey.site_at(Edge(*place))
         if above is not None and above.call.rule.is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
-        elif child[0] in self._of_weights or (child[0] in self._tables and not is_before):
+        elif self._is_picked(place, child, position):
+            found[child] = 0
+            self._picked.add(child)
+        elif child[0] in self._of_weights or (not is_before and self._is_table(place, child)):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
             self._before.add(child)
-        elif shape[:1] == (self._size,) and not self._is_other(place, child, position):
+        elif shape[:1] == (self._size,) and self._is_certain(place, child, position):
             found[child] = 1
         elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):
             found[child] = shape[0] // self._size
@@ -114,27 +119,57 @@ class Walk:
         if found[child]:
             self._before.discard(child)
 
+    def _operation(self, place: Place) -> str:
+        """The operation at a place; empty where a call is stepped over, or nothing is known."""
+        site = self._survey.site_at(Edge(*place))
+        is_node = site is None or self._survey.goes_inside(site.call)
+        return nodes.operation_of(place[0]) if is_node else ""
+
+    def _is_picked(self, place: Place, child: Place, position: int) -> bool:
+        """Whether entries of axis 0 are handed out, as tokens to experts, however many they are."""
+        operation = self._operation(place)
+        if place not in self._picked or operation in nodes.GATHERS:
+            return operation in nodes.SCATTERS and position == 1
+        return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
+
+    def _is_table(self, place: Place, child: Place) -> bool:
+        """Whether a child may be a table, and no sample is made of it without repeating entries."""
+        if child[0] not in self._tables:
+            turned = self._operation(child) in nodes.TURNS and child[0].next_functions[0][0]
+            return turned in self._tables  # a weight that a network computed, in F.linear
+        if self._operation(place) in nodes.GATHERS | nodes.TURNS:
+            return True
+        is_longer = len(nodes.shape_of(*place)) > len(nodes.shape_of(*child))
+        return is_longer or not self._found.positions.get(place)
+
+    def _is_certain(self, place: Place, child: Place, position: int) -> bool:
+        """Whether axis 0, as long as the batch, holds the samples as far as is known."""
+        if self._survey.is_declared and is_doubtful(nodes.shape_of(*child), self._size):
+            site = self._survey.site_at(Edge(*child))
+            is_first = site is not None and not declared_axis(site.call)
+            known = self._found.positions.get(place) and self._keeps_rows(place, child, position)
+            return is_first or bool(known)
+        return not self._is_other(place, child, position)
+
     def _is_other(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        if self._survey.site_at(Edge(*place)) is not None:
-            return False
-        operation = nodes.operation_of(place[0])
+        operation = self._operation(place)
         is_broadcast = len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
-        if place in self._before:
+        if not operation or place in self._before:
             return False
         has_samples = bool(self._found.positions[place])
         if nodes.keeps_rows(*place, position):
             return not has_samples and nodes.shape_of(*place)[:1] == (self._size,)
         if operation in nodes.SELECTIONS:  # of one sample, or with all of them?
             return any(length % self._size == 0 for length in nodes.shape_of(*place))
-        return has_samples and operation in nodes.PERMUTATIONS
+        return has_samples and operation in nodes.TURNS
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""
         if place in self._before:  # nobody has said yet where they are: the dye will tell
-            return True
+            return not self._survey.is_declared or self._size == 1
         if not self._found.positions.get(place):
             return False
         site = self._survey.site_at(Edge(*place))

@@ -1,10 +1,26 @@
-"""How many samples a backward pass has."""
+"""How many samples a backward pass has, and where they are said to lie."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from backpack_core.record.call import Call
+import torch
+
+from backpack_core.record.call import PATH_ATTRIBUTE, Call
+from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+
+
+def declared_axis(call: Call) -> int:
+    """Where the samples of a call are said to lie: on axis 0 unless ``extend`` was told another."""
+    attributes = call.module.__dict__
+    owner: Owner | None = attributes.get(OWNER_ATTRIBUTE)
+    is_loss = call.rule.is_loss
+    return 0 if owner is None or is_loss else owner.axis_of(attributes.get(PATH_ATTRIBUTE, ""))
+
+
+def is_doubtful(shape: torch.Size, samples: int) -> bool:
+    """Whether axis 0 is not the only one that is as long as the batch, of several samples."""
+    return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]
 
 
 def batch_of(received: Mapping[tuple[Call, int], int]) -> int:

@@ -45,6 +45,15 @@ def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
     )
 
 
+def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
+    """A call is said to have its samples elsewhere, and lengths do not tell."""
+    return ShapeError(
+        f"{call.path} has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and "
+        f"{size} entries on axis 0 as well: this quantity needs samples there. Build the model "
+        "with batch_first=True, or transpose before the module."
+    )
+
+
 def changed_output(call: Call) -> BackpackError:
     """What other outputs are computed from was changed in place."""
     return UnsupportedError(

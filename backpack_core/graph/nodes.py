@@ -43,7 +43,6 @@ PIECEWISE_LINEAR = frozenset(
 # Views in the order of the entries.
 VIEWS = frozenset(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"])
 SELECTIONS = frozenset(["Select", "Unbind"])
-PERMUTATIONS = frozenset(["Permute", "Transpose", "T"])
 # Entry by entry: what is broadcast is summed around the node, not in it.
 ELEMENTWISE = frozenset(
     """
@@ -63,6 +62,14 @@ _ALONG = {
     "Sum": ("_saved_dim",),
     "Mean": ("_saved_dim",),
 }
+# Entries of axis 0 are picked, any number of times.
+GATHERS = frozenset(["Index", "IndexSelect", "Gather", "Embedding"])
+# Another axis comes to the front.
+TURNS = frozenset(["T", "Transpose", "Permute"])
+# Entries go to picked places: the second operand has no order of its own.
+SCATTERS = frozenset(
+    ["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"]
+)
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.

@@ -45,7 +45,7 @@ def sources(survey: Survey, node: Node) -> list[str]:
 def fault_in(survey: Survey) -> BackpackError | None:
     """The first fault that concerns an extended module: its own, or of a node after it."""
     for error, node in survey.faults:
-        if node is None or leads_to_parameters(survey, node):
+        if node is None or leads_to_parameters(survey, _sent_on(node)):
             return error
     return None
 
@@ -53,11 +53,13 @@ def fault_in(survey: Survey) -> BackpackError | None:
 def nonlinear(survey: Survey) -> list[Node]:
     """Nodes between calls, with parameters behind them, that are not known to be linear."""
     between = dict.fromkeys(node for node, _ in survey.seen)
-    return [n for n in between if not nodes.is_linear(n) and leads_to_parameters(survey, n)]
+    return [
+        n for n in between if not nodes.is_linear(n) and leads_to_parameters(survey, _sent_on(n))
+    ]
 
 
-def leads_to_parameters(survey: Survey, start: Node) -> bool:
-    """Whether any trained parameter lies behind a node; calls may have been released since."""
+def leads_to_parameters(survey: Survey, edges: Iterable[Edge]) -> bool:
+    """Whether any trained parameter lies behind some edges; calls may have been released since."""
 
     def further(edge: Edge) -> Iterable[Edge]:
         site = survey.site_at(edge)
@@ -70,12 +72,16 @@ def leads_to_parameters(survey: Survey, start: Node) -> bool:
         has_some = site is not None and bool(survey.trained.get(site.call))
         return has_some or isinstance(getattr(edge.node, "variable", None), Parameter)
 
-    return any(map(is_trained, reached((e for _, e in edges_behind(start)), further)))
+    return any(map(is_trained, reached(edges, further)))
+
+
+def _sent_on(node: Node) -> list[Edge]:
+    return [edge for _, edge in edges_behind(node)]
 
 
 def _behind(edge: Edge, site: Site | None) -> list[Edge]:
     """Where what is sent to a node, or into a call, goes on."""
-    return [e for _, e in edges_behind(edge.node)] if site is None else [site.below]
+    return _sent_on(edge.node) if site is None else [site.below]
 
 
 def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
@@ -115,10 +121,15 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
     return None
 
 
-def begins_at_losses(survey: Survey, roots: Iterable[Edge]) -> bool:
-    """Whether every way from the roots to a module leads through an extended loss."""
-    ends = (survey.site_at(edge) for edge, behind in _above(survey, roots).items() if not behind)
-    return all(site is None or _is_loss(site) for site in ends)
+def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
+    """A module that a way from the roots to what is trained meets before any extended loss."""
+    for edge, behind in _above(survey, roots).items():
+        site = survey.site_at(edge)
+        if site is None or behind or _is_loss(site) or survey.goes_inside(site.call):
+            continue
+        if leads_to_parameters(survey, [edge]):
+            return site
+    return None
 
 
 def _is_loss(site: Site | None) -> bool:

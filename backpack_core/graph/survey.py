@@ -18,7 +18,7 @@ from backpack_core._torch import COPY_SLICES, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
-from backpack_core.graph.batch import batch_of
+from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
@@ -67,6 +67,7 @@ class Survey:
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
+        is_declared: Whether samples are said to lie on another axis than the first, somewhere.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -90,6 +91,7 @@ class Survey:
     unusual: list[Site] = field(default_factory=list)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
+    is_declared: bool = False
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
@@ -236,6 +238,7 @@ class Survey:
     def open(self, site: Site) -> None:
         """Have a call gone through node by node."""
         self.opened.add(site.call)
+        self.axes.update((place, 0) for place in self.axes if place[0] is site.call)
         self.disown(site.call)
         self._walk([(site.below, Region(site.call, self._regions[site.call]))])
 
@@ -256,6 +259,7 @@ class Survey:
         view, rule = View(call, index), call.rule
         stored, axis = view.stored, rule.batch_axis(view, index)
         self.axes[call, index] = axis
+        self.is_declared |= declared_axis(call) > 0
         output, inputs = stored.outputs[index], stored.inputs
         self.widest = max(self.widest, output.nbytes, *(t.nbytes for t in inputs))
         if call.module._modules and not rule.transparent:

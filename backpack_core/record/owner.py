@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,13 +40,24 @@ def model_runs() -> bool:
     return getattr(_local, "models", 0) > 0
 
 
+_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+
+
 class Owner:
-    """A module that was extended as a whole, known by each of its parts without holding it."""
+    """A module that was extended as a whole, known by each of its parts without holding it.
 
-    __slots__ = ("__weakref__", "_module", "_running")
+    Attributes:
+        axes: On which axis the samples are said to lie, by path of a part; what is inside of one
+            has them on the same.
+    """
 
-    def __init__(self, module: Module | None) -> None:
+    __slots__ = ("__weakref__", "_module", "_running", "axes")
+
+    def __init__(self, module: Module | None, axes: Mapping[str, int] | None = None) -> None:
+        self.axes = axes or {}
         self._module = None if module is None else weakref.ref(module)
+        if module is not None:
+            _models[id(module)] = module
         self._running: dict[int, list[Run]] = {}
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
@@ -55,8 +66,9 @@ class Owner:
         Args:
             tensors: What it received.
         """
-        received = [t for t in tensors if t.dim()]
-        run = Run(tuple([t.shape[0] for t in received]), frozenset(memories_of(received)))
+        axis = self.axes.get("", 0)
+        received = [t for t in tensors if t.dim() > axis]
+        run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
         self._running.setdefault(threading.get_ident(), []).append(run)
         _local.models = getattr(_local, "models", 0) + 1
 
@@ -80,7 +92,13 @@ class Owner:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
         """In a copy of the whole, the copy; in a copy of a part, nothing."""
-        return Owner(memo.get(id(self.module)))
+        return Owner(memo.get(id(self.module)), self.axes)
+
+    def axis_of(self, path: str) -> int:
+        """Where the samples of a part are said to lie."""
+        while path and path not in self.axes:
+            path = path.rpartition(".")[0]
+        return self.axes.get(path, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is restored from a file belongs to nothing until it is extended again."""
@@ -107,6 +125,22 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
     """The extended models that some modules are part of, each once."""
     by_owner = {m.__dict__.get(OWNER_ATTRIBUTE) or id(m): m for m in modules}
     return list({id(model): model for model in map(owner_of, by_owner.values())}.values())
+
+
+def owned_by_models() -> dict[int, tuple[Module, str]]:
+    """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
+
+    Of a model that none of its modules reports (``F.linear(x, model.weight)``), nothing else tells.
+    """
+    living = (reference() for reference in _models.valuerefs())
+    models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
+    modules = (module for model in models for module in model.modules())
+    return {
+        id(own): (module, name)
+        for module in modules
+        for name, own in module._parameters.items()
+        if own is not None
+    }
 
 
 def run_of_model(module: Module) -> Run:

@@ -14,6 +14,7 @@ from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import SampleMixingError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import (
+    HMP,
     KFAC,
     BatchDiagGGNExact,
     BatchGrad,
@@ -266,6 +267,25 @@ def test_a_penalty_is_handed_over() -> None:
     oracle.assert_close(model.weight.grad_batch, expected[0])
     oracle.assert_close(model.weight.diag_ggn_exact, expected[1])
     oracle.assert_close(model.weight.grad, expected[0].sum(0) + 0.02 * model.weight)
+
+
+def test_curvature_of_a_penalty_that_is_handed_over() -> None:
+    """The Hessian has it: products by differentiating everything, diagonals not at all."""
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    x, y, v = torch.randn(4, 3), torch.zeros(4, 2), torch.randn(2, 3)
+    with backpack(HMP()):
+        lossfunc(model(x), y).backward()
+    expected = model.weight.hmp(v) + 0.02 * v
+    penalty = _penalty(model)
+    with backpack(HMP(), beside=[penalty]):
+        (lossfunc(model(x), y) + penalty).backward()
+    oracle.assert_close(model.weight.hmp(v), expected)
+    penalty = _penalty(model)
+    with (
+        pytest.raises(UnsupportedError, match="second derivative of a term that was handed over"),
+        backpack(DiagHessian(), beside=[penalty]),
+    ):
+        (lossfunc(model(x), y) + penalty).backward()
 
 
 def test_a_term_of_the_output_is_not_handed_over() -> None:

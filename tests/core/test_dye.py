@@ -149,7 +149,7 @@ def test_curvature_with_a_term_beside_the_loss(name: str, first: bool, batch: in
     model = extend(nn.Linear(3, 3))
     output = model(torch.randn(batch, T, 3))
     beside, loss = BESIDE[name](output), squares(output)
-    with pytest.raises(UnsupportedError, match="a term beside them"), backpack(DiagGGNExact()):
+    with pytest.raises(UnsupportedError, match="by a term beside them"), backpack(DiagGGNExact()):
         (beside + loss if first else loss + beside).backward()
 
 

@@ -126,6 +126,8 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
         return terms, Plan(outer=random.choice([name for name in OUTER if name]))
     if trap == "beside":
         beside = Term(first.value, random.choice(sorted(BESIDE)), scale=0.3)
+        if beside.kind == "contrastive" and size(draft.shape(first.value)) == 1:
+            raise Unfit  # numbers of length one have no direction
         return random.choice([(*terms, beside), (beside, *terms)]), Plan()
     if trap == "logsumexp":
         settings = {**first.settings, "reduction": "none"}

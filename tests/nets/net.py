@@ -51,13 +51,16 @@ class DrawnNet(nn.Module):
         # What steps with one of these traits read and gave.
         self.watches: frozenset[str] = frozenset()
         self.watched: list[tuple[Step, Tensor, Tensor]] = []
+        self.has_shared = False
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(self.sources, inputs, strict=True))
         for step in self.steps:
             values.update(self.execute(step, values))
             if self.watches & KINDS[step.kind].traits:
-                self.watched.append((step, values[step.inputs[0]], values[step.outputs[0]]))
+                before, after = values[step.inputs[0]], values[step.outputs[0]]
+                self.watched.append((step, before, after))
+                self.has_shared |= after is before and sum(v is before for v in values.values()) > 2
         return tuple(values[name] for name in self.results)
 
     def part(self, step: Step) -> Part:

@@ -40,8 +40,11 @@ def _norms(truth: Truth, options: Settings, group: str | None) -> Tensor:
 
 
 def owner(truth: Truth, name: str) -> str:
-    """The module whose call a parameter is read at: attention takes its projection with it."""
-    path = name.rpartition(".")[0]
+    """The module whose call a parameter is read at.
+
+    Attention takes its projection with it, and a module what its parameters are computed from.
+    """
+    path = name.rpartition(".")[0].partition(".parametrizations.")[0]
     above = truth.net.get_submodule(path.rpartition(".")[0])
     return path.rpartition(".")[0] if isinstance(above, torch.nn.MultiheadAttention) else path
 

@@ -23,6 +23,8 @@ from tests.nets.recipe import Recipe, Settings
 
 # Traits whose effect depends on what lies before and behind a step.
 WATCHED = frozenset({"mixing", "hook"})
+# What one sample sends to another, in parts of what it sends to itself, is noticed from here on.
+NOTICED = 1e-8
 # Steps whose samples cannot be computed alone.
 NEED_BATCH = frozenset({"random", "mixing", "whole"})
 
@@ -49,8 +51,22 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
         found.add("outer")
     for step, before, after in net.watched:
         if _depends(loss, [after]) and _depends(before, trained(net)):
-            found |= WATCHED & KINDS[step.kind].traits
+            traits = WATCHED & KINDS[step.kind].traits
+            found |= traits if "mixing" not in traits or _mixes(loss, before, after) else set()
     return frozenset(found - {"mixing"} if recipe.batch == 1 else found)
+
+
+def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
+    """Whether the loss of a sample reaches another: of those that are ignored, nothing does."""
+    (arrived,) = torch.autograd.grad(loss.sum(), [after], retain_graph=True)
+    for sample in range(len(after) if len(after) > 1 else 0):
+        own = torch.zeros_like(arrived)
+        own[sample] = arrived[sample]
+        (sent,) = torch.autograd.grad(after, [before], own, retain_graph=True)
+        others = sent[torch.arange(len(sent)) != sample].abs().max()
+        if others > NOTICED * max(1e-300, sent.abs().max()):
+            return True
+    return False
 
 
 def _depends(value: Tensor, on: list[Tensor] | list[nn.Parameter]) -> bool:
@@ -58,7 +74,8 @@ def _depends(value: Tensor, on: list[Tensor] | list[nn.Parameter]) -> bool:
     if not value.requires_grad or not wanted:
         return False
     found = torch.autograd.grad(value.sum(), wanted, retain_graph=True, allow_unused=True)
-    return any(g is not None for g in found)
+    # A branch that ``where`` never takes has no part in anything.
+    return any(g is not None and bool(g.any()) for g in found)
 
 
 def has_value(family: str, is_sum: bool, options: Settings, traps: frozenset[str]) -> bool:

@@ -66,6 +66,10 @@ class Truth:
         loss = self._loss(whole)
         self.traps = traps(recipe, self.net, self.losses, loss)
         self.net.watched.clear()
+        if self.net.has_shared:
+            # An extended module returns a view of what it returns unchanged (docs/design/core.md),
+            # so that a hook on that is none on the tensor that it was given.
+            raise Unstable("A hook is on a tensor that a module has returned as it was.")
         loss.backward()
         self.parameters = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
         self.gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}

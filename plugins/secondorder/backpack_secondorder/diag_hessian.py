@@ -46,10 +46,12 @@ class DiagHessian(HessianExtension):
     (``1/N`` for a mean). Every nonlinear module adds as many columns as it has inputs; they go
     through the rest of the net in chunks. Nonlinear modules need a rule with second derivatives,
     and parameters must enter linearly (as they do in affine and normalisation layers): one that is
-    used several times on one path does not. Dangel et al. (2020), BackPACK, appendix A.3.
+    used several times on one path does not. A term in ``backpack(..., beside=[...])``, whose
+    curvature would belong to it, raises. Dangel et al. (2020), BackPACK, appendix A.3.
     """
 
     savefield = "diag_h"
+    is_of_everything = True
     degree = 1
     over_batches = "sum"
     needs = (square_sum,)

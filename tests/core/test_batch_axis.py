@@ -1,0 +1,134 @@
+"""Samples on another axis, where no length tells: one sample, or as many as steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UsageError
+from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagHessian
+from tests import oracle
+
+D, C = 3, 2
+INNER: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D),
+    "gru": lambda: nn.GRU(D, D),
+    "lstm": lambda: nn.LSTM(D, D),
+    "state": lambda: nn.GRU(D, D),
+    "attention": lambda: nn.MultiheadAttention(D, 1),
+    "encoder": lambda: nn.TransformerEncoderLayer(D, 1, 4, 0.0),
+}
+SIZES = [(4, 1), (4, 4), (4, 3), (4, 2), (2, 4)]  # steps and samples
+
+
+class SequenceFirst(nn.Module):
+    """Sequences ``[T, N, D]`` to outputs ``[N, C]``."""
+
+    def __init__(self, name: str, mix: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.name, self.mix = name, mix
+        self.embed, self.inner, self.head = nn.Linear(D, D), INNER[name](), nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        if self.mix is not None:
+            hidden = self.mix(hidden)
+        given = (hidden,) * 3 if self.name == "attention" else (hidden,)
+        found = self.inner(*given)
+        if self.name == "state":
+            hidden = found[1][-1]
+        else:
+            hidden = (found[0] if isinstance(found, tuple) else found).mean(0)
+        result: Tensor = self.head(torch.tanh(hidden))
+        return result
+
+
+def run(model: nn.Module, x: Tensor, y: Tensor, *extensions: Any) -> None:
+    loss = extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y)
+    with backpack(*extensions):
+        loss.backward()
+
+
+def data(steps: int, samples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(steps, samples, D), torch.randint(0, C, (samples,))
+
+
+@pytest.mark.parametrize(("steps", "samples"), SIZES)
+@pytest.mark.parametrize("name", INNER)
+def test_sequence_first(name: str, steps: int, samples: int) -> None:
+    model, lossfunc = SequenceFirst(name), nn.CrossEntropyLoss(reduction="sum")
+    x, y = data(steps, samples)
+    parameters = [*model.parameters()]
+    gradients, diagonals = [], []
+    for n in range(samples):
+        output = model(x[:, n : n + 1])
+        loss = lossfunc(output, y[n : n + 1])
+        gradients.append(torch.autograd.grad(loss, parameters, retain_graph=True))
+        p = output.detach()[0].softmax(0)
+        rows = [torch.autograd.grad(output[0, c], parameters, retain_graph=True) for c in range(C)]
+        hessian = p.diag() - p[:, None] * p
+        diagonals.append(
+            [
+                sum(hessian[a, b] * rows[a][i] * rows[b][i] for a in range(C) for b in range(C))
+                for i in range(len(parameters))
+            ]
+        )
+    run(extend(model, batch_axis=1), x, y, BatchGrad(), BatchDiagGGNExact())
+    for i, parameter in enumerate(parameters):
+        oracle.assert_close(parameter.grad_batch, torch.stack([g[i] for g in gradients]))
+        oracle.assert_close(parameter.diag_ggn_exact_batch, torch.stack([d[i] for d in diagonals]))
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
+@pytest.mark.parametrize(("steps", "samples"), [(4, 4), (4, 3)])
+def test_samples_that_mix(extension: Any, steps: int, samples: int) -> None:
+    model = extend(SequenceFirst("gru", lambda h: h - h.mean(1, keepdim=True)), batch_axis=1)
+    with pytest.raises(SampleMixingError, match="another one"):
+        run(model, *data(steps, samples), extension())
+
+
+def test_without_the_declaration_one_sample_is_many() -> None:
+    with pytest.raises(BackpackError):
+        run(extend(SequenceFirst("gru")), *data(4, 1), BatchGrad())
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (4, 2)])
+def test_a_wrong_declaration(shape: tuple[int, int]) -> None:
+    """Samples are on axis 0 after all."""
+    model = extend(nn.Sequential(nn.Linear(D, D), nn.Flatten(), nn.LazyLinear(C)), batch_axis=1)
+    x, y = torch.randn(*shape, D), torch.randint(0, C, shape[:1])
+    with pytest.raises(ShapeError, match="entries on axis 0"):
+        run(model, x, y, BatchGrad())
+
+
+def test_a_part_that_has_samples_in_front() -> None:
+    """It costs nothing there; and what is no column needs that everywhere."""
+
+    class Net(SequenceFirst):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.head(torch.tanh(self.inner(self.embed(x).transpose(0, 1))[:, 0]))
+            return result
+
+    x, y = data(4, 4)
+    model = Net("linear")
+    expected = []
+    for n in range(4):
+        loss = nn.functional.cross_entropy(model(x[:, n : n + 1]), y[n : n + 1])
+        expected.append(torch.autograd.grad(loss, [*model.parameters()]))
+    extend(model, batch_axis={"": 1, "inner": 0, "head": 0})
+    run(model, x, y, BatchGrad())
+    for i, parameter in enumerate(model.parameters()):
+        oracle.assert_close(parameter.grad_batch, torch.stack([g[i] for g in expected]))
+    with pytest.raises(ShapeError, match="has its samples on axis 1"):
+        run(model, x, y, DiagHessian())
+
+
+@pytest.mark.parametrize("batch_axis", [-1, True, {"nobody": 1}, {"": "first"}])
+def test_what_names_no_axis(batch_axis: Any) -> None:
+    with pytest.raises(UsageError, match="batch_axis is the number of an axis"):
+        extend(nn.Linear(2, 2), batch_axis=batch_axis)
