@@ -19,7 +19,7 @@ from backpack_core.errors import UsageError
 def refuse_inside() -> None:
     """Raise where the compiler is looking at the code that calls this."""
     if torch.compiler.is_compiling():
-        raise UsageError(_INSIDE)
+        raise RuntimeError(_INSIDE)  # of a kind that the compiler can report
 
 
 class _Uncompiled:

@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"fail_mode": "block"} for name in ("KFAC", "KFLR", "EKFAC")},
 }
 # What these ask for, some models do not have.
-DENSE_ONLY = {"KFRA", "DiagHessian", "BatchDiagHessian", "HMP", "PCHMP", "GGNMP"}
+DENSE_ONLY = {"KFRA", "DiagHessian", "BatchDiagHessian", "HMP", "DiagHMP", "PCHMP", "GGNMP"}
 CASES = [
     (model, name)
     for model in MODELS

@@ -134,19 +134,21 @@ class HessianOperator(Operator):
         """Vectors times the block at once, if torch can; a random sum of them tells whether."""
         if self._is_differentiable or len(vectors) < 3:
             return self.multiply(parameter, vectors)
-        weights = 0.5 + torch.rand(len(vectors), generator=torch.Generator().manual_seed(0))
-        weights = weights.to(vectors)
+        generator = torch.Generator(vectors.device).manual_seed(0)
+        weights = 0.5 + torch.rand(
+            len(vectors), generator=generator, dtype=vectors.dtype, device=vectors.device
+        )
         total = torch.einsum("v,v...->...", weights, vectors)
-        with suspended(), without_autocast(), explained():
-            gradient = self._gradients[self._place(parameter)]
-            if not gradient.requires_grad:
-                return torch.zeros_like(vectors)
-            try:
+        try:
+            with suspended(), without_autocast():
+                gradient = self._gradients[self._place(parameter)]
+                if not gradient.requires_grad:
+                    return torch.zeros_like(vectors)
                 (found,) = torch.autograd.grad(
                     (gradient,), (parameter,), (vectors,), retain_graph=True, is_grads_batched=True
                 )
-            except RuntimeError:  # whatever it is, it is explained one by one
-                return self.multiply(parameter, vectors)
+        except RuntimeError:  # whatever it is, it is explained one by one
+            return self.multiply(parameter, vectors)
         expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
         if agree(weights, found, expected, found.abs().sum()):
             return found
