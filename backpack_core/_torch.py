@@ -107,7 +107,7 @@ def is_inside_function() -> bool:
     return False
 
 
-def running_calls(module: Module) -> int:
+def running_calls(module: Module | None) -> int:
     """How often a module is being called on this thread: more than once if it calls itself."""
     count = 0
     frame: FrameType | None = sys._getframe(1)

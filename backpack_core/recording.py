@@ -126,18 +126,19 @@ def after_forward(
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
-    if not is_recording():
+    if torch.compiler.is_compiling():
         return
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
     if owner is not None and owner.module is module:
-        tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
-        owner.begin(tensors)
+        if kwargs:
+            kwargs = in_order(module, kwargs)
+        owner.begin(tensors_in(args, kwargs) if is_recording() else None)
 
 
 @_Hook
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
-    if not is_recording():
+    if torch.compiler.is_compiling():
         return
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
     if owner is not None and owner.module is module:

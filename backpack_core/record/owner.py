@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import memories_of, memory_of
+from backpack_core._torch import memories_of, memory_of, running_calls
 
 OWNER_ATTRIBUTE = "_backpack_owner"
 
@@ -33,14 +33,28 @@ class Run(NamedTuple):
 
 _NO_RUN = Run()
 _local = threading.local()
+_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+
+
+def _running() -> list[tuple[Owner, Run]]:
+    """Modules that were extended as a whole and run on this thread, outermost first."""
+    known: list[tuple[Owner, Run]] | None = getattr(_local, "running", None)
+    if known is None:
+        known = _local.running = []
+    return known
+
+
+def _still_running() -> list[tuple[Owner, Run]]:
+    """Without those that an exception left which no hook hears of, as KeyboardInterrupt."""
+    known = _running()
+    while known and not running_calls(known[-1][0].module):
+        known.pop()
+    return known
 
 
 def model_runs() -> bool:
     """Whether a module that was extended as a whole runs on this thread, and is recorded."""
-    return getattr(_local, "models", 0) > 0
-
-
-_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+    return any(run is not _NO_RUN for _, run in _still_running())
 
 
 class Owner:
@@ -51,39 +65,38 @@ class Owner:
             has them on the same.
     """
 
-    __slots__ = ("__weakref__", "_module", "_running", "axes")
+    __slots__ = ("__weakref__", "_module", "axes")
 
     def __init__(self, module: Module | None, axes: Mapping[str, int] | None = None) -> None:
         self.axes = axes or {}
         self._module = None if module is None else weakref.ref(module)
         if module is not None:
             _models[id(module)] = module
-        self._running: dict[int, list[Run]] = {}
 
-    def begin(self, tensors: Iterable[Tensor]) -> None:
+    def begin(self, tensors: Iterable[Tensor] | None) -> None:
         """The module begins to run, on this thread.
 
         Args:
-            tensors: What it received.
+            tensors: What it received; ``None`` if nothing is recorded.
         """
-        axis = self.axes.get("", 0)
-        received = [t for t in tensors if t.dim() > axis]
-        run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
-        self._running.setdefault(threading.get_ident(), []).append(run)
-        _local.models = getattr(_local, "models", 0) + 1
+        run = _NO_RUN
+        if tensors is not None:
+            axis = self.axes.get("", 0)
+            received = [t for t in tensors if t.dim() > axis]
+            run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
+        _still_running().append((self, run))
 
     def end(self) -> None:
-        """It is through."""
-        running = self._running.get(threading.get_ident())
-        if running:
-            running.pop()
-            _local.models -= 1
+        """It is through, or was left by an exception."""
+        running = _running()
+        places = [i for i, (owner, _) in enumerate(running) if owner is self]
+        if places:
+            del running[places[-1] :]
 
     @property
     def run(self) -> Run:
         """What the module received; nothing if it is not running."""
-        running = self._running.get(threading.get_ident())
-        return running[-1] if running else _NO_RUN
+        return next((run for owner, run in reversed(_running()) if owner is self), _NO_RUN)
 
     @property
     def module(self) -> Module | None:

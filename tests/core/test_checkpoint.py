@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import backpack, extend, is_extended
 from backpack_core.errors import BackpackWarning, BridgeError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.record.owner import model_runs
 from tests import oracle
 from tests.cases import Net, Problem, classification
 
@@ -136,3 +137,17 @@ def test_a_class_that_is_made_of_torch_s() -> None:
     x, block = torch.randn(2, 3, requires_grad=True), nn.Linear(3, 3)
     Own.apply(block, True, x).sum().backward()
     torch.testing.assert_close(x.grad, block.weight.sum(0).expand(2, 3))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_forward_pass_that_was_left(error: type[BaseException]) -> None:
+    """A model that raised does not run any more."""
+
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.set_grad_enabled(False)
+            raise error
+
+    with pytest.raises(error), torch.enable_grad():
+        extend(nn.Sequential(nn.Linear(3, 3), Raises()))(torch.ones(2, 3))
+    assert not model_runs()
