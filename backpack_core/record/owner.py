@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import memories_of, memory_of
+from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE = "_backpack_owner"
 
@@ -65,9 +66,17 @@ class Owner:
 
         Args:
             tensors: What it received.
+
+        Raises:
+            UsageError: None of them has the axis on which samples are said to lie.
         """
-        axis = self.axes.get("", 0)
-        received = [t for t in tensors if t.dim() > axis]
+        axis, given = self.axes.get("", 0), list(tensors)
+        received = [t for t in given if t.dim() > axis]
+        if axis and given and not received:
+            raise UsageError(
+                f"extend(..., batch_axis={axis}) was said, and the model received no tensor with "
+                f"such an axis: {', '.join(str(list(t.shape)) for t in given)}."
+            )
         run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
         self._running.setdefault(threading.get_ident(), []).append(run)
         _local.models = getattr(_local, "models", 0) + 1

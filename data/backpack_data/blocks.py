@@ -66,6 +66,7 @@ class combined:
             raise UsageError("combined(...) needs an extension: what should be computed?")
         if "observer" in options:
             raise UsageError("combined(...) observes passes itself: it takes no observer.")
+        backpack(*extensions)  # refuses what is no extension
         for extension in extensions:
             if over_batches(extension, "its value over several batches").first_pass(extension):
                 raise UnsupportedError(
