@@ -96,10 +96,7 @@ class backpack:
             )
         self._extensions = extensions
         self._profile = Profile()
-        given: object = beside
-        if not isinstance(given, Sequence):
-            raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {given!r}.")
-        terms = frozenset(map(_edge_of_term, beside))
+        terms = _edges_of(beside)
         self._begin = partial(
             Context,
             extensions,
@@ -183,6 +180,12 @@ class backpack:
                 "a compiled model inside the block, and call backward() inside the block, on the "
                 "thread that entered it."
             )
+
+
+def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
+    if not isinstance(beside, Sequence):
+        raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {beside!r}.")
+    return frozenset(map(_edge_of_term, beside))
 
 
 def _edge_of_term(term: object) -> tuple[Node, int]:

@@ -131,6 +131,7 @@ def all_reduce(
 
     Raises:
         UnsupportedError: Values of an extension do not combine, or do not say enough for that.
+        UsageError: They were combined before.
         LostProcessError: Another process has ended.
     """
     group = distributed.group.WORLD if group is None else group
@@ -143,6 +144,12 @@ def all_reduce(
                 "that of other batches: use combined(..., process_group=group) or accumulate(...), "
                 "which know beforehand."
             )
+        if extension.savefield in weights.reduced:
+            raise UsageError(
+                f"{extension.savefield} of this pass was reduced before: it is that of all "
+                "processes, and would be added up once more."
+            )
+        weights.reduced.add(extension.savefield)
     has_shards(model, group)
     states = States.over(model, asked)
     states.add(model, weights, None if normaliser == "loss" else (normaliser,))
