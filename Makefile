@@ -65,7 +65,7 @@ types: $(STAMP) ## check types
 
 # The peers of the benchmarks. One asks for torchvision, which it only needs for example data, and the
 # compatibility layer would take its import name: so neither is here. The tests of what is exchanged
-# with curvlinops run here, too.
+# with curvlinops run here, too; the folder of tests that kronfluence installs would hide ours.
 BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einconv linear_operator \
 	laplace-torch asdfghjkl torchmetrics lightning-utilities kronfluence
 BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm accelerate \
@@ -82,6 +82,7 @@ $(BENCH_STAMP): $(PYPROJECTS) constraints.txt
 	$(BENCH_INSTALL) $(BENCH_NEEDS)
 	$(BENCH_INSTALL) --no-build-isolation $(BENCH_DISTRIBUTIONS:%=--editable %)
 	$(BENCH_INSTALL) --no-deps $(BENCH_PEERS)
+	rm -rf .venv-bench/lib/python3.*/site-packages/tests
 	@touch $@
 
 bench: $(BENCH_STAMP) ## run the benchmarks, for instance ARGS="--problem 3c3d --quantity BatchGrad"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from reprlib import repr as abridged
 from types import TracebackType
 from typing import get_args
 
@@ -95,7 +96,7 @@ class backpack:
             )
         self._extensions = extensions
         self._profile = Profile()
-        terms = frozenset(map(_edge_of_term, beside))
+        terms = _edges_of(beside)
         self._begin = partial(
             Context,
             extensions,
@@ -175,9 +176,16 @@ class backpack:
             raise NotExtendedError(
                 f"backpack({names}) computed nothing: no extended module took part in a backward "
                 "pass of this block. Call extend(model) and extend(lossfunc) before the forward "
-                "pass, run the forward pass outside of disable() and no_grad(), and call "
-                "backward() inside the block, on the thread that entered it."
+                "pass, run the forward pass outside of disable() and no_grad(), that of "
+                "a compiled model inside the block, and call backward() inside the block, on the "
+                "thread that entered it."
             )
+
+
+def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
+    if not isinstance(beside, Sequence):
+        raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {beside!r}.")
+    return frozenset(map(_edge_of_term, beside))
 
 
 def _edge_of_term(term: object) -> tuple[Node, int]:
@@ -205,6 +213,6 @@ def _check_extension(extension: object) -> None:
         )
     hint = " Write backpack(*extensions)." if isinstance(extension, (list, tuple, set)) else ""
     raise NotAnExtensionError(
-        f"backpack(...) takes extensions, instances of backpack_core.Extension. Got {extension!r} "
-        f"of type {type(extension).__name__}.{hint}"
+        f"backpack(...) takes extensions, instances of backpack_core.Extension. Got "
+        f"{abridged(extension)} of type {type(extension).__name__}.{hint}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import repr as abridged
 from typing import TypeVar
 
 from torch.nn import Module
@@ -32,7 +33,7 @@ from backpack_core.recording import (
 M = TypeVar("M", bound=Module)
 
 
-def extend(module: M, debug: bool = False, *, batch_axis: int | Mapping[str, int] = 0) -> M:
+def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int] = 0) -> M:
     """Make a module, and all modules in it, report to active extensions.
 
     Containers get no hooks: a module is an operation if a layer rule names it, if it owns
@@ -56,7 +57,9 @@ def extend(module: M, debug: bool = False, *, batch_axis: int | Mapping[str, int
     given: object = module
     if not isinstance(given, Module):
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
-        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {given!r}.{hint}")
+        raise UsageError(
+            f"extend(...) takes an instance of torch.nn.Module. Got {abridged(given)}.{hint}"
+        )
     ensure_loaded()
     let_checkpoints_give_again(model_runs)
     owner = Owner(module, _axes(module, batch_axis))
@@ -67,13 +70,14 @@ def extend(module: M, debug: bool = False, *, batch_axis: int | Mapping[str, int
 
 
 def _axes(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
-    axes: dict[str, int] = {"": given} if isinstance(given, int) else {**given}
+    axes: dict[str, int] = {**given} if isinstance(given, Mapping) else {"": given}
     paths = {path for path, _ in module.named_modules()}
     for path, axis in axes.items():
         if path not in paths or isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
             raise UsageError(
                 "batch_axis is the number of an axis, from 0, or a mapping from paths of modules "
-                f"of the model to such numbers. Got {axis!r} for {path!r}."
+                f"of the model to such numbers. Got {axis!r} for {path!r}"
+                f"{'.' if path in paths else ', where no module is.'}"
             )
     return {} if not any(axes.values()) else axes
 

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -185,8 +186,10 @@ def build(target: str) -> Given:
 
 
 def trial(given: Given, kind: type[Extension]) -> str:
-    """Why a run of an extension is refused; empty where it is not, or there are no data."""
-    if len(given.modules) < 2 or len(given.data) < 2:
+    """Why a run of an extension is refused; empty where it is not, or cannot be known."""
+    settings = list(signature(kind).parameters.values())
+    has_to_be_told = any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in settings)
+    if has_to_be_told or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
     try:

@@ -108,7 +108,7 @@ class Extension(ABC):
         if fail_mode not in get_args(FailMode):
             raise UsageError(f"fail_mode must be one of {get_args(FailMode)}. Got {fail_mode!r}.")
         self.savefield = savefield or type(self).savefield
-        if not self.savefield.isidentifier():
+        if not (isinstance(self.savefield, str) and self.savefield.isidentifier()):
             raise UsageError(
                 f"{type(self).__name__} needs a savefield that is a Python identifier. "
                 f"Got {self.savefield!r}."

@@ -52,9 +52,9 @@ def push(node: Node, mats: Columns) -> Columns:
     if nodes.is_compiled(node):
         raise nodes.refuse(
             node,
-            "it was compiled by torch.compile, and what is compiled carries one gradient, once; "
-            "run the forward pass inside the block of backpack(...), where compiled code runs as "
-            "it was written",
+            "it was compiled by torch.compile, and what is compiled carries one gradient, once",
+            "Run the forward pass inside the block of backpack(...), where compiled code runs as "
+            "it was written.",
         )
     metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
     mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}

@@ -96,6 +96,8 @@ FACTORS = {
 QUOTIENTS = frozenset({"Div"})
 
 
+_GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
+
 _BATCH_NORM = re.compile(r"^(Native|Cudnn|Miopen)?BatchNorm")
 
 
@@ -204,11 +206,11 @@ def is_of_its_operands(node: Node) -> bool:
     return operation in _OF_SEVERAL and all(child is not None for child, _ in edges)
 
 
-def refuse(node: Node, reason: str) -> BridgeError:
+def refuse(node: Node, reason: str, advice: str = _GIVE_IT_A_RULE) -> BridgeError:
     """The error for a node that cannot be crossed."""
     error = BridgeError(
         f"Cannot carry the quantity through the operation {name_of(node)!r} ({node.name()}) "
-        f"between two modules: {reason}. Move the operation into a module and give it a layer rule."
+        f"between two modules: {reason}. {advice}"
     )
     error.node = node
     return error

@@ -124,6 +124,7 @@ def missing_types(rule: type[LayerRule], may_import: bool) -> Iterator[tuple[str
     Yields:
         What was found, and whether the package exists: a library that is not installed is no slip.
     """
+    absent: dict[str, list[str]] = {}
     for name in rule.module_types:
         if isinstance(name, str):
             package, _, attribute = name.rpartition(".")
@@ -135,8 +136,13 @@ def missing_types(rule: type[LayerRule], may_import: bool) -> Iterator[tuple[str
                     text = f"module {package} is importable and has no such class{near}"
                     yield f"module_types names {name!r}: {text}", True
             elif fault:
-                is_there = bool(find_spec(package.partition(".")[0]))
-                yield f"module_types names {name!r}: {fault}", is_there
+                if find_spec(library := package.partition(".")[0]):
+                    yield f"module_types names {name!r}: {fault}", True
+                else:
+                    absent.setdefault(library, []).append(name)
+    for library, (name, *others) in absent.items():
+        more = f" and {len(others)} more of {library}" if others else ""
+        yield f"module_types names {name!r}{more}: {library} is not installed", False
 
 
 def _missing_module(package: str, may_import: bool) -> str | None:

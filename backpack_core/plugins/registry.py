@@ -20,7 +20,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType
-from backpack_core.errors import PluginConflictError, PluginError
+from backpack_core.errors import PluginConflictError, PluginError, nearest
 from backpack_core.plugins.declarations import described, faults, missing_params
 from backpack_core.plugins.discovery import Provenance, canonical, preferred_by_environment
 from backpack_core.plugins.sameness import is_same_map, methods_behind
@@ -276,7 +276,8 @@ def _is_whole(item: Any, base: type) -> bool:
         return False
     missing = getattr(item, "__abstractmethods__", ())
     if missing:
-        raise PluginError(f"{item.__name__} does not implement {', '.join(sorted(missing))}.")
+        near = nearest(min(missing), vars(item)) or "."
+        raise PluginError(f"{item.__name__} does not implement {', '.join(sorted(missing))}{near}")
     found = faults(item)
     if found:
         raise PluginError(f"{described(item)}: {'; '.join(found)}.")

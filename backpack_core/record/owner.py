@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import memories_of, memory_of, running_calls
+from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE = "_backpack_owner"
 
@@ -78,11 +79,19 @@ class Owner:
 
         Args:
             tensors: What it received; ``None`` if nothing is recorded.
+
+        Raises:
+            UsageError: None of them has the axis on which samples are said to lie.
         """
         run = _NO_RUN
         if tensors is not None:
-            axis = self.axes.get("", 0)
-            received = [t for t in tensors if t.dim() > axis]
+            axis, given = self.axes.get("", 0), list(tensors)
+            received = [t for t in given if t.dim() > axis]
+            if axis and given and not received:
+                raise UsageError(
+                    f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
+                    f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
+                )
             run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
         _still_running().append((self, run))
 

@@ -248,9 +248,9 @@ _TWICE = ("products", "Hessian diagonal")
 def sentence(error: BaseException) -> str:
     """The first sentence of what an error says."""
     text = " ".join(str(error).split())
-    found = re.split(r"(?<=[a-z)'\"0-9\]])[.:;] (?=[A-Z]|use|derive|write|give)", text, maxsplit=1)[
-        0
-    ]
+    found = re.split(
+        r"(?<=[a-z)'\"0-9\]])[.:;] (?=[A-Z]|use|derive|write|give|freeze)", text, maxsplit=1
+    )[0]
     kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
     return f"{kind}{found.rstrip('.')}."
 

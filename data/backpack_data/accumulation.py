@@ -88,6 +88,7 @@ def accumulate(
     """
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
+    backpack(*extensions)  # refuses what is no extension
     for extension in extensions:
         over_batches(extension, "its value over a data set")
     if every < 1:

@@ -66,6 +66,7 @@ class combined:
             raise UsageError("combined(...) needs an extension: what should be computed?")
         if "observer" in options:
             raise UsageError("combined(...) observes passes itself: it takes no observer.")
+        backpack(*extensions)  # refuses what is no extension
         for extension in extensions:
             if over_batches(extension, "its value over several batches").first_pass(extension):
                 raise UnsupportedError(
@@ -130,6 +131,7 @@ def all_reduce(
 
     Raises:
         UnsupportedError: Values of an extension do not combine, or do not say enough for that.
+        UsageError: They were combined before.
         LostProcessError: Another process has ended.
     """
     group = distributed.group.WORLD if group is None else group
@@ -142,6 +144,12 @@ def all_reduce(
                 "that of other batches: use combined(..., process_group=group) or accumulate(...), "
                 "which know beforehand."
             )
+        if extension.savefield in weights.reduced:
+            raise UsageError(
+                f"{extension.savefield} of this pass was reduced before: it is that of all "
+                "processes, and would be added up once more."
+            )
+        weights.reduced.add(extension.savefield)
     has_shards(model, group)
     states = States.over(model, asked)
     states.add(model, weights, None if normaliser == "loss" else (normaliser,))

@@ -188,7 +188,8 @@ class Quantities(Mapping[Place, Any]):
             rows.append((*place, shapes, norms))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, f"{self.batches} batches, normaliser {self.normaliser}"])
+        normaliser = "sum" if self.normaliser is None else f"normaliser {self.normaliser:.7g}"
+        return "\n".join([*lines, f"{self.batches} batches, {normaliser}"])
 
     def _by_place(self) -> dict[Place, list[Tensor]]:
         found: dict[Place, list[Tensor]] = {}

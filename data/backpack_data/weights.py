@@ -18,6 +18,7 @@ class Weights:
 
     Attributes:
         normalisers: What the losses of the pass divide by, in the order of their visits.
+        reduced: Fields that are those of all processes already.
     """
 
     def __init__(self, of_losses: bool = True) -> None:
@@ -27,6 +28,7 @@ class Weights:
             of_losses: Whether losses are asked what they divide by.
         """
         self.normalisers: list[float | None] = []
+        self.reduced: set[str] = set()
         self._of_losses = of_losses
         self._sizes: dict[Module, int] = {}
         self._by_parameter: dict[int, int] = {}

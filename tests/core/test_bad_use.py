@@ -88,8 +88,8 @@ def test_savefield_of_torch(savefield: str) -> None:
         BatchGrad(savefield=savefield)
 
 
-@pytest.mark.parametrize("savefield", ["two words", "1", "a.b"])
-def test_savefield_that_is_no_name(savefield: str) -> None:
+@pytest.mark.parametrize("savefield", ["two words", "1", "a.b", 3])
+def test_savefield_that_is_no_name(savefield: Any) -> None:
     with pytest.raises(UsageError, match="identifier"):
         BatchGrad(savefield=savefield)
 
@@ -110,6 +110,19 @@ def test_hook_that_cannot_be_called(hook: Any) -> None:
         return
     with pytest.raises(UsageError, match=r"extension_hook must be callable\. Got"):
         backpack(BatchGrad(), extension_hook=hook)
+
+
+@pytest.mark.parametrize("beside", [1, torch.ones(()), torch.ones(2)])
+def test_terms_that_are_no_list(beside: Any) -> None:
+    with pytest.raises(UsageError, match=r"beside=\[term\]"):
+        backpack(BatchGrad(), beside=beside)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, [nn.Linear(1, 1)], torch.zeros(100), F.relu])
+def test_what_is_no_module(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"torch\.nn\.Module\. Got") as error:
+        extend(wrong)
+    assert len(message(error)) < 200
 
 
 def test_unknown_fail_mode() -> None:

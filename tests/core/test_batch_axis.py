@@ -128,7 +128,16 @@ def test_a_part_that_has_samples_in_front() -> None:
         run(model, x, y, DiagHessian())
 
 
-@pytest.mark.parametrize("batch_axis", [-1, True, {"nobody": 1}, {"": "first"}])
+@pytest.mark.parametrize(
+    "batch_axis", [-1, True, "1", 1.5, None, [1], {"nobody": 1}, {"": "first"}]
+)
 def test_what_names_no_axis(batch_axis: Any) -> None:
     with pytest.raises(UsageError, match="batch_axis is the number of an axis"):
         extend(nn.Linear(2, 2), batch_axis=batch_axis)
+
+
+def test_an_axis_that_the_input_does_not_have() -> None:
+    model = extend(nn.Linear(2, 2), batch_axis=2)
+    with pytest.raises(UsageError, match=r"batch_axis=2\) .* \[3, 2\]"):
+        model(torch.randn(3, 2))
+    model(torch.randn(4, 5, 3, 2))

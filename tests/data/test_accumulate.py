@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_core import is_extended
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import NotAnExtensionError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -25,7 +25,7 @@ from backpack_core.extensions import (
     GGNGram,
     Variance,
 )
-from backpack_data import Quantities, accumulate
+from backpack_data import Quantities, accumulate, combined
 from tests.data.problems import (
     DETERMINISTIC,
     assert_same,
@@ -119,6 +119,14 @@ def test_functional_losses_say_what_they_divide_by():
         assert_same(found[place], value)
     with pytest.raises(UsageError, match="give normaliser="):
         accumulate(net(), mean, pairs, BatchGrad(), progress=False)
+
+
+@pytest.mark.parametrize("wrong", [DiagGGNExact, [DiagGGNExact()], "DiagGGNExact"])
+def test_what_is_no_extension_is_refused(wrong: Any):
+    with pytest.raises(NotAnExtensionError):
+        accumulate(net(), loss(), [data(3)], wrong, progress=False)
+    with pytest.raises(NotAnExtensionError):
+        combined(net(), wrong)
 
 
 def test_weights_of_zero_are_refused():

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from backpack_core import backpack, extend
+from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     EKFAC,
     KFAC,
@@ -145,6 +147,8 @@ def in_shards(folder: Path, rank: int, ranks: int) -> None:
         assert p.diag_ggn_exact.shape == p.shape
         assert not hasattr(p.diag_ggn_exact, "placements")
     all_reduce(model, [e() for e in kinds], weights, group, gather=True)
+    with pytest.raises(UsageError, match="reduced before"):
+        all_reduce(model, kinds[0](), weights, group)
     assert model[0].weight.diag_ggn_exact.dtype is torch.float32
     torch.save(whole(model, kinds), folder / f"mixed-{rank}.pt")
 

@@ -258,3 +258,8 @@ def test_columns_with_structure_from_elsewhere() -> None:
     factors = problem.parameters[1].kflr
     assert isinstance(factors, KroneckerFactors)
     oracle.assert_close(factors.dense(), factors[0])
+
+
+def test_an_unknown_fail_mode_says_all_there_are() -> None:
+    with pytest.raises(UsageError, match=r"'block', 'diagonal'\)\. Got 'blok'"):
+        KFAC(fail_mode="blok")  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
     if product.is_linear and len(product.shape) == 1:
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
     instead = (
-        "use fail_mode='block' or 'diagonal', which store these in its place, or DiagGGNExact, "
+        'use fail_mode="block" or "diagonal", which store these in its place, or DiagGGNExact, '
         "which needs no structure."
     )
     if isinstance(product, SumProduct):
@@ -68,8 +68,8 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         )
     raise StructureError(
         f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
-        f"{product.rule.__name__} declares none: derive the rule from AffineRule, freeze the "
-        f"parameter, {instead}"
+        f"{product.rule.__name__} declares none: freeze the parameter, {instead} For a "
+        "layer that is affine in it, derive the rule from AffineRule."
     )
 
 

@@ -184,6 +184,8 @@ def split_mode(fail_mode: StructureMode) -> tuple[Fallback | None, FailMode]:
     """What takes the place of factors, and what core is told of modules without a rule."""
     if fail_mode == "block" or fail_mode == "diagonal":
         return fail_mode, "autodiff"
+    if fail_mode not in (modes := get_args(StructureMode)):
+        raise UsageError(f"fail_mode must be one of {modes}. Got {fail_mode!r}.")
     return None, fail_mode
 
 

@@ -167,9 +167,10 @@ class SignedSqrt(Propagator):
         if not is_linear(node):
             raise refuse(
                 node,
-                "it is not known to be linear, and the Hessian needs its second derivative. "
-                "(Products of two activations and functional activations are of this kind; DiagHMP "
-                "takes them all, entry by entry)",
+                "it is not known to be linear, and the Hessian needs its second derivative",
+                "Products of two activations and functional activations are of this kind. DiagHMP "
+                "takes them all, entry by entry; DiagHessian does once a module with a layer rule "
+                "has the operation.",
             )
         arrived = {number: quantity.as_columns() for number, quantity in quantities.items()}
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}
