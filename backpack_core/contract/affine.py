@@ -235,8 +235,13 @@ def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
 @for_weights(weighted_sum)
 def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
     """A plain gradient of weighted columns."""
+    out = product.out
     if len(weights) == product.columns == 1:
-        out = product.out * weights[0, :, :, None, None, None]
+        each = weights[0, 0, :, None, None, None]
+        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # the smaller factor has them
+            inp = inp * each
+        else:
+            out = out * each
     else:
         out = torch.einsum("kvn,vnsgo->knsgo", weights, product.out)
     return product.to_parameter(contractions.sums(out, inp))
