@@ -134,6 +134,10 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
     Returns:
         Shape ``[K, *θ]``.
     """
+    values = _values(product)
+    if values is not None and values.is_contiguous():
+        flat = values.view(values.shape[:2].numel(), prod(product.shape))
+        return (weights.flatten(1) @ flat).view(len(weights), *product.shape)
     result = product.new_zeros(len(weights), *product.shape)
     for columns, samples, part in _pieces(product):
         some = weights[:, columns, samples].flatten(1)
