@@ -78,14 +78,14 @@ class AffineProduct(SampleProduct):
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """By a batched product; the sum over samples along with all of it, if it is needed."""
-        out = self.out[columns, samples]
+        is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
+        out = self.out if is_whole else self.out[columns, samples]
         if self.inp is None:
             return self.to_parameter(out.sum(2))
-        if samples != slice(0, self.samples):
-            return self.to_parameter(contractions.products(out, self.inp[samples]))
-        is_along = batch_sum in self.needs and self.positions > 1 and len(out) == self.columns
+        is_along = is_whole and batch_sum in self.needs and self.positions > 1
         if not is_along or torch.is_grad_enabled():
-            return self.to_parameter(contractions.products(out, self.inp))
+            inp = self.inp if is_whole else self.inp[samples]
+            return self.to_parameter(contractions.products(out, inp))
         total = self.new_zeros(self.columns, *self.sizes)
         formed = contractions.products(out, self.inp, total)
         self.results[(batch_sum,)] = self.to_parameter(total)
@@ -235,8 +235,13 @@ def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
 @for_weights(weighted_sum)
 def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
     """A plain gradient of weighted columns."""
+    out = product.out
     if len(weights) == product.columns == 1:
-        out = product.out * weights[0, :, :, None, None, None]
+        each = weights[0, 0, :, None, None, None]
+        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # the smaller factor has them
+            inp = inp * each
+        else:
+            out = out * each
     else:
         out = torch.einsum("kvn,vnsgo->knsgo", weights, product.out)
     return product.to_parameter(contractions.sums(out, inp))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.rows import DirectRows, Rows
-from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, even_size, memory_budget
+from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, SHARED, even_size, memory_budget
 
 
 def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
@@ -90,7 +90,7 @@ def moments(
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
-    for some, rows, piece in pieces(out, inp):
+    for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
         if total is not None:
             for target, part in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
                 add(target, part)
@@ -209,10 +209,11 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
     return total.reshape(columns, samples, columns, samples)
 
 
-def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
+def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, slice, Tensor]]:
     """``M`` for some columns of some samples at a time, in one buffer: use a piece before the next.
 
-    All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``.
+    All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``. A piece has at most
+    ``limit`` bytes, or one product.
 
     Yields:
         ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
@@ -222,7 +223,7 @@ def pieces(out: Tensor, inp: Rows) -> Iterator[tuple[slice, slice, Tensor]]:
     if _is_empty(out, inp):
         return
     single = groups * features * size * out.element_size()
-    limit = min(CACHE, memory_budget())
+    limit = min(limit, memory_budget())
     most = max(1, min(columns, limit // single))
     if _is_direct(inp, most, out):
         few = even_size(samples, max(1, min(limit, DIRECT) // (single * columns)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.operations import (
     batch_sum,
@@ -35,8 +38,8 @@ class LookupProduct(SampleProduct):
         out, row = self.out[columns, samples], self.row[samples]
         (num, dim), (count, samples_) = self.shape, out.shape[:2]
         start = torch.arange(samples_, device=row.device).unsqueeze(1) * num
-        flat = out.new_zeros(count, samples_ * num, dim)
-        flat = flat.index_add(1, (start + row).flatten(), out.flatten(1, 2))
+        where = (start + row).flatten()
+        flat = _scattered(out.flatten(1, 2), where, 1, (count, samples_ * num, dim))
         return flat.reshape(count, samples_, num, dim)
 
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,8 +52,8 @@ class LookupProduct(SampleProduct):
             num = self.shape[0]
             start = torch.arange(self.samples, device=self.row.device).unsqueeze(1) * num
             where, inverse = torch.unique((start + self.row).flatten(), return_inverse=True)
-            sums = self.new_zeros(self.columns, len(where), self.shape[1])
-            sums = sums.index_add(1, inverse, self.out.flatten(1, 2))
+            shape = (self.columns, len(where), self.shape[1])
+            sums = _scattered(self.out.flatten(1, 2), inverse, 1, shape)
             self.results["segments"] = sums, where // num, where % num
         found: tuple[Tensor, Tensor, Tensor] = self.results["segments"]
         return found
@@ -60,22 +63,22 @@ class LookupProduct(SampleProduct):
 def square_sum_lookup(product: LookupProduct) -> Tensor:
     """Of the rows that are not zero."""
     sums, _, row = product.segments()
-    return product.new_zeros(*product.shape).index_add(0, row, sums.square().sum(0))
+    return _scattered(sums.square().sum(0), row, 0, product.shape)
 
 
 @squared_norm.register
 def squared_norm_lookup(product: LookupProduct) -> Tensor:
     """Of the rows that are not zero."""
     sums, sample, _ = product.segments()
-    zeros = product.new_zeros(product.columns, product.samples)
-    return zeros.index_add(1, sample, sums.square().sum(2))
+    squares = contractions.square_norm_of(sums)
+    return _scattered(squares, sample, 1, (product.columns, product.samples))
 
 
 @batch_sum.register
 def batch_sum_lookup(product: LookupProduct) -> Tensor:
     """Of the rows that are not zero."""
-    zeros = product.new_zeros(product.columns, *product.shape)
-    return zeros.index_add(1, product.row.flatten(), product.out.flatten(1, 2))
+    shape = (product.columns, *product.shape)
+    return _scattered(product.out.flatten(1, 2), product.row.flatten(), 1, shape)
 
 
 @weighted_sum.register
@@ -106,3 +109,11 @@ def inner_lookup(product: LookupProduct, other: SampleProduct) -> Tensor:
         found = part.gather(2, index)
         result[columns_, samples] = (found * product.out[columns_, samples]).sum((2, 3))
     return result
+
+
+def _scattered(values: Tensor, where: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
+    """Values added up where they belong along an axis of zeros; a copy would be fresh memory."""
+    zeros = values.new_zeros(shape)
+    if torch.is_grad_enabled():
+        return zeros.index_add(axis, where, values)
+    return zeros.index_add_(axis, where, values)

@@ -94,6 +94,9 @@ def per_sample_square_sum(product: SampleProduct) -> Tensor:
 @Operation
 def squared_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖²``. Shape ``[V, N]``."""
+    values = _values(product)
+    if values is not None:
+        return contractions.square_norm_of(_flat(values))
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in _pieces(product):
         result[columns, samples] = contractions.square_norm_of(_flat(part))
@@ -103,6 +106,9 @@ def squared_norm(product: SampleProduct) -> Tensor:
 @Operation
 def batch_sum(product: SampleProduct) -> Tensor:
     """``Σ_n M[v, n]``. Shape ``[V, *θ]``."""
+    values = _values(product)
+    if values is not None:
+        return values.sum(1)
     result = product.new_zeros(product.columns, *product.shape)
     for columns, _, part in _pieces(product):
         result[columns] += part.sum(1)
@@ -128,6 +134,10 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
     Returns:
         Shape ``[K, *θ]``.
     """
+    values = _values(product)
+    if values is not None and values.is_contiguous():
+        flat = values.view(values.shape[:2].numel(), prod(product.shape))
+        return (weights.flatten(1) @ flat).view(len(weights), *product.shape)
     result = product.new_zeros(len(weights), *product.shape)
     for columns, samples, part in _pieces(product):
         some = weights[:, columns, samples].flatten(1)
@@ -157,6 +167,13 @@ def has_free_sum(product: SampleProduct) -> bool:
 def inner_version(product: SampleProduct, other: SampleProduct) -> Tensor | None:
     """The same from the factors of the first form, where it knows how with the second's."""
     return None
+
+
+def _values(product: SampleProduct) -> Tensor | None:
+    """``M``, if it is there."""
+    if isinstance(product, DenseProduct):
+        return product.values
+    return dense(product) if is_formed(product) else None
 
 
 def _pieces(product: SampleProduct) -> Iterator[Piece]:

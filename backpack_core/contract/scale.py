@@ -54,4 +54,6 @@ def _summed(out: Tensor, inp: Tensor, axes: tuple[int, ...]) -> Tensor:
     """``Σ out[v] ⊙ inp`` over some axes of a column; as a batched product it takes ten times."""
     if not len(out):
         return out.sum([1 + axis for axis in axes])
+    if len(out) == 1:
+        return (out[0] * inp).sum(axes).unsqueeze(0)
     return torch.stack([(column * inp).sum(axes) for column in out])

@@ -171,3 +171,24 @@ def test_a_sum_along_with_products(shape: tuple[int, ...], budget: int | None) -
     expected = products(out, inp)
     assert_close(found, expected)
     assert_close(total, 1 + expected.sum(1) if shape[2] > 1 else torch.ones_like(total))
+
+
+def test_moments_take_pieces_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, inp = _factors((1, 6, 9, 1, 3, 2))
+    limits = []
+    whole = contractions.pieces
+
+    def pieces(out: Tensor, inp: Tensor, limit: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        limits.append(limit)
+        for columns, rows, piece in whole(out, inp, 2 * 3 * 2 * 8):
+            assert len(piece) <= 2
+            yield columns, rows, piece
+
+    monkeypatch.setattr(contractions, "pieces", pieces)
+    with torch.no_grad():
+        sums, squares, norms = contractions.moments(out, inp, norm=True)
+    mat = products(out, inp)
+    assert limits == [contractions.SHARED]
+    assert_close(sums, mat.sum(1))
+    assert_close(squares, mat.square().sum((0, 1)))
+    assert_close(norms, mat.flatten(2).square().sum(2))

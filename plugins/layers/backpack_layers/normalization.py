@@ -142,12 +142,16 @@ class NormalizationRule(ProductRule):
 
     def _normalised(self, view: View) -> Tensor:
         """``x̂``, in the shape of the input."""
+        return view.once("normalised", lambda: self._normalise(view))
+
+    def _normalise(self, view: View) -> Tensor:
         x = view.input
         mean, scale = self._statistics(view)
-        return view.once(
-            "normalised",
-            lambda: ((self._rows_of(view, x) - mean) * scale).reshape(x.shape),
-        )
+        if not self.centred:
+            return (self._rows_of(view, x) * scale).reshape(x.shape)
+        centred = self._rows_of(view, x) - mean
+        normalised = centred * scale if torch.is_grad_enabled() else centred.mul_(scale)
+        return normalised.reshape(x.shape)
 
     def _rows_of(self, view: View, x: Tensor) -> Tensor:
         """``[..., N, *in] → [..., N, R, D]``."""
