@@ -116,7 +116,8 @@ def _is_table(survey: Survey, site: Site) -> bool:
     """Whether axis 0 of an output may be as long as the batch by chance, as of ``arange(T)``.
 
     The call received nothing that the model did, and its output is small enough to be one for all
-    samples: then it is taken for one, which is exact in any case.
+    samples, or as small as the parameters, of which samples have one gradient each: then it is
+    taken for one where what is made of it agrees, which is exact in any case.
     """
     call = site.call
     if (
@@ -129,7 +130,8 @@ def _is_table(survey: Survey, site: Site) -> bool:
         return False
     if call.is_released or any(edge is not None for edge in call.edges):
         return False
-    return call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
+    size = call.stored.outputs[site.index].nbytes
+    return size <= max(survey.widest // survey.batch_size, survey.weights)
 
 
 def _is_willing(call: Call, index: int) -> bool:
