@@ -199,6 +199,8 @@ class Survey:
         if (node, region) in self.seen:
             return
         self.seen[node, region] = None
+        if nodes.is_nested(node):
+            raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
         if nodes.mixes_samples(node):
             self.faults.append((faults.mixing_node(node), node))
         for position, edge in edges_behind(node):
@@ -257,6 +259,8 @@ class Survey:
 
     def _check(self, call: Call, index: int) -> None:
         view, rule = View(call, index), call.rule
+        if any([t.is_nested for t in (call.stored.outputs[index], *call.stored.inputs)]):
+            raise faults.nested_tensor(f"What {call.path} received or returned")
         stored, axis = view.stored, rule.batch_axis(view, index)
         self.axes[call, index] = axis
         self.is_declared |= declared_axis(call) > 0

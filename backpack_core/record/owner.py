@@ -28,7 +28,9 @@ class Run(NamedTuple):
 
     def receives(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of some tensors lies in the memory of one of these."""
-        return bool(self.memories) and any(memory_of(t) in self.memories for t in tensors)
+        return bool(self.memories) and any(
+            memory_of(t) in self.memories for t in tensors if not t.is_nested
+        )
 
 
 _NO_RUN = Run()
@@ -67,7 +69,7 @@ class Owner:
             tensors: What it received.
         """
         axis = self.axes.get("", 0)
-        received = [t for t in tensors if t.dim() > axis]
+        received = [t for t in tensors if t.dim() > axis and not t.is_nested]
         run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
         self._running.setdefault(threading.get_ident(), []).append(run)
         _local.models = getattr(_local, "models", 0) + 1
