@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.errors import BackpackError, BridgeError, SampleMixingError, ShapeError, UnsupportedError
+from backpack_core.errors import (
+    BackpackError,
+    BridgeError,
+    SampleMixingError,
+    ShapeError,
+    UnsupportedError,
+)
 from backpack_core.record.call import Call
 
 

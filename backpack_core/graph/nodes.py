@@ -116,7 +116,7 @@ def hands_on(node: Node) -> bool:
 
 def is_nested(node: Node) -> bool:
     """Whether what a node made is a nested tensor."""
-    return bool(node._input_metadata[0].is_nested_tensor)  # type: ignore[attr-defined]
+    return bool(node._input_metadata[0].is_nested_tensor)
 
 
 def is_leaf(node: Node) -> bool:
