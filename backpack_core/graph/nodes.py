@@ -194,11 +194,6 @@ def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
     return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
 
 
-def is_right_factor(operation: str, position: int) -> bool:
-    """Whether an operand's axis 0 is summed over in a product of matrices."""
-    return operation in _ROW_FACTOR and position == _ROW_FACTOR[operation] + 1
-
-
 def is_stack_of_numbers(node: Node) -> bool:
     """Whether a node puts single numbers side by side: terms of a loss, as a rule."""
     edges = [(child, number) for child, number in node.next_functions if child is not None]

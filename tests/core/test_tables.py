@@ -37,10 +37,11 @@ def deep_operator_net(join: str, points: int, width: int = P) -> Problem:
     """A net of the batch times a net of the coordinates."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        return JOIN[join](net.branch(x), net.trunk(torch.linspace(0, 1, points).unsqueeze(1)))
+        return JOIN[join](net.branch(x), net.trunk(net.grid.unsqueeze(1)))
 
     parts = [nn.Sequential(nn.Linear(n, 6), nn.Tanh(), nn.Linear(6, width)) for n in (D, 1)]
     model = Net(forward, branch=parts[0], trunk=parts[1])
+    model.register_buffer("grid", torch.linspace(0, 1, points))
     return Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, points))
 
 
