@@ -43,6 +43,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
+            survey.disown_all_of_leaves()
         within = (inside(site) for site in survey.unusual if site.call in tables)
         Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 

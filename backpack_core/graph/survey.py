@@ -257,6 +257,18 @@ class Survey:
             self.bare[id(parameter)] = (parameter, node)
             self.bare_edges[node, position] = parameter
 
+    def disown_all_of_leaves(self) -> None:
+        """Disown calls that are gone through and use a parameter that is looked at by itself.
+
+        What operations inside send to it arrives there, and would be read off at the call, too.
+        """
+        known = -1
+        while known < len(self.disowned):
+            known = len(self.disowned)
+            for call, owned in self._owned.items():
+                if any(id(p) in self.bare for *_, p in owned) and self.trained[call]:
+                    self.disown(call)
+
     def _check(self, call: Call, index: int) -> None:
         view, rule = View(call, index), call.rule
         if any(t.is_nested for t in (call.stored.outputs[index], *call.stored.inputs)):

@@ -1,5 +1,4 @@
-"""What a model computes beside the batch, from constants: on a grid, in an inner step; as long as
-the batch by chance."""
+"""What a model computes beside the batch: on a grid as long as the batch by chance, in an inner step."""
 
 from __future__ import annotations
 
@@ -94,3 +93,33 @@ def test_a_bias_that_a_module_computed() -> None:
     c = nn.Parameter(torch.randn(2))
     model = Net(forward, a=nn.Linear(D, N, bias=False), b=nn.Linear(2, N), c=c)
     compare(Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, N)))
+
+
+class Shift(nn.Module):
+    """A container with a parameter of its own, which the automatic rule reads off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.offset = nn.Tanh(), nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x + self.offset)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("activation", [torch.relu, torch.relu_])
+@pytest.mark.parametrize("use", ["function", "table", "both"])
+def test_a_parameter_of_a_container_is_counted_once(
+    use: str, activation: Callable[[Tensor], Tensor]
+) -> None:
+    """Operations inside send to it as to any parameter that is looked at by itself."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.shift(net.first(x))
+        hidden = hidden if use == "table" else hidden * net.shift.offset
+        hidden = hidden if use == "function" else hidden + net.shift(net.grid)
+        return activation(net.last(hidden))
+
+    model = Net(forward, first=nn.Linear(D, D), shift=Shift(), last=nn.Linear(D, D))
+    model.register_buffer("grid", torch.randn(P, D))
+    data = (torch.randn(N, P, D),)
+    compare(Problem(model, data, nn.MSELoss(reduction="sum"), torch.randn(N, P, D)))
