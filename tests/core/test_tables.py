@@ -1,4 +1,4 @@
-"""What a model computes beside the batch: on a grid as long as the batch by chance, in an inner step."""
+"""What a model computes beside the batch: on a grid as long as it by chance, in an inner step."""
 
 from __future__ import annotations
 
