@@ -271,7 +271,7 @@ class Survey:
 
     def _check(self, call: Call, index: int) -> None:
         view, rule = View(call, index), call.rule
-        if any(t.is_nested for t in (call.stored.outputs[index], *call.stored.inputs)):
+        if True in [t.is_nested for t in (call.stored.outputs[index], *call.stored.inputs)]:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         stored, axis = view.stored, rule.batch_axis(view, index)
         self.axes[call, index] = axis
