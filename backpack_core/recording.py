@@ -33,7 +33,7 @@ from backpack_core.record.call import (
     attach,
     attach_viewed,
 )
-from backpack_core.record.execution import Execution, Received, aliases, simple_node
+from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
@@ -228,7 +228,7 @@ def _record(
         _attach(_call(module, resolved, found, execution), 0, result, node)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
-    live = [o for o in outputs if o.grad_fn is not None and o.layout is torch.strided]
+    live = [o for o in outputs if is_made(o)]
     if not live:
         return None
     own = aliases(live, execution)
@@ -244,7 +244,7 @@ def _record(
     found = _Found(args, kwargs, inputs, edges, versions, outputs, received.is_rewired)
     call = _call(module, resolved, found, execution)
     for index, output in enumerate(outputs):
-        if output.grad_fn is not None and output.layout is torch.strided:
+        if is_made(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
             _attach(call, index, shown, shown.grad_fn)

@@ -264,8 +264,9 @@ def _is_empty(out: Tensor, inp: Rows) -> bool:
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
-    """Consecutive parts of ``range(count)``."""
-    for start in range(0, count, max(1, step)):
+    """Consecutive parts of ``range(count)``, of one entry at least."""
+    step = max(1, step)
+    for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 

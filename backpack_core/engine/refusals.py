@@ -87,8 +87,9 @@ def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
             "extend(model), or unextended. Call extend(model) again."
         )
     else:
+        verb = "Call" if id(parameter) in owned_by_models() else "Extend"
         advice = (
-            "Extend the module that it belongs to, make it a parameter of the module whose "
+            f"{verb} the module that it belongs to, make it a parameter of the module whose "
             "forward() uses it, or freeze it."
         )
     used = f"{which} of shape {list(parameter.shape)} is used by the operation"

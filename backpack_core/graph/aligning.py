@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, memories_of, memory_of
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
@@ -15,7 +15,7 @@ from backpack_core.graph.parameters import Trained
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owned_by_models
+from backpack_core.record.owner import owned_by_models, owner_of
 from backpack_core.record.view import View
 
 
@@ -43,6 +43,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
+            survey.disown_all_of_leaves()
         within = (inside(site) for site in survey.unusual if site.call in tables)
         Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 
@@ -116,7 +117,7 @@ def _is_table(survey: Survey, site: Site) -> bool:
     """Whether axis 0 of an output may be as long as the batch by chance, as of ``arange(T)``.
 
     The call received nothing that the model did, and its output is small enough to be one for all
-    samples: then it is taken for one, which is exact in any case.
+    samples, or computed from buffers: then it is taken for one, which is exact in any case.
     """
     call = site.call
     if (
@@ -129,7 +130,14 @@ def _is_table(survey: Survey, site: Site) -> bool:
         return False
     if call.is_released or any(edge is not None for edge in call.edges):
         return False
-    return call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
+    is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
+    return is_small or _is_of_buffers(call)
+
+
+def _is_of_buffers(call: Call) -> bool:
+    """Whether a call received nothing but buffers of the model, as a net of coordinates does."""
+    memories = memories_of(owner_of(call.module).buffers())
+    return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
 def _is_willing(call: Call, index: int) -> bool:

@@ -36,11 +36,11 @@ class Walk:
         """
         self._survey = survey
         self._found = found
-        self._tables = tables
         self._size = max(1, survey.batch_size)
         self._before = found.before
         self._order: list[Place] = []
-        self._of_weights = OfWeights(survey, tables)
+        self._of_weights = OfWeights(survey)
+        self._of_tables = OfWeights(survey, tables)
         self._targets = targets
         self._picked: set[Place] = set()
 
@@ -103,7 +103,9 @@ class Walk:
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)
-        elif child[0] in self._of_weights or (not is_before and self._is_table(place, child)):
+        elif child[0] in self._of_weights or (
+            not is_before and self._is_table(place, child, position)
+        ):
             found[child] = 0
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
@@ -132,15 +134,17 @@ class Walk:
             return operation in nodes.SCATTERS and position == 1
         return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
 
-    def _is_table(self, place: Place, child: Place) -> bool:
+    def _is_table(self, place: Place, child: Place, position: int) -> bool:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""
-        if child[0] not in self._tables:
-            turned = self._operation(child) in nodes.TURNS and child[0].next_functions[0][0]
-            return turned in self._tables  # a weight that a network computed, in F.linear
-        if self._operation(place) in nodes.GATHERS | nodes.TURNS:
+        if child[0] not in self._of_tables:
+            return False
+        operation = self._operation(place)
+        if operation in nodes.GATHERS or nodes.TURNS & {operation, self._operation(child)}:
+            return True
+        if not self._found.positions.get(place):
             return True
         is_longer = len(nodes.shape_of(*place)) > len(nodes.shape_of(*child))
-        return is_longer or not self._found.positions.get(place)
+        return is_longer and not (operation and nodes.keeps_rows(*place, position))
 
     def _is_certain(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0, as long as the batch, holds the samples as far as is known."""

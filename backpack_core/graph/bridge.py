@@ -107,7 +107,8 @@ def push_rows(
         return None
     if operation == "Addmm" and position == 0:
         bias = rows.sum(2) * node._saved_beta  # type: ignore[attr-defined]
-        return bias.reshape(*bias.shape[:2], *target.shape) if is_vector(target.shape) else None
+        shape = nodes.shape_of(child, number)
+        return bias.reshape(*bias.shape[:2], *shape) if is_vector(shape) else None
     if operation in ("Mm", "Addmm") and position == (1 if operation == "Mm" else 2) and is_readable:
         left = node._saved_self if operation == "Mm" else node._saved_mat1  # type: ignore[attr-defined]
         scale = 1 if operation == "Mm" else node._saved_alpha  # type: ignore[attr-defined]

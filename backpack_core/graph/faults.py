@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UnsupportedError
+from backpack_core.errors import (
+    BackpackError,
+    BridgeError,
+    SampleMixingError,
+    ShapeError,
+    UnsupportedError,
+)
 from backpack_core.record.call import Call
 
 
@@ -25,6 +31,17 @@ def mixing_call(call: Call) -> BackpackError:
         "normalisation in train mode does), so per-sample quantities do not exist. Call "
         "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
     )
+
+
+def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
+    """Samples of several lengths lie in one tensor."""
+    error = BridgeError(
+        f"{where} is a nested tensor, and rules take tensors with an axis of samples. Pad it "
+        "(torch.nested.to_padded_tensor, or torch.nn.utils.rnn.pad_sequence) and mask what is "
+        "padding in the loss, or give recurrent layers packed sequences."
+    )
+    error.node = node
+    return error
 
 
 def without_inputs(call: Call) -> BackpackError:

@@ -116,6 +116,11 @@ def hands_on(node: Node) -> bool:
     return _torch.hands_on(type(node))
 
 
+def is_nested(node: Node) -> bool:
+    """Whether what a node made is a nested tensor."""
+    return bool(node._input_metadata[0].is_nested_tensor)
+
+
 def is_leaf(node: Node) -> bool:
     """Whether a node takes the gradient of a leaf: a parameter, say."""
     return node.name() == ACCUMULATE

@@ -16,7 +16,7 @@ from backpack_core.record.call import Call, Edge
 class OfWeights:
     """Says of nodes whether what they computed has no part in any sample."""
 
-    def __init__(self, survey: Survey, tables: Iterable[Node]) -> None:
+    def __init__(self, survey: Survey, tables: Iterable[Node] = ()) -> None:
         """Begin; of tables it is known."""
         self._survey = survey
         self._known = dict.fromkeys(tables, True)

@@ -199,6 +199,8 @@ class Survey:
         if (node, region) in self.seen:
             return
         self.seen[node, region] = None
+        if nodes.is_nested(node):
+            raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
         if nodes.mixes_samples(node):
             self.faults.append((faults.mixing_node(node), node))
         for position, edge in edges_behind(node):
@@ -255,8 +257,22 @@ class Survey:
             self.bare[id(parameter)] = (parameter, node)
             self.bare_edges[node, position] = parameter
 
+    def disown_all_of_leaves(self) -> None:
+        """Disown calls that are gone through and use a parameter that is looked at by itself.
+
+        What operations inside send to it arrives there, and would be read off at the call, too.
+        """
+        known = -1
+        while known < len(self.disowned):
+            known = len(self.disowned)
+            for call, owned in self._owned.items():
+                if any(id(p) in self.bare for *_, p in owned) and self.trained[call]:
+                    self.disown(call)
+
     def _check(self, call: Call, index: int) -> None:
         view, rule = View(call, index), call.rule
+        if True in [t.is_nested for t in (call.stored.outputs[index], *call.stored.inputs)]:
+            raise faults.nested_tensor(f"What {call.path} received or returned")
         stored, axis = view.stored, rule.batch_axis(view, index)
         self.axes[call, index] = axis
         self.is_declared |= declared_axis(call) > 0

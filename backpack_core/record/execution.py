@@ -124,6 +124,11 @@ class _Twin(torch.autograd.Function):
         return grad
 
 
+def is_made(output: Tensor) -> bool:
+    """Whether a tensor lies in the graph, and is dense or nested: one that a call may stand at."""
+    return output.grad_fn is not None and output.layout in (torch.strided, torch.jagged)
+
+
 def simple_node(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, execution: Execution
 ) -> Node | None:

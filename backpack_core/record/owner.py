@@ -29,7 +29,9 @@ class Run(NamedTuple):
 
     def receives(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of some tensors lies in the memory of one of these."""
-        return bool(self.memories) and any(memory_of(t) in self.memories for t in tensors)
+        return bool(self.memories) and any(
+            memory_of(t) in self.memories for t in tensors if not t.is_nested
+        )
 
 
 _NO_RUN = Run()
@@ -86,7 +88,7 @@ class Owner:
         run = _NO_RUN
         if tensors is not None:
             axis, given = self.axes.get("", 0), list(tensors)
-            received = [t for t in given if t.dim() > axis]
+            received = [t for t in given if t.dim() > axis and not t.is_nested]
             if axis and given and not received:
                 raise UsageError(
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "

@@ -263,7 +263,8 @@ class Losses(nn.Module):
         if term.settings.get("merged"):
             value, target = value.movedim(1, -1).flatten(0, -2), target.flatten()
         result: Tensor = self.parts[term.part](value, target)
-        self.is_nonlinear |= term.by_hand == "logsumexp" and result.numel() > 1
+        is_nonlinear = term.by_hand == "logsumexp" and result.numel() > 1
+        self.is_nonlinear |= is_nonlinear and result.requires_grad
         reduced = reduce(term, result, random)
         return reduced if term.scale == 1 else term.scale * reduced
 

@@ -72,6 +72,9 @@ FOUND: dict[str, Recipe] = {
     "chunks-dropout": chain(linear(4), ("Activation", {"name": "ReLU"}), DROPOUT, ask=ONE_BY_ONE),
     "chunks-create-graph": chain(linear(4), DROPOUT, ask=ONE_BY_ONE, passes="differentiable"),
     "chunks-budget": chain(linear(), in_place("SiLU"), shape=(4, 3), ask=DIAGONAL, budget=64),
+    "chunks-head": chain(
+        linear(1, False), linear(2, False), shape=(1,), batch=1, ask=DIAGONAL, budget=1
+    ),
     # Views that are overwritten
     "view-linear": chain(linear(), in_place("ReLU"), shape=(4, 3)),
     "view-part": chain(

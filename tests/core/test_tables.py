@@ -1,0 +1,125 @@
+"""What a model computes beside the batch: on a grid as long as it by chance, in an inner step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core.extensions import KFLR, BatchGrad, DiagGGNExact
+from tests import oracle
+from tests.cases import Net, Problem
+
+N, D, P = 4, 3, 5
+
+JOIN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda b, t: b @ t.T,
+    "einsum": lambda b, t: torch.einsum("np,gp->ng", b, t),
+    "broadcast": lambda b, t: (b.unsqueeze(1) * t).sum(-1),
+    "broadcast_view": lambda b, t: (b[:, None] * t[None]).sum(-1),
+}
+
+
+def compare(problem: Problem) -> None:
+    """Individual gradients and the diagonal of the GGN, with the oracle."""
+    problem.run(BatchGrad(), DiagGGNExact())
+    problem.compare("grad_batch", problem.expected(oracle.individual_gradients))
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    problem.compare("diag_ggn_exact", diagonals)
+
+
+def deep_operator_net(join: str, points: int, width: int = P) -> Problem:
+    """A net of the batch times a net of the coordinates."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return JOIN[join](net.branch(x), net.trunk(net.grid.unsqueeze(1)))
+
+    parts = [nn.Sequential(nn.Linear(n, 6), nn.Tanh(), nn.Linear(6, width)) for n in (D, 1)]
+    model = Net(forward, branch=parts[0], trunk=parts[1])
+    model.register_buffer("grid", torch.linspace(0, 1, points))
+    return Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, points))
+
+
+@pytest.mark.parametrize("points", [N - 1, N, 2 * N])
+@pytest.mark.parametrize("join", JOIN)
+def test_a_net_on_a_grid(join: str, points: int) -> None:
+    compare(deep_operator_net(join, points))
+
+
+def test_a_net_on_a_grid_with_as_many_features_as_samples() -> None:
+    compare(deep_operator_net("product", N, N))
+
+
+def test_preprocessed_data_are_no_table() -> None:
+    """What is added to the samples entry by entry has its own row of each, as if it were given."""
+    x, more, y = torch.randn(N, D), torch.randn(N, 1), torch.randn(N, D)
+    parts = {"a": nn.Linear(D, D), "b": nn.Linear(1, D)}
+    hidden = Problem(Net(lambda net, x: net.a(x) + net.b(more), **parts), (x,), nn.MSELoss(), y)
+    given = Problem(Net(lambda net, x, z: net.a(x) + net.b(z), **parts), (x, more), nn.MSELoss(), y)
+    found = []
+    for problem in (hidden, given):
+        problem.run(KFLR())
+        found.append(problem.fields("kflr"))
+    for ours, expected in zip(*found, strict=True):
+        for factor, other in zip(ours, expected, strict=True):
+            oracle.assert_close(factor, other)
+
+
+def test_an_inner_step() -> None:
+    """Weights after a step on other data, of a model that is used by functions alone."""
+    support, labels = torch.randn(5, D), torch.randn(5, 2)
+
+    def run(x: Tensor, weight: Any, bias: Any, head: Any) -> Tensor:
+        return F.linear(torch.tanh(F.linear(x, weight, bias)), head)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        own = [net.a.weight, net.a.bias, net.b.weight]
+        inner = F.mse_loss(run(support, *own), labels)
+        steps = torch.autograd.grad(inner, own, create_graph=True)
+        return run(x, *(p - 0.1 * g for p, g in zip(own, steps, strict=True)))
+
+    model = Net(forward, a=nn.Linear(D, 5), b=nn.Linear(5, 2, bias=False))
+    compare(Problem(model, (torch.randn(6, D),), nn.MSELoss(), torch.randn(6, 2)))
+
+
+def test_a_bias_that_a_module_computed() -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return F.linear(x, net.a.weight, net.b(net.c))
+
+    c = nn.Parameter(torch.randn(2))
+    model = Net(forward, a=nn.Linear(D, N, bias=False), b=nn.Linear(2, N), c=c)
+    compare(Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, N)))
+
+
+class Shift(nn.Module):
+    """A container with a parameter of its own, which the automatic rule reads off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.offset = nn.Tanh(), nn.Parameter(torch.randn(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x + self.offset)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("activation", [torch.relu, torch.relu_])
+@pytest.mark.parametrize("use", ["function", "table", "both"])
+def test_a_parameter_of_a_container_is_counted_once(
+    use: str, activation: Callable[[Tensor], Tensor]
+) -> None:
+    """Operations inside send to it as to any parameter that is looked at by itself."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.shift(net.first(x))
+        hidden = hidden if use == "table" else hidden * net.shift.offset
+        hidden = hidden if use == "function" else hidden + net.shift(net.grid)
+        return activation(net.last(hidden))
+
+    model = Net(forward, first=nn.Linear(D, D), shift=Shift(), last=nn.Linear(D, D))
+    model.register_buffer("grid", torch.randn(P, D))
+    data = (torch.randn(N, P, D),)
+    compare(Problem(model, data, nn.MSELoss(reduction="sum"), torch.randn(N, P, D)))
