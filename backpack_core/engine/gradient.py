@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backpack_core import _torch
+from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import Node
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.operations import (
@@ -101,7 +102,7 @@ class PlainGradient:
         this = weakref.ref(self)
         for candidate in self._judged.values():
             hook = partial(_judge, this, candidate)
-            self._handles.append(_torch.hook_leaf_first(candidate.parameter, hook))
+            self._handles.append(hook_leaf_first(candidate.parameter, hook))
         return inputs_without(self._left, self._survey, self._edges) if self._left else {}
 
     def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:

@@ -23,25 +23,31 @@ class OfWeights:
 
     def __contains__(self, node: Node) -> bool:
         """Whether a tensor is known to be a function of parameters alone."""
+        known = self._known.get(node)
+        if known is not None:
+            return known
         todo = [node]
         while todo:
             this = todo[-1]
             if this in self._known:
                 todo.pop()
                 continue
-            children = [child for child, _ in this.next_functions if child is not None]
-            inner = [child for child in children if not nodes.is_leaf(child)]
             calls = self._calls_at(this)
+            if not (all(map(_knows_its_inputs, calls)) if calls else nodes.is_of_its_operands(this)):
+                self._known[this] = False
+                continue
             if calls:
                 inner = [e.node for call in calls for e in call.edges if e is not None]
-                children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
-            is_known = nodes.is_of_its_operands(this) if not calls else True
-            is_known &= all(map(_knows_its_inputs, calls))
-            is_known &= all(map(self._is_weight, {*children} - {*inner}))
+                leaves = [n for call in calls for n in leaves_given_to(call)]
+            else:
+                children = [child for child, _ in this.next_functions if child is not None]
+                inner = [child for child in children if not nodes.is_leaf(child)]
+                leaves = [child for child in children if nodes.is_leaf(child)]
+            is_known = all(map(self._is_weight, leaves))
             if not is_known or any(self._known.get(child) is False for child in inner):
                 self._known[this] = False
             elif all(child in self._known for child in inner):
-                self._known[this] = bool(children)
+                self._known[this] = bool(inner or leaves)
             else:
                 todo += [child for child in inner if child not in self._known]
         return self._known[node]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from backpack_core._torch import Node
-from backpack_core.record.call import Edge, site_at
+from backpack_core.record.call import calls_at
 
 T = TypeVar("T")
 
@@ -64,8 +64,5 @@ def _finish(start: Node, opened: set[Node], finished: list[Node]) -> None:
 
 def _behind(node: Node) -> Iterator[Node]:
     yield from _children(node)
-    for output_nr in range(len(node._input_metadata)):
-        site = site_at(Edge(node, output_nr))
-        for edge in () if site is None else site.call.edges:
-            if edge is not None:
-                yield edge.node
+    for call in calls_at(node):
+        yield from (edge.node for edge in call.edges if edge is not None)

@@ -7,13 +7,19 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from backpack_core._torch import memories_of, memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.view import View
+
+# What holds no tensors; to ask a type is cheaper than ``isinstance``.
+_PLAIN = frozenset([int, str, bool, type(None), type, frozenset, torch.Size])
+_NOTHING: Mapping[str, Any] = {}
 
 
 def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
@@ -31,21 +37,13 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    # Of inference tensors, torch counts no versions.
-    shown = [tensor for tensor in view.shown() if not tensor.is_inference()]
-    for value in given:
-        if isinstance(value, Tensor):
-            shown.append(value)
-        elif hasattr(value, "__dict__"):
-            for item in vars(value).values():
-                if isinstance(item, Tensor):
-                    shown.append(item)
-                elif isinstance(item, dict):  # results, and what is kept
-                    shown += [part for part in item.values() if isinstance(part, Tensor)]
-    before = [tensor._version for tensor in shown]
+    shown, known = _counted(view)
+    held = [tensor for value in given for tensor in _held(value)]
+    before = [tensor._version for tensor in held]
     result = getattr(plugin, method)(*given)
-    if before != [tensor._version for tensor in shown]:
-        pairs = zip(shown, before, strict=True)
+    after = [tensor._version for tensor in shown]
+    if after != known or before != [tensor._version for tensor in held]:
+        pairs = zip((*shown, *held), (*known, *before), strict=True)
         changed = next(tensor for tensor, version in pairs if tensor._version != version)
         raise PluginCodeError(
             f"{type(plugin).__name__}.{method} changed {_name(changed, view)} in place. What a "
@@ -53,6 +51,40 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
             "(2 * mat in the place of mat.mul_(2))."
         )
     return result
+
+
+def _shown(view: View) -> list[Tensor]:
+    """Every tensor that a rule may come by at a view, of all samples; nobody's to change."""
+    stored, gradient = view.stored, view.full.grad_output
+    taken = () if view.taken is None else view.taken.found.values()
+    tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in stored.owned.values()), *taken)
+    return [*tensors] if gradient is None else [*tensors, gradient]
+
+
+def _counted(view: View) -> tuple[list[Tensor], list[int]]:
+    """Those whose versions torch counts, with what they were at first."""
+    whole = view.full
+    if whole.counted is None or view.taken is not None:  # of which more is shown by and by
+        tensors = [tensor for tensor in _shown(view) if not tensor.is_inference()]
+        whole.counted = tensors, [tensor._version for tensor in tensors]
+    return whole.counted
+
+
+def _held(value: object) -> Iterator[Tensor]:
+    """The tensors that an argument is, or has as its attributes, or in dicts that are its own."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    for item in getattr(value, "__dict__", _NOTHING).values():
+        kind = type(item)
+        if kind in _PLAIN:
+            continue
+        if isinstance(item, dict):  # results, and what is kept
+            for part in item.values():
+                if isinstance(part, Tensor):
+                    yield part
+        elif isinstance(item, Tensor):
+            yield item
 
 
 def _name(tensor: Tensor, view: View) -> str:
@@ -93,7 +125,7 @@ def owned(value: Any, view: View) -> Any:
 def _owned(tensor: Tensor, view: View) -> Tensor:
     taken: set[int] | None = view.kept.get(_TAKEN)
     if taken is None or view.stored.saved:  # of which more was shown since
-        taken = view.kept[_TAKEN] = (taken or set()) | memories_of(view.shown())
+        taken = view.kept[_TAKEN] = (taken or set()) | memories_of(_shown(view))
     gradient = view.full.grad_output
     if gradient is not None:  # earlier columns of the same call came without it
         taken.add(memory_of(gradient))
