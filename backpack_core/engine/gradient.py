@@ -34,6 +34,7 @@ from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import is_round, known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
+from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
@@ -284,16 +285,10 @@ def _can_be_narrowed(survey: Survey, options: Mapping[str, Any], edges: Sequence
     return False
 
 
-def _nodes(edges: Sequence[Edge]) -> list[Node]:
+def _nodes(edges: Sequence[Edge]) -> set[Node]:
     """Every node behind some edges."""
-    todo = [edge.node for edge in edges]
-    seen = dict.fromkeys(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                todo.append(node)
-    return list(seen)
+    starts = {edge.node for edge in edges}
+    return starts | behind(starts)
 
 
 def _judge(this: Any, candidate: _Candidate, gradient: Tensor) -> None:

@@ -13,7 +13,7 @@ from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import OfWeights
-from backpack_core.graph.order import ranks
+from backpack_core.graph.order import ranks, reached
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Edge, Site
 
@@ -74,7 +74,7 @@ class Walk:
             if not self._found.positions[place]:
                 self._before.add(place)
         rank = ranks(*(node for node, _ in start))
-        reached = dict.fromkeys(start)
+        known = {*start}
         by_node: dict[Node, list[int]] = {}
         for node, nr in start:
             by_node.setdefault(node, []).append(nr)
@@ -85,12 +85,12 @@ class Walk:
                 ways = self._ways[place] = list(self._behind(place))
                 for child, position in ways:
                     self._derive(place, child, position)
-                    if child not in reached:
-                        reached[child] = None
+                    if child not in known:
+                        known.add(child)
                         by_node.setdefault(child[0], []).append(child[1])
-        known = -1
-        while known < len(self._found.apart):
-            known = len(self._found.apart)
+        before = -1
+        while before < len(self._found.apart):
+            before = len(self._found.apart)
             for place in reversed(self._order):
                 self._keep_apart(place)
             for place in self._order if self._found.apart else ():
@@ -238,18 +238,19 @@ class Walk:
 
     def _note_beside(self, place: Place) -> None:
         """What is kept apart behind a number that has no samples is no function of any."""
-        todo, seen = [place], {place}
-        while todo:
-            this = todo.pop()
-            site = self._at(this).site
-            if site is not None and this != place:
-                trained = self._survey.trained[site.call]
-                self._found.beside += [(own.parameter, this[0]) for own in trained]
+        found = self._found
+
+        def further(this: Place) -> Iterator[Place]:
             for position, edge in edges_behind(this[0]):
                 child = (edge.node, edge.output_nr)
                 parameter = self._targets.get((this[0], position))
                 if parameter is not None:
-                    self._found.beside.append((parameter, this[0]))
-                elif child in self._found.apart and child not in seen:
-                    seen.add(child)
-                    todo.append(child)
+                    found.beside.append((parameter, this[0]))
+                elif child in found.apart:
+                    yield child
+
+        for this in reached([place], further):
+            site = self._at(this).site
+            if site is not None and this != place:
+                trained = self._survey.trained[site.call]
+                found.beside += [(own.parameter, this[0]) for own in trained]

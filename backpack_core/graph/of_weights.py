@@ -33,7 +33,9 @@ class OfWeights:
                 todo.pop()
                 continue
             calls = self._calls_at(this)
-            if not (all(map(_knows_its_inputs, calls)) if calls else nodes.is_of_its_operands(this)):
+            if not (
+                all(map(_knows_its_inputs, calls)) if calls else nodes.is_of_its_operands(this)
+            ):
                 self._known[this] = False
                 continue
             if calls:

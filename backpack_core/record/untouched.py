@@ -7,7 +7,7 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
         PluginCodeError: A tensor was changed in place.
     """
     shown, known = _counted(view)
-    held = [tensor for value in given for tensor in _held(value)]
+    held = _held(given)
     before = [tensor._version for tensor in held]
     result = getattr(plugin, method)(*given)
     after = [tensor._version for tensor in shown]
@@ -70,21 +70,21 @@ def _counted(view: View) -> tuple[list[Tensor], list[int]]:
     return whole.counted
 
 
-def _held(value: object) -> Iterator[Tensor]:
-    """The tensors that an argument is, or has as its attributes, or in dicts that are its own."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    for item in getattr(value, "__dict__", _NOTHING).values():
-        kind = type(item)
-        if kind in _PLAIN:
+def _held(given: Iterable[object]) -> list[Tensor]:
+    """The tensors that arguments are, or have as their attributes, or in dicts that are theirs."""
+    found = []
+    for value in given:
+        if isinstance(value, Tensor):
+            found.append(value)
             continue
-        if isinstance(item, dict):  # results, and what is kept
-            for part in item.values():
-                if isinstance(part, Tensor):
-                    yield part
-        elif isinstance(item, Tensor):
-            yield item
+        for item in getattr(value, "__dict__", _NOTHING).values():
+            if type(item) in _PLAIN:
+                continue
+            if isinstance(item, dict):  # results, and what is kept
+                found += [part for part in item.values() if isinstance(part, Tensor)]
+            elif isinstance(item, Tensor):
+                found.append(item)
+    return found
 
 
 def _name(tensor: Tensor, view: View) -> str:
