@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -144,11 +144,6 @@ def memory_of(tensor: Tensor) -> int:
     """What tells the memory of one tensor from that of another; views share it."""
     found: int = tensor.untyped_storage()._cdata
     return found
-
-
-def memories_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The same for several."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

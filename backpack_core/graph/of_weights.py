@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
+from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge
 
@@ -32,24 +33,18 @@ class OfWeights:
             if this in self._known:
                 todo.pop()
                 continue
-            calls = self._calls_at(this)
-            if not (
-                all(map(_knows_its_inputs, calls)) if calls else nodes.is_of_its_operands(this)
-            ):
-                self._known[this] = False
-                continue
+            children, calls = children_of(this), self._calls_at(this)
+            inner = [child for child in children if not nodes.is_leaf(child)]
             if calls:
                 inner = [e.node for call in calls for e in call.edges if e is not None]
-                leaves = [n for call in calls for n in leaves_given_to(call)]
-            else:
-                children = [child for child, _ in this.next_functions if child is not None]
-                inner = [child for child in children if not nodes.is_leaf(child)]
-                leaves = [child for child in children if nodes.is_leaf(child)]
-            is_known = all(map(self._is_weight, leaves))
+                children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
+            is_known = bool(calls) or nodes.is_of_its_operands(this)
+            is_known = is_known and all(map(_knows_its_inputs, calls))
+            is_known = is_known and all(map(self._is_weight, {*children} - {*inner}))
             if not is_known or any(self._known.get(child) is False for child in inner):
                 self._known[this] = False
             elif all(child in self._known for child in inner):
-                self._known[this] = bool(inner or leaves)
+                self._known[this] = bool(children)
             else:
                 todo += [child for child in inner if child not in self._known]
         return self._known[node]

@@ -25,11 +25,12 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
     """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
-    first = [child for node in starts if node is not None for child in _children(node)]
-    return set(reached(first, _children))
+    first = [child for node in starts if node is not None for child in children_of(node)]
+    return set(reached(first, children_of))
 
 
-def _children(node: Node) -> list[Node]:
+def children_of(node: Node) -> list[Node]:
+    """What a node sends gradients to."""
     return [child for child, _ in node.next_functions if child is not None]
 
 
@@ -63,6 +64,6 @@ def _finish(start: Node, opened: set[Node], finished: list[Node]) -> None:
 
 
 def _behind(node: Node) -> Iterator[Node]:
-    yield from _children(node)
+    yield from children_of(node)
     for call in calls_at(node):
         yield from (edge.node for edge in call.edges if edge is not None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import memories_of, memory_of
+from backpack_core._torch import memory_of
 
 OWNER_ATTRIBUTE = "_backpack_owner"
 
@@ -68,7 +68,7 @@ class Owner:
         """
         axis = self.axes.get("", 0)
         received = [t for t in tensors if t.dim() > axis]
-        run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
+        run = Run(tuple([t.shape[axis] for t in received]), frozenset(map(memory_of, received)))
         self._running.setdefault(threading.get_ident(), []).append(run)
         _local.models = getattr(_local, "models", 0) + 1
 

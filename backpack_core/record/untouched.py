@@ -7,19 +7,18 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import memories_of, memory_of
+from backpack_core._torch import memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.view import View
 
 # What holds no tensors; to ask a type is cheaper than ``isinstance``.
 _PLAIN = frozenset([int, str, bool, type(None), type, frozenset, torch.Size])
-_NOTHING: Mapping[str, Any] = {}
 
 
 def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
@@ -37,7 +36,7 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    shown, known = _counted(view)
+    shown, known = view.counted or _counted(view)
     held = _held(given)
     before = [tensor._version for tensor in held]
     result = getattr(plugin, method)(*given)
@@ -63,11 +62,11 @@ def _shown(view: View) -> list[Tensor]:
 
 def _counted(view: View) -> tuple[list[Tensor], list[int]]:
     """Those whose versions torch counts, with what they were at first."""
-    whole = view.full
-    if whole.counted is None or view.taken is not None:  # of which more is shown by and by
-        tensors = [tensor for tensor in _shown(view) if not tensor.is_inference()]
-        whole.counted = tensors, [tensor._version for tensor in tensors]
-    return whole.counted
+    tensors = [tensor for tensor in _shown(view) if not tensor.is_inference()]
+    found = tensors, [tensor._version for tensor in tensors]
+    if view.taken is None:  # of which more is shown by and by
+        view.counted = found
+    return found
 
 
 def _held(given: Iterable[object]) -> list[Tensor]:
@@ -77,7 +76,7 @@ def _held(given: Iterable[object]) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value)
             continue
-        for item in getattr(value, "__dict__", _NOTHING).values():
+        for item in getattr(value, "__dict__", {}).values():
             if type(item) in _PLAIN:
                 continue
             if isinstance(item, dict):  # results, and what is kept
@@ -125,7 +124,7 @@ def owned(value: Any, view: View) -> Any:
 def _owned(tensor: Tensor, view: View) -> Tensor:
     taken: set[int] | None = view.kept.get(_TAKEN)
     if taken is None or view.stored.saved:  # of which more was shown since
-        taken = view.kept[_TAKEN] = (taken or set()) | memories_of(_shown(view))
+        taken = view.kept[_TAKEN] = (taken or set()) | set(map(memory_of, _shown(view)))
     gradient = view.full.grad_output
     if gradient is not None:  # earlier columns of the same call came without it
         taken.add(memory_of(gradient))
