@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -67,12 +67,21 @@ def unpacking_again(node: Node) -> Iterator[None]:
 
     The checkpoint runs its function at the first time. That is now, and not under vmap.
     """
+    if not _Holder.is_used:
+        yield
+        return
+    with _again():
+        for name in _saved_by(type(node)):
+            with suppress(RuntimeError):  # it was freed: what asks for it says so
+                getattr(node, name)
+        yield
+
+
+@contextmanager
+def _again() -> Iterator[None]:
     before = getattr(_unpacking, "again", False)
     _unpacking.again = True
     try:
-        for name in _saved_by(type(node)) if _Holder.is_used else ():
-            with suppress(RuntimeError):  # it was freed: what asks for it says so
-                getattr(node, name)
         yield
     finally:
         _unpacking.again = before
@@ -187,12 +196,8 @@ def unpack(saved: SavedTensor) -> Tensor:
 
     Hooks, and what checkpoints compute again, run outside of transforms of ``torch.func``.
     """
-    before = getattr(_unpacking, "again", False)
-    _unpacking.again = True
-    try:
-        if peek_transform() is None:
-            return saved.unpack()
-        with temporarily_clear_interpreter_stack():
-            return saved.unpack()
-    finally:
-        _unpacking.again = before
+    with (
+        _again(),
+        nullcontext() if peek_transform() is None else temporarily_clear_interpreter_stack(),
+    ):
+        return saved.unpack()

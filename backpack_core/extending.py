@@ -9,11 +9,8 @@ from typing import TypeVar
 from torch.nn import Module
 
 from backpack_core._checkpoints import let_checkpoints_give_again
-from backpack_core._torch import (
-    MODEL_KEY,
-    ModuleHooks,
-    parametrizations_of,
-)
+from backpack_core._hooks import MODEL_KEY, ModuleHooks
+from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
 from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -63,12 +63,14 @@ class Profile:
         Returns:
             What it returns.
         """
-        found = self._known.setdefault((module, kind, way), [0, 0.0, 0])
-        label = f"backpack: {kind.__name__} at {_path(module)}" if profiler_runs() else ""
+        found = self._known.get((module, kind, way))
+        if found is None:
+            found = self._known[module, kind, way] = [0, 0.0, 0]
+        if profiler_runs():
+            function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
         begin = time.perf_counter()
         try:
-            with torch.profiler.record_function(label) if label else nullcontext():
-                result = function()
+            result = function()
         finally:
             found[0] += 1
             found[1] += time.perf_counter() - begin
@@ -89,6 +91,11 @@ class Profile:
                 yield Row(_path(module), kind.__name__, way, calls, seconds, size)
         if visits:
             yield Row("all modules", *CHECKS, visits, took, 0)
+
+
+def _labelled(label: str, function: Callable[[], T]) -> T:
+    with torch.profiler.record_function(label):
+        return function()
 
 
 def _path(module: Module | None) -> str:

@@ -8,7 +8,6 @@ hooks are globals of this file, so that extended modules can be copied and pickl
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import ModuleHooks, Node, cached_tensor, parametrizations_of, version_of
+from backpack_core._hooks import ModuleHooks, hook_first
+from backpack_core._torch import Node, cached_tensor, parametrizations_of, version_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
@@ -44,9 +44,8 @@ from backpack_core.record.state import (
     states_inside,
     tensors_of,
 )
-from backpack_core.record.structure import iter_tensors, map_tensors, tensors_in
+from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_off, is_recording
-from backpack_core.remember import remembered
 
 
 class _Hook:
@@ -198,19 +197,6 @@ def _forget_interrupted(module: Module, known: list[Execution]) -> None:
         known.remove(stale)
 
 
-def in_order(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in the order in which ``forward`` declares them."""
-    kind: Any = type(module)
-    order = _parameter_names(kind)
-    return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
-
-
-@remembered
-def _parameter_names(kind: type[Module]) -> dict[str, int]:
-    names = inspect.signature(kind.forward).parameters
-    return {name: position for position, name in enumerate(names)}
-
-
 def _record(
     module: Module,
     args: tuple[Any, ...],
@@ -297,7 +283,7 @@ def _attach(call: Call, index: int, output: Tensor, node: Node) -> None:
     output_nr = output.output_nr
     attach(call, index, node, output_nr)
     hook = OutputHook(call, index, output_nr)
-    hook.hooks = weakref.ref(_torch.hook_first(output, node, hook))
+    hook.hooks = weakref.ref(hook_first(output, node, hook))
 
 
 def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution) -> None:

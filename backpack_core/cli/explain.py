@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import ModuleHooks
+from backpack_core._hooks import ModuleHooks
 from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
 from backpack_core.contract.extension import Extension

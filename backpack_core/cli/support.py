@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core import plugins
-from backpack_core._torch import ModuleHooks
+from backpack_core._hooks import ModuleHooks
 from backpack_core.cli import output
 from backpack_core.context import backpack
 from backpack_core.contract.affine import AffineProduct

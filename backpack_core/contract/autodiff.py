@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
+from backpack_core._hooks import ModuleHooks
 from backpack_core._torch import (
-    ModuleHooks,
     is_symbolic,
     parametrized,
     quiet_vmap,

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backpack_core import _torch
+from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import Node
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.operations import (
@@ -33,6 +34,7 @@ from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import is_round, known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
+from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
@@ -101,7 +103,7 @@ class PlainGradient:
         this = weakref.ref(self)
         for candidate in self._judged.values():
             hook = partial(_judge, this, candidate)
-            self._handles.append(_torch.hook_leaf_first(candidate.parameter, hook))
+            self._handles.append(hook_leaf_first(candidate.parameter, hook))
         return inputs_without(self._left, self._survey, self._edges) if self._left else {}
 
     def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:
@@ -283,16 +285,10 @@ def _can_be_narrowed(survey: Survey, options: Mapping[str, Any], edges: Sequence
     return False
 
 
-def _nodes(edges: Sequence[Edge]) -> list[Node]:
+def _nodes(edges: Sequence[Edge]) -> set[Node]:
     """Every node behind some edges."""
-    todo = [edge.node for edge in edges]
-    seen = dict.fromkeys(todo)
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in seen:
-                seen[node] = None
-                todo.append(node)
-    return list(seen)
+    starts = {edge.node for edge in edges}
+    return starts | behind(starts)
 
 
 def _judge(this: Any, candidate: _Candidate, gradient: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from backpack_core import _torch
+from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.engine.active import Context, current
 from backpack_core.engine.backward import BackwardPass
@@ -49,7 +50,7 @@ class OutputHook:
         # tensor, and then on its node: a hook that is put there now runs last.
         others = []
         if hooks is not None and len(hooks) > 1:
-            others = [hook for key, hook in hooks.items() if key != _torch.KEY]
+            others = [hook for key, hook in hooks.items() if key != KEY]
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import ModuleHooks, Node
+from backpack_core._hooks import ModuleHooks
+from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group

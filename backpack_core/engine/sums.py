@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import graph_task_id, hook_leaf_first, metadata_of
+from backpack_core._hooks import hook_leaf_first
+from backpack_core._torch import graph_task_id, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.contract.operations import batch_sum

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
@@ -11,9 +13,25 @@ from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import OfWeights
-from backpack_core.graph.order import ranks
+from backpack_core.graph.order import ranks, reached
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Edge
+from backpack_core.record.call import Edge, Site
+
+
+class _Here(NamedTuple):
+    """What stands at a place.
+
+    Attributes:
+        site: The call that is recorded there.
+        is_call: Whether that is stepped over, and not gone through by nodes.
+        operation: The operation; empty where a call is stepped over, or nothing is known.
+        shape: The shape of the tensor.
+    """
+
+    site: Site | None
+    is_call: bool
+    operation: str
+    shape: torch.Size
 
 
 class Walk:
@@ -43,18 +61,20 @@ class Walk:
         self._of_tables = OfWeights(survey, tables)
         self._targets = targets
         self._picked: set[Place] = set()
+        self._known: dict[Place, _Here] = {}
+        self._ways: dict[Place, list[tuple[Place, int]]] = {}
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in what is found."""
         self._found.beside.clear()
         start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
         for place in start:
-            size = nodes.shape_of(*place)[:1]
+            size = self._at(place).shape[:1]
             self._found.positions[place] = int(size == (self._size,))
             if not self._found.positions[place]:
                 self._before.add(place)
         rank = ranks(*(node for node, _ in start))
-        reached = dict.fromkeys(start)
+        known = {*start}
         by_node: dict[Node, list[int]] = {}
         for node, nr in start:
             by_node.setdefault(node, []).append(nr)
@@ -62,28 +82,38 @@ class Walk:
             for nr in by_node.get(node, ()):
                 place = (node, nr)
                 self._order.append(place)
-                for child, position in self._behind(place):
+                ways = self._ways[place] = list(self._behind(place))
+                for child, position in ways:
                     self._derive(place, child, position)
-                    if child not in reached:
-                        reached[child] = None
+                    if child not in known:
+                        known.add(child)
                         by_node.setdefault(child[0], []).append(child[1])
-        known = -1
-        while known < len(self._found.apart):
-            known = len(self._found.apart)
+        before = -1
+        while before < len(self._found.apart):
+            before = len(self._found.apart)
             for place in reversed(self._order):
                 self._keep_apart(place)
             for place in self._order if self._found.apart else ():
                 self._stay_apart(place)
 
+    def _at(self, place: Place) -> _Here:
+        """What stands at a place: the graph stays as it is as long as it is walked through."""
+        here = self._known.get(place)
+        if here is None:
+            site = self._survey.site_at(Edge(*place))
+            is_call = site is not None and not self._survey.goes_inside(site.call)
+            operation = "" if is_call else nodes.operation_of(place[0])
+            here = self._known[place] = _Here(site, is_call, operation, nodes.shape_of(*place))
+        return here
+
     def _behind(self, place: Place) -> Iterator[tuple[Place, int]]:
         """Where what arrives goes on to, and by which way out of the node."""
-        node, nr = place
-        site = self._survey.site_at(Edge(node, nr))
-        if site is not None and not self._survey.goes_inside(site.call):
-            edges = site.call.edges
+        here = self._at(place)
+        if here.site is not None and here.is_call:
+            edges = here.site.call.edges
             yield from (((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None)
             return
-        for position, edge in edges_behind(node):
+        for position, edge in edges_behind(place[0]):
             place = (edge.node, edge.output_nr)
             if place not in self._survey.beside and not nodes.is_leaf(edge.node):
                 yield place, position
@@ -95,9 +125,9 @@ class Walk:
         found = self._found.positions
         if found.get(child):
             return
-        shape = nodes.shape_of(*child)
+        shape = self._at(child).shape
         is_before = place in self._before
-        above = self._survey.site_at(Edge(*place))
+        above = self._at(place).site
         if above is not None and above.call.rule.is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
         elif self._is_picked(place, child, position):
@@ -121,35 +151,29 @@ class Walk:
         if found[child]:
             self._before.discard(child)
 
-    def _operation(self, place: Place) -> str:
-        """The operation at a place; empty where a call is stepped over, or nothing is known."""
-        site = self._survey.site_at(Edge(*place))
-        is_node = site is None or self._survey.goes_inside(site.call)
-        return nodes.operation_of(place[0]) if is_node else ""
-
     def _is_picked(self, place: Place, child: Place, position: int) -> bool:
         """Whether entries of axis 0 are handed out, as tokens to experts, however many they are."""
-        operation = self._operation(place)
+        operation = self._at(place).operation
         if place not in self._picked or operation in nodes.GATHERS:
             return operation in nodes.SCATTERS and position == 1
-        return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
+        return self._at(place).shape[:1] == self._at(child).shape[:1]
 
     def _is_table(self, place: Place, child: Place, position: int) -> bool:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""
         if child[0] not in self._of_tables:
             return False
-        operation = self._operation(place)
-        if operation in nodes.GATHERS or nodes.TURNS & {operation, self._operation(child)}:
+        operation = self._at(place).operation
+        if operation in nodes.GATHERS or nodes.TURNS & {operation, self._at(child).operation}:
             return True
         if not self._found.positions.get(place):
             return True
-        is_longer = len(nodes.shape_of(*place)) > len(nodes.shape_of(*child))
+        is_longer = len(self._at(place).shape) > len(self._at(child).shape)
         return is_longer and not (operation and nodes.keeps_rows(*place, position))
 
     def _is_certain(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0, as long as the batch, holds the samples as far as is known."""
-        if self._survey.is_declared and is_doubtful(nodes.shape_of(*child), self._size):
-            site = self._survey.site_at(Edge(*child))
+        if self._survey.is_declared and is_doubtful(self._at(child).shape, self._size):
+            site = self._at(child).site
             is_first = site is not None and not declared_axis(site.call)
             known = self._found.positions.get(place) and self._keeps_rows(place, child, position)
             return is_first or bool(known)
@@ -157,17 +181,17 @@ class Walk:
 
     def _is_other(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        operation = self._operation(place)
-        is_broadcast = len(nodes.shape_of(*child)) < len(nodes.shape_of(*place))
+        operation = self._at(place).operation
+        is_broadcast = len(self._at(child).shape) < len(self._at(place).shape)
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
         if not operation or place in self._before:
             return False
         has_samples = bool(self._found.positions[place])
         if nodes.keeps_rows(*place, position):
-            return not has_samples and nodes.shape_of(*place)[:1] == (self._size,)
+            return not has_samples and self._at(place).shape[:1] == (self._size,)
         if operation in nodes.SELECTIONS:  # of one sample, or with all of them?
-            return any(length % self._size == 0 for length in nodes.shape_of(*place))
+            return any(length % self._size == 0 for length in self._at(place).shape)
         return has_samples and operation in nodes.TURNS
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
@@ -176,9 +200,8 @@ class Walk:
             return not self._survey.is_declared or self._size == 1
         if not self._found.positions.get(place):
             return False
-        site = self._survey.site_at(Edge(*place))
-        if site is not None and not self._survey.goes_inside(site.call):
-            return nodes.shape_of(*place)[:1] == nodes.shape_of(*child)[:1]
+        if self._at(place).is_call:
+            return self._at(place).shape[:1] == self._at(child).shape[:1]
         return nodes.keeps_rows(*place, position)
 
     # Upwards -----------------------------------------------------------------------------------
@@ -186,10 +209,9 @@ class Walk:
     def _keep_apart(self, place: Place) -> None:
         """Whether samples have to be told apart at a place that has none, for what is behind."""
         found, survey = self._found, self._survey
-        node, nr = place
-        site = survey.site_at(Edge(node, nr))
-        needs = any(child in found.apart for child, _ in self._behind(place))
-        if site is None or survey.goes_inside(site.call):
+        node, (site, is_call, *_) = place[0], self._at(place)
+        needs = any(child in found.apart for child, _ in self._ways[place])
+        if self._targets and not is_call:
             for position, edge in edges_behind(node):
                 parameter = self._targets.get((node, position))
                 if parameter is not None:
@@ -204,7 +226,7 @@ class Walk:
         if not needs:
             return
         if found.positions[place]:
-            if site is None or survey.goes_inside(site.call):  # else the call sees to it
+            if not is_call:  # else the call sees to it
                 found.starts[node] = None
         elif place not in self._before:
             found.apart.add(place)
@@ -215,23 +237,24 @@ class Walk:
         """What is kept apart stays so as far as the next samples, where it is seen to fit."""
         found = self._found
         if place in found.apart:
-            children = (child for child, _ in self._behind(place))
+            children = (child for child, _ in self._ways[place])
             found.apart.update(child for child in children if not found.positions[child])
 
     def _note_beside(self, place: Place) -> None:
         """What is kept apart behind a number that has no samples is no function of any."""
-        todo, seen = [place], {place}
-        while todo:
-            this = todo.pop()
-            site = self._survey.site_at(Edge(*this))
-            if site is not None and this != place:
-                trained = self._survey.trained[site.call]
-                self._found.beside += [(own.parameter, this[0]) for own in trained]
+        found = self._found
+
+        def further(this: Place) -> Iterator[Place]:
             for position, edge in edges_behind(this[0]):
                 child = (edge.node, edge.output_nr)
                 parameter = self._targets.get((this[0], position))
                 if parameter is not None:
-                    self._found.beside.append((parameter, this[0]))
-                elif child in self._found.apart and child not in seen:
-                    seen.add(child)
-                    todo.append(child)
+                    found.beside.append((parameter, this[0]))
+                elif child in found.apart:
+                    yield child
+
+        for this in reached([place], further):
+            site = self._at(this).site
+            if site is not None and this != place:
+                trained = self._survey.trained[site.call]
+                found.beside += [(own.parameter, this[0]) for own in trained]

@@ -227,7 +227,7 @@ def is_linear(node: Node) -> bool:
     Leaves (parameters) are constants here.
     """
     # By its type: a Python function may have any name, and nothing is known of it.
-    operation = operations().get(type(node), "")
+    operation = operation_of(node)
     if operation in LINEAR or hands_on(node):
         return True
     edges = node.next_functions

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
+from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge
 
@@ -23,21 +24,23 @@ class OfWeights:
 
     def __contains__(self, node: Node) -> bool:
         """Whether a tensor is known to be a function of parameters alone."""
+        known = self._known.get(node)
+        if known is not None:
+            return known
         todo = [node]
         while todo:
             this = todo[-1]
             if this in self._known:
                 todo.pop()
                 continue
-            children = [child for child, _ in this.next_functions if child is not None]
+            children, calls = children_of(this), self._calls_at(this)
             inner = [child for child in children if not nodes.is_leaf(child)]
-            calls = self._calls_at(this)
             if calls:
                 inner = [e.node for call in calls for e in call.edges if e is not None]
                 children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
-            is_known = nodes.is_of_its_operands(this) if not calls else True
-            is_known &= all(map(_knows_its_inputs, calls))
-            is_known &= all(map(self._is_weight, {*children} - {*inner}))
+            is_known = bool(calls) or nodes.is_of_its_operands(this)
+            is_known = is_known and all(map(_knows_its_inputs, calls))
+            is_known = is_known and all(map(self._is_weight, {*children} - {*inner}))
             if not is_known or any(self._known.get(child) is False for child in inner):
                 self._known[this] = False
             elif all(child in self._known for child in inner):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from backpack_core._torch import Node
-from backpack_core.record.call import Edge, site_at
+from backpack_core.record.call import calls_at
 
 T = TypeVar("T")
 
@@ -25,11 +25,12 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
     """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
-    first = [child for node in starts if node is not None for child in _children(node)]
-    return set(reached(first, _children))
+    first = [child for node in starts if node is not None for child in children_of(node)]
+    return set(reached(first, children_of))
 
 
-def _children(node: Node) -> list[Node]:
+def children_of(node: Node) -> list[Node]:
+    """What a node sends gradients to."""
     return [child for child, _ in node.next_functions if child is not None]
 
 
@@ -63,9 +64,6 @@ def _finish(start: Node, opened: set[Node], finished: list[Node]) -> None:
 
 
 def _behind(node: Node) -> Iterator[Node]:
-    yield from _children(node)
-    for output_nr in range(len(node._input_metadata)):
-        site = site_at(Edge(node, output_nr))
-        for edge in () if site is None else site.call.edges:
-            if edge is not None:
-                yield edge.node
+    yield from children_of(node)
+    for call in calls_at(node):
+        yield from (edge.node for edge in call.edges if edge is not None)

@@ -282,6 +282,12 @@ def has_site(node: Node, output_nr: int) -> bool:
     return table is not None and output_nr in table
 
 
+def calls_at(node: Node) -> list[Call]:
+    """The calls that are recorded on the outputs of a node."""
+    table: Any = node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    return [call for call, _ in table.values()] if table else []
+
+
 def site_at(edge: Edge) -> Site | None:
     """The call whose output an edge stands for; ``None`` where it is a node between calls."""
     node, output_nr, level = edge

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import memories_of, memory_of, running_calls
+from backpack_core._torch import memory_of, running_calls
 from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE = "_backpack_owner"
@@ -94,7 +94,7 @@ class Owner:
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
                 )
-            run = Run(tuple([t.shape[axis] for t in received]), frozenset(memories_of(received)))
+            run = Run(tuple([t.shape[axis] for t in received]), frozenset(map(memory_of, received)))
         _still_running().append((self, run))
 
     def end(self) -> None:

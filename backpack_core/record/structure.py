@@ -5,6 +5,7 @@ They are looked for in nested tuples, lists, dicts, dataclasses, and distributio
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.nn import Module
+
+from backpack_core.remember import remembered
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -69,6 +73,19 @@ def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, .
     if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # nearly always
         return args
     return (*iter_tensors(args), *iter_tensors(kwargs))
+
+
+def in_order(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order in which ``forward`` declares them."""
+    kind: Any = type(module)
+    order = _parameter_names(kind)
+    return dict(sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+@remembered
+def _parameter_names(kind: type[Module]) -> dict[str, int]:
+    names = inspect.signature(kind.forward).parameters
+    return {name: position for position, name in enumerate(names)}
 
 
 def as_index(indices: tuple[int, ...], device: torch.device) -> Any:

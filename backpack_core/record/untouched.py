@@ -7,13 +7,18 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from backpack_core._torch import memories_of, memory_of
+from backpack_core._torch import memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.view import View
+
+# What holds no tensors; to ask a type is cheaper than ``isinstance``.
+_PLAIN = frozenset([int, str, bool, type(None), type, frozenset, torch.Size])
 
 
 def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
@@ -31,21 +36,13 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    # Of inference tensors, torch counts no versions.
-    shown = [tensor for tensor in view.shown() if not tensor.is_inference()]
-    for value in given:
-        if isinstance(value, Tensor):
-            shown.append(value)
-        elif hasattr(value, "__dict__"):
-            for item in vars(value).values():
-                if isinstance(item, Tensor):
-                    shown.append(item)
-                elif isinstance(item, dict):  # results, and what is kept
-                    shown += [part for part in item.values() if isinstance(part, Tensor)]
-    before = [tensor._version for tensor in shown]
+    shown, known = view.counted or _counted(view)
+    held = _held(given)
+    before = [tensor._version for tensor in held]
     result = getattr(plugin, method)(*given)
-    if before != [tensor._version for tensor in shown]:
-        pairs = zip(shown, before, strict=True)
+    after = [tensor._version for tensor in shown]
+    if after != known or before != [tensor._version for tensor in held]:
+        pairs = zip((*shown, *held), (*known, *before), strict=True)
         changed = next(tensor for tensor, version in pairs if tensor._version != version)
         raise PluginCodeError(
             f"{type(plugin).__name__}.{method} changed {_name(changed, view)} in place. What a "
@@ -53,6 +50,40 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
             "(2 * mat in the place of mat.mul_(2))."
         )
     return result
+
+
+def _shown(view: View) -> list[Tensor]:
+    """Every tensor that a rule may come by at a view, of all samples; nobody's to change."""
+    stored, gradient = view.stored, view.full.grad_output
+    taken = () if view.taken is None else view.taken.found.values()
+    tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in stored.owned.values()), *taken)
+    return [*tensors] if gradient is None else [*tensors, gradient]
+
+
+def _counted(view: View) -> tuple[list[Tensor], list[int]]:
+    """Those whose versions torch counts, with what they were at first."""
+    tensors = [tensor for tensor in _shown(view) if not tensor.is_inference()]
+    found = tensors, [tensor._version for tensor in tensors]
+    if view.taken is None:  # of which more is shown by and by
+        view.counted = found
+    return found
+
+
+def _held(given: Iterable[object]) -> list[Tensor]:
+    """The tensors that arguments are, or have as their attributes, or in dicts that are theirs."""
+    found = []
+    for value in given:
+        if isinstance(value, Tensor):
+            found.append(value)
+            continue
+        for item in getattr(value, "__dict__", {}).values():
+            if type(item) in _PLAIN:
+                continue
+            if isinstance(item, dict):  # results, and what is kept
+                found += [part for part in item.values() if isinstance(part, Tensor)]
+            elif isinstance(item, Tensor):
+                found.append(item)
+    return found
 
 
 def _name(tensor: Tensor, view: View) -> str:
@@ -93,7 +124,7 @@ def owned(value: Any, view: View) -> Any:
 def _owned(tensor: Tensor, view: View) -> Tensor:
     taken: set[int] | None = view.kept.get(_TAKEN)
     if taken is None or view.stored.saved:  # of which more was shown since
-        taken = view.kept[_TAKEN] = (taken or set()) | memories_of(view.shown())
+        taken = view.kept[_TAKEN] = (taken or set()) | set(map(memory_of, _shown(view)))
     gradient = view.full.grad_output
     if gradient is not None:  # earlier columns of the same call came without it
         taken.add(memory_of(gradient))

@@ -46,11 +46,12 @@ class View:
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them: for shapes and flags;
             their numbers are in :attr:`values`.
+        counted: Of what is shown, the tensors whose versions torch counts, and these, as they were
+            when they were first asked for; see ``untouched.py``.
         taken: What hooks on saved tensors took of them; ``None`` without such hooks.
     """
 
     __slots__ = (
-        "_all",
         "_columns",
         "_module",
         "_pick",
@@ -58,6 +59,7 @@ class View:
         "_whole",
         "axis",
         "call",
+        "counted",
         "dtype",
         "grad_output",
         "index",
@@ -91,7 +93,7 @@ class View:
         self.is_reached = True
         self.positions = positions
         self._whole: View | None = None
-        self._all: list[Tensor] = []
+        self.counted: tuple[list[Tensor], list[int]] | None = None
         self.taken = Taken(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
@@ -149,15 +151,6 @@ class View:
                 "derivatives would be computed with other values. Call backward() first."
             )
         return tensor
-
-    def shown(self) -> list[Tensor]:
-        """Every tensor that a rule may come by here, of all samples; nobody's to change."""
-        whole = self._whole or self
-        if not whole._all:
-            stored, owned = whole.stored, whole.stored.owned.values()
-            tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in owned), whole.grad_output)
-            whole._all = [tensor for tensor in tensors if tensor is not None]
-        return whole._all if self.taken is None else [*whole._all, *self.taken.found.values()]
 
     # What it received and returned ---------------------------------------------------------------
 

@@ -18,10 +18,9 @@ from torch.nn import Module
 from backpack_core.contract.rules import LayerRule
 from backpack_core.extending import extend
 from backpack_core.record.call import edge_of, site_at
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.structure import in_order, iter_tensors, map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
-from backpack_core.recording import in_order
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
 from backpack_core.testing.compare import require

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from backpack_core._torch import ModuleHooks
+from backpack_core._hooks import ModuleHooks
 from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule

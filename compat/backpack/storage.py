@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import CTX, ExtendedHandle
-from backpack_core._torch import ModuleHooks
+from backpack_core._hooks import ModuleHooks
 from backpack_core.engine.active import current
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.switch import is_disabled

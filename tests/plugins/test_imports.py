@@ -62,16 +62,17 @@ def test_sources_import_no_plugin(package: str) -> None:
 
 
 # Where torch's private interface is used.
-PRIVATE_OF_TORCH = {"_torch", "_checkpoints"}
+PRIVATE_OF_TORCH = {"_torch", "_checkpoints", "_hooks"}
 
 # What each room of the core may import, besides torch.
 BELOW = {
-    "record": {"_torch", "_checkpoints", "errors"},
+    "record": {"_torch", "_checkpoints", "errors", "remember"},
     "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
-    "contract": {"_torch", "errors", "record", "graph", "tuning", "values", "remember"},
+    "contract": {"_torch", "_hooks", "errors", "record", "graph", "tuning", "values", "remember"},
     "plugins": {"_torch", "errors", "record", "contract"},
     "engine": {
         "_torch",
+        "_hooks",
         "errors",
         "record",
         "graph",

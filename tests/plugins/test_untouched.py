@@ -90,6 +90,37 @@ def test_a_rule(method: str) -> None:
     assert "return a new tensor" in str(caught.value)
 
 
+def test_the_method_that_did_it_is_named_though_others_were_asked_before() -> None:
+    """What is shown is looked at once in a visit; a change shows behind the call that made it."""
+
+    class Late(FirstOrderExtension):
+        savefield = "late"
+
+        def read(self, product: Any) -> Any:
+            if product.name == "weight" and type(product.module) is nn.Linear:
+                product.module.bias.data.mul_(2)
+                product.like.mul_(2)
+            return dense(product).sum()
+
+    with pytest.raises(PluginCodeError, match=r"Late\.read changed the gradient .* Linear '0'"):
+        run(Late(), GainRule)
+
+
+def test_a_result_in_the_memory_of_an_input() -> None:
+    class Input(FirstOrderExtension):
+        savefield = "received"
+
+        def read(self, product: Any) -> Any:
+            return product.inp.squeeze() if product.name == "weight" else product.like
+
+    model, x = extend(nn.Linear(3, 3)), torch.randn(4, 3)
+    loss = model(x).square().sum()
+    with backpack(Input(), check="never"):
+        loss.backward()
+    assert model.weight.received.data_ptr() != x.data_ptr()
+    torch.testing.assert_close(model.weight.received, x)
+
+
 @dataclass(frozen=True)
 class Restless(LossSqrt):
     def propagate(self, rule: Any, view: Any, quantity: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Where our hooks stand among those of others: torch's tables of hooks. Imports ``_torch`` only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+
+from backpack_core._torch import Node
+
+# Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
+# given out again to a module that was pickled.
+KEY = -1
+# The same among hooks of all modules, which share a table of options with those of one.
+GLOBAL_KEY = -2
+# Among those of a module that was extended as a whole.
+MODEL_KEY = -3
+
+
+def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
+    """Put a tensor hook on a tensor, before all others, and return the table of its hooks.
+
+    Args:
+        output: The tensor.
+        node: Its ``grad_fn``.
+        hook: Called with the gradient.
+    """
+    table: Any = output._backward_hooks
+    if table is None:
+        # What Tensor.register_hook does, without its checks: that takes a third of the time.
+        table = output._backward_hooks = OrderedDict()
+        node._register_hook_dict(output)
+    table[KEY] = hook
+    if len(table) > 1:
+        _move_first(table, KEY)
+    found: OrderedDict[int, Any] = table
+    return found
+
+
+def hook_leaf_first(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Put a tensor hook on a leaf, before all others; returns what removes it."""
+    handle = leaf.register_hook(hook)
+    table: Any = leaf._backward_hooks
+    _move_first(table, handle.id)
+    return handle
+
+
+def _move_first(table: OrderedDict[int, Any], key: int) -> None:
+    """Autograd reads the table as a plain dict, to which ``move_to_end`` makes no difference."""
+    others = [(other, hook) for other, hook in table.items() if other != key]
+    hook = table[key]
+    table.clear()
+    table[key] = hook
+    table.update(others)
+
+
+class ModuleHooks:
+    """Our two hooks among those of a module: plain functions, first of their kind, always called.
+
+    What they do is what ``register_forward_pre_hook(..., with_kwargs=True)`` and
+    ``register_forward_hook(..., with_kwargs=True, always_call=True)`` do, under a key of ours.
+    """
+
+    @staticmethod
+    def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
+        """Put them in."""
+        module._forward_pre_hooks[key] = before
+        module._forward_pre_hooks_with_kwargs[key] = True
+        module._forward_hooks[key] = after
+        module._forward_hooks_with_kwargs[key] = True
+        module._forward_hooks_always_called[key] = True
+
+    @staticmethod
+    def remove(module: Module, key: Any = KEY) -> None:
+        """Take them out."""
+        for table in (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks,
+            module._forward_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ):
+            table.pop(key, None)
+
+    @staticmethod
+    def are_installed(module: Module) -> bool:
+        """Whether they are there."""
+        return KEY in module._forward_hooks
+
+    @staticmethod
+    def have_company(module: Module) -> bool:
+        """Whether there are forward pre-hooks of others."""
+        return bool(module._forward_pre_hooks.keys() - {KEY, MODEL_KEY})
+
+    @staticmethod
+    def come_first(module: Module) -> bool:
+        """Move the forward hook before those of others; false if somebody took it away.
+
+        A hook of the user's that changes the output is an operation after the module.
+        """
+        hooks: Any = module._forward_hooks
+        if KEY not in hooks:
+            return False
+        if next(iter(hooks)) != KEY:
+            hooks.move_to_end(KEY, last=False)
+        return True
+
+    @staticmethod
+    def precede_hooks_of_all(after: Any) -> None:
+        """If there are hooks of all modules, which run before a module's own, put one first."""
+        hooks: Any = torch_module._global_forward_hooks
+        if not hooks:
+            return
+        if len(hooks) == 1 and GLOBAL_KEY in hooks:
+            del hooks[GLOBAL_KEY]
+        elif next(iter(hooks)) != GLOBAL_KEY:
+            hooks[GLOBAL_KEY] = after
+            hooks.move_to_end(GLOBAL_KEY, last=False)
+            torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
