@@ -4,9 +4,8 @@ Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp
 multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
 ``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
 
-Fresh memory costs more than arithmetic here: the first write of a number takes as long as many
-multiply-adds. So pieces are small enough for the cache and share one buffer, and inputs that have
-to be copied together (patches) are made for some samples: ``docs/design/contractions.md``.
+The first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
+share a buffer, and patches are made for some samples at a time: ``docs/design/contractions.md``.
 """
 
 from __future__ import annotations
