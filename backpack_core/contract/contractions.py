@@ -4,7 +4,7 @@ Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp
 multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
 ``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
 
-The first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
+A first write to fresh memory takes as long as many multiply-adds. Pieces fit into the cache and
 share a buffer, and patches are made for some samples at a time: ``docs/design/contractions.md``.
 """
 
