@@ -98,7 +98,7 @@ EXTENSIONS: dict[str, type[Extension]] = {"kfac": KFAC, "kflr": KFLR, "ekfac": E
 
 @pytest.mark.parametrize("field", EXTENSIONS)
 def test_without_structure_it_says_what_to_do(field: str) -> None:
-    with pytest.raises(UnsupportedError, match="fail_mode='block' or 'diagonal'"):
+    with pytest.raises(UnsupportedError, match='fail_mode="block" or "diagonal"'):
         plain().run(EXTENSIONS[field]())
 
 
