@@ -47,6 +47,7 @@ class ExtensionNet(Module):
     Attributes:
         residual: Add the output of ``Mix`` behind ``Squash``, by a functional sum.
         twice: Apply ``Mix`` a second time.
+        single: The parameter of ``Shrink`` is one number.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class ExtensionNet(Module):
         shrink: bool,
         residual: bool = False,
         twice: bool = False,
+        single: bool = False,
         outputs: int = CLASSES,
     ) -> None:
         super().__init__()
         self.mix = Mix(shape[-1])
-        self.shrink = Shrink(shape) if shrink else torch.nn.Identity()
+        self.shrink = Shrink(() if single else shape) if shrink else torch.nn.Identity()
         self.squash = Squash()
         self.readout = Readout(torch.Size(shape).numel(), outputs)
         self.residual, self.twice = residual, twice
@@ -204,6 +206,12 @@ def value_residual(case: ExtensionCase) -> None:
 def value_shared_positions(case: ExtensionCase) -> None:
     """An input ``[N, S, F]``."""
     _compare(case, problem_of(case, shape=(2, FEATURES)))
+
+
+@of_extension()
+def value_single_number(case: ExtensionCase) -> None:
+    """A parameter that has no axes."""
+    _compare(case, problem_of(case, single=True))
 
 
 @of_extension()

@@ -59,7 +59,7 @@ class Shrink(Module):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
-        self.weight = Parameter(0.8 + 0.2 * torch.rand(*shape))
+        self.weight = Parameter(0.8 + 0.2 * torch.rand(tuple(shape)))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, *shape] → [N, *shape]``."""
@@ -169,7 +169,8 @@ class ShrinkRule(ParametricRule):
         return mat * view.parameter("weight")
 
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        return mat * view.input
+        product = mat * view.input
+        return product if view.parameter(name).dim() else product.flatten(2).sum(2)
 
 
 class SquashRule(ElementwiseRule):

@@ -28,7 +28,7 @@ def jacobians(output: Tensor, targets: Mapping[K, Tensor]) -> dict[K, Tensor]:
         rows.append(gradients(output, list(targets.values()), basis))
     stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
     return {
-        key: rows_of.reshape(*output.shape, *target.shape)
+        key: rows_of.reshape((*output.shape, *target.shape))
         for (key, target), rows_of in zip(targets.items(), stacked, strict=True)
     }
 
@@ -90,3 +90,10 @@ def per_sample_product(jacobian: Tensor, mat: Tensor, axis: int = 0) -> Tensor:
     flat = by_sample.reshape(*columns.shape[1:], -1)
     result = torch.einsum("vno,nop->vnp", columns, flat)
     return result.reshape(*columns.shape[:2], *jacobian.shape[rank:])
+
+
+def flat(tensor: Tensor, leading: int) -> Tensor:
+    """All axes but the leading ones as one, also where there are no others."""
+    if tensor.dim() == leading:
+        return tensor.unsqueeze(leading)
+    return tensor.flatten(leading)

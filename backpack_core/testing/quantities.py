@@ -16,6 +16,7 @@ from torch import Tensor
 
 from backpack_core.errors import UsageError
 from backpack_core.testing.compare import relative_error
+from backpack_core.testing.oracle import flat
 
 if TYPE_CHECKING:
     from backpack_core.testing.reference import Reference
@@ -69,15 +70,15 @@ def _variance(reference: Reference, name: str) -> Tensor:
 
 def _clipped(reference: Reference, name: str) -> Tensor:
     """Gradients shortened to the norm 0.1 over all parameters, summed."""
-    squares = [reference.gradients(p).flatten(1).square().sum(1) for p in reference.parameters]
+    squares = [flat(reference.gradients(p), 1).square().sum(1) for p in reference.parameters]
     factors = (0.1 / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
     return torch.einsum("n,n...->...", factors, reference.gradients(name))
 
 
 def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
     """Outer products of columns, summed over columns: signs and rotations do not matter."""
-    flat = root.flatten(2)
-    return torch.einsum("vni,vnj->nij", flat, flat)
+    rows = flat(root, 2)
+    return torch.einsum("vni,vnj->nij", rows, rows)
 
 
 def _vectors(reference: Reference, name: str) -> Tensor:
@@ -95,7 +96,7 @@ def _applied(value: Any, reference: Reference, name: str) -> Tensor:
 
 def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
     vectors = _vectors(reference, name)
-    return (vectors.flatten(1) @ blocks.sum(0)).reshape(vectors.shape)
+    return (flat(vectors, 1) @ blocks.sum(0)).reshape(vectors.shape)
 
 
 Block = Callable[["Reference", str], Tensor | None]  # [θ, θ], or None where it is not known
@@ -193,7 +194,7 @@ def _spectral(value: Any, reference: Reference, name: str) -> Tensor:
     size = reference.parameters[name].numel()
     block = torch.zeros(size, size, dtype=torch.float64)
     if rank:
-        vectors = value.eigenvectors(rank).flatten(1).double()
+        vectors = flat(value.eigenvectors(rank), 1).double()
         block = (vectors.T * values[:rank].double().square()) @ vectors
     norms = [_pair_norms(gram) for gram in (value.gram, value.spectrum.gram)]
     return torch.cat([block.flatten(), *norms])
@@ -201,7 +202,7 @@ def _spectral(value: Any, reference: Reference, name: str) -> Tensor:
 
 def _explicit_gram(reference: Reference, name: str) -> Tensor:
     """The same from explicit Jacobians: the block of ``G²``, where ``G`` is of all parameters."""
-    roots = {parameter: reference.roots(parameter).flatten(2) for parameter in reference.parameters}
+    roots = {parameter: flat(reference.roots(parameter), 2) for parameter in reference.parameters}
     grams = {key: torch.einsum("vni,wmi->vnwm", root, root) for key, root in roots.items()}
     whole = torch.stack([*grams.values()]).sum(0)
     square = torch.einsum("vni,vnwm,wmj->ij", roots[name], whole, roots[name])
@@ -228,10 +229,10 @@ def positive_curvature_product(modify: Callable[[Tensor], Tensor]) -> Quantity:
 
 _QUANTITIES: dict[str, Quantity] = {
     "grad_batch": Quantity(lambda r, p: r.gradients(p)),
-    "batch_l2": Quantity(lambda r, p: r.gradients(p).flatten(1).square().sum(1)),
+    "batch_l2": Quantity(lambda r, p: flat(r.gradients(p), 1).square().sum(1)),
     "sum_grad_squared": Quantity(lambda r, p: r.gradients(p).square().sum(0)),
     "variance": Quantity(_variance, cancels=True),
-    "batch_dot": Quantity(lambda r, p: r.gradients(p).flatten(1) @ r.gradients(p).flatten(1).T),
+    "batch_dot": Quantity(lambda r, p: flat(r.gradients(p), 1) @ flat(r.gradients(p), 1).T),
     "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1}),
     "diag_ggn_exact": Quantity(lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"),
     "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),

@@ -180,7 +180,7 @@ class Reference:
 
     def ggn(self, name: str) -> Tensor:
         """Generalised Gauss-Newton block of each sample. Shape ``[N, θ, θ]`` (flat)."""
-        root = self.roots(name).flatten(2)
+        root = oracle.flat(self.roots(name), 2)
         return torch.einsum("vni,vnj->nij", root, root)
 
     @cached_property

@@ -45,7 +45,8 @@ NAMES = {
     """,
     "extension": """
         value_mean value_sum value_batch_of_one value_loss_scaled value_residual
-        value_shared_positions value_overwritten value_frozen value_called_twice value_float32
+        value_shared_positions value_single_number value_overwritten value_frozen value_called_twice
+        value_float32
         value_subsampling beside_others savefield leaves_gradient_alone pickle_extension
         extension_no_live_calls degree two_halves_mean two_halves_sum
     """,
