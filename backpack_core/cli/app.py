@@ -178,13 +178,15 @@ def explain(
     Example: `backpack explain mypackage.nets:make -e KFAC`
     """
     from backpack_core.cli import output
-    from backpack_core.cli.explain import HEADER, explained
+    from backpack_core.cli.explain import HEADER, UNKNOWN, WITH_COUNTS, explained
 
     rows = explained(model, extension)
     if as_json:
         output.print_json([dict(zip(HEADER, row, strict=True)) for row in rows])
     else:
         output.print_table(HEADER, rows, output.width())
+        if any(UNKNOWN in row for row in rows):
+            typer.echo(f"\n{UNKNOWN}: not counted. {WITH_COUNTS}")
 
 
 def _errors(incomplete: str) -> list[str]:

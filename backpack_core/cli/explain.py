@@ -18,7 +18,8 @@ from backpack_core.testing.watch import declared_form
 
 HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
 
-_UNKNOWN = "?"
+UNKNOWN = "?"
+WITH_COUNTS = "Weights of affine layers are, where the factory returns inputs and target."
 
 
 def explained(target: str, name: str) -> list[list[str]]:
@@ -90,12 +91,12 @@ def _costs(
     parts = [work(layer, name, columns) for layer in layers]
     known = bool(layers) and parameter.dim() > 1 and all(part is not None for part in parts)
     gradient = sum(2 * layer.product + layer.back for layer in layers)
-    times = f"{1 + sum(part or 0 for part in parts) / gradient:.2f}" if known else _UNKNOWN
+    times = f"{1 + sum(part or 0 for part in parts) / gradient:.2f}" if known else UNKNOWN
     if name in ("KFAC", "KFLR"):
         rows, rest = len(parameter), parameter.numel() // len(parameter)
         size = rows**2 + (rest**2 if parameter.dim() > 1 else 0)
     is_known = known and (batch or size == parameter.numel())
-    return [times, f"{size / parameter.numel():.2f}" if is_known else _UNKNOWN]
+    return [times, f"{size / parameter.numel():.2f}" if is_known else UNKNOWN]
 
 
 def _words(

@@ -159,3 +159,9 @@ def test_plugins_are_folded() -> None:
     found = {line[0]: line[2] for line in lines}
     assert "75 rules" in found["backpack-plugin-layers"]
     assert len(lines) < 10 < len(listing.rows(reports))
+
+
+def test_what_is_not_counted_is_explained() -> None:
+    result = CliRunner().invoke(app, ["explain", "nets_to_explain:plain", "-e", "DiagGGNExact"])
+    assert result.exit_code == 0, result.output
+    assert "\n?: not counted. Weights of affine layers are" in result.output
