@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack_core._hooks import ModuleHooks
@@ -60,7 +60,7 @@ def _parameters(module: Module) -> list[tuple[str, Tensor]]:
 
 
 def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
-    """The affine maps of every module, from one forward pass, and the size of an output."""
+    """The affine maps of every module, from one forward pass, and the columns of an exact root."""
     found: dict[Module, list[Layer]] = {}
     model = given.modules[0]
     if not given.data:
@@ -78,14 +78,15 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
     finally:
         for hook in hooks:
             hook.remove()
-    return found, output[0].numel()
+    is_softmax = isinstance(given.modules[-1], nn.CrossEntropyLoss)  # C - 1 for C classes
+    return found, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 
 
 def _costs(
-    layers: list[Layer], name: str, parameter: Tensor, given: Given, outputs: int
+    layers: list[Layer], name: str, parameter: Tensor, given: Given, root: int
 ) -> list[str]:
     """Multiply-adds and bytes relative to the gradient."""
-    columns = outputs if name in EXACT else 1
+    columns = root if name in EXACT else 1
     batch = len(given.data[0]) if given.data else 0
     size = result_size(name, parameter.numel(), batch, columns) or parameter.numel()
     parts = [work(layer, name, columns) for layer in layers]

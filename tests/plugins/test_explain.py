@@ -146,6 +146,13 @@ def test_explain_says_what_would_be_faster() -> None:
     assert float(exact["0.weight"][2]) > float(rows["0.weight"][2]) > 1
 
 
+def test_explain_counts_the_columns_of_the_root() -> None:
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "DiagGGNExact")}
+    layer = Layer(1, 36, 3, 1, 111, False)  # a root of the loss has a column less than classes
+    expected = 1 + (work(layer, "DiagGGNExact", 2) or 0) / (3 * layer.product)
+    assert rows["3.weight"][2] == f"{expected:.2f}"
+
+
 def test_explain_on_the_command_line() -> None:
     result = CliRunner().invoke(app, ["explain", "nets_to_explain:make", "-e", "KFAC"])
     assert result.exit_code == 0, result.output
