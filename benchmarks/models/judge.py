@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
-from backpack_core.errors import AutodiffFallbackWarning
+from backpack_core.errors import AutodiffFallbackWarning, BackpackError
 from backpack_core.extensions import (
     GGNMP,
     HMP,
@@ -26,6 +26,7 @@ from backpack_core.extensions import (
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
+    DiagHMP,
     SumGradSquared,
 )
 from backpack_secondorder.factors import StructureError
@@ -43,11 +44,13 @@ class Cell(NamedTuple):
         error: The largest error, relative to the largest entry at its parameter.
         reason: Why there is no value, or what is wrong with it.
         note: What else is to be said of the value.
+        instead: Why the note's way was taken, and not the usual one.
     """
 
     error: float = 0.0
     reason: str = ""
     note: str = ""
+    instead: str = ""
 
 
 class Wrong(Exception):
@@ -68,11 +71,11 @@ class Judge:
         extend(self.lossfunc)
         self.names = [name.removeprefix("net.") for name in self.oracle.names]
         self.parameters = [self.model.get_parameter(name) for name in self.oracle.names]
-        self.error, self.note = 0.0, ""
+        self.error, self.note, self.instead = 0.0, "", ""
 
     def judge(self, quantity: str) -> Cell:
         """Compute one quantity, and compare."""
-        self.error, self.note = 0.0, ""
+        self.error, self.note, self.instead = 0.0, "", ""
         # Fused attention has no second derivative.
         around = sdpa_kernel(SDPBackend.MATH) if quantity in _TWICE else nullcontext()
         try:
@@ -82,7 +85,7 @@ class Judge:
             return Cell(reason=sentence(error))
         finally:
             self._forget()
-        return Cell(self.error, note=self.note)
+        return Cell(self.error, note=self.note, instead=self.instead)
 
     def run(self, *extensions: Extension) -> None:
         """A forward and a backward pass."""
@@ -221,8 +224,13 @@ def products(judge: Judge) -> None:
 
 def hessian_diagonal(judge: Judge) -> None:
     """The diagonal of the Hessian, at some entries of each parameter."""
-    judge.run(DiagHessian())
-    ours = judge.fields("diag_h")
+    try:
+        judge.run(DiagHessian())
+        ours = judge.fields("diag_h")
+    except (BackpackError, Wrong) as error:
+        judge.note, judge.instead = "by products", sentence(error)
+        judge.run(DiagHMP())
+        ours = judge.fields("diag_hmp")
     for index, entry, value in judge.oracle.hessian_entries(ENTRIES):
         largest = ours[index].abs().max().item()
         found = ours[index].flatten()[entry]
