@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from backpack_core.contract.hook import hookimpl as hookimpl
     from backpack_core.contract.lookup import LookupProduct as LookupProduct
     from backpack_core.contract.loss import LossRule as LossRule
-    from backpack_core.contract.module_extension import (
-        FirstOrderModuleExtension as FirstOrderModuleExtension,
-    )
-    from backpack_core.contract.module_extension import ModuleExtension as ModuleExtension
     from backpack_core.contract.operations import Operation as Operation
     from backpack_core.contract.parametric import AffinePairsRule as AffinePairsRule
     from backpack_core.contract.parametric import AffineRule as AffineRule
@@ -69,7 +65,6 @@ _HOMES = {
     "contract.hook": "hookimpl",
     "contract.lookup": "LookupProduct",
     "contract.loss": "LossRule",
-    "contract.module_extension": "FirstOrderModuleExtension ModuleExtension",
     "contract.operations": "Operation",
     "contract.parametric": "AffinePairsRule AffineRule ParametricRule ProductRule",
     "contract.product": "DenseProduct SampleProduct SumProduct",

@@ -199,7 +199,7 @@ def _edge_of_term(term: object) -> tuple[Node, int]:
 
 def _check_extension(extension: object) -> None:
     if isinstance(extension, Extension):
-        if "module_extensions" not in vars(extension):
+        if "carriers" not in vars(extension):
             kind = type(extension)
             raise UsageError(
                 f"{kind.__name__} has not been initialised: call super().__init__(...) in "

@@ -12,9 +12,9 @@ from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.discovery import Plugin
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described, missing_types
-from backpack_core.plugins.discovery import Plugin
 from backpack_core.plugins.registry import Claim, registry
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -122,16 +122,6 @@ class ColumnPropagator(Propagator):
             return quantity, ()
         *first, last = quantity.chunks(even_size(count, size))
         return last, first
-
-    def present(self, quantity: Columns) -> Any:
-        """All columns as one tensor ``[V, N, *out]``."""
-        return quantity.mat
-
-    def adopt(self, value: Tensor, like: Columns | None) -> Columns:
-        """Columns with the roots of ``like`` if their number is unchanged, else with a new one."""
-        if like is not None and len(like.mat) == len(value):
-            return like.split(value)
-        return Columns.start(repr(self), value)
 
 
 class OutputGradient(ColumnPropagator):

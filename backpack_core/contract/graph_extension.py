@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, SecondOrderExtension
-from backpack_core.contract.module_extension import ModuleExtension
-from backpack_core.errors import UsageError
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.view import View
 
@@ -113,22 +110,6 @@ class GraphExtension(SecondOrderExtension):
     @abstractmethod
     def begin(self) -> GraphReading:
         """Begin a backward pass."""
-
-    def set_module_extension(
-        self,
-        module_type: type[Module],
-        module_extension: ModuleExtension,
-        overwrite: bool = False,
-    ) -> None:
-        """Refused: there is nothing to add.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(
-            f"{type(self).__name__} is read from the graph of the loss, exactly for every module: "
-            "it takes no module extensions."
-        )
 
     def read(self, product: Any) -> Any:
         """Never called: nothing is read off parameter by parameter."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator, see_through
-from backpack_core.engine.carriers import Carrier, Found, HandWrittenCarrier, RuleCarrier
+from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.groups import Group, watched
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
@@ -245,7 +246,7 @@ class Traversal:
                 fault = self.survey.alignment.faults.get((view.call, view.index))
                 if fault is not None:
                     raise fault
-                return HandWrittenCarrier(found, group.propagator, extension)
+                return found(extension, group.propagator)
         return RuleCarrier(group.propagator, self.survey.batch_size)
 
     # Reading -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from backpack_core.contract.operations import Operation
 from backpack_core.contract.parametric import AffinePairsRule, ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
-from backpack_core.errors import nearest
+from backpack_core.errors import PluginError, nearest
 
 _BASES = (
     *(LayerRule, ElementwiseRule, ParametricRule, AffinePairsRule, LossRule),
@@ -81,6 +81,21 @@ def faults(cls: type) -> list[str]:
             if fixed and name not in params
         ]
     return found
+
+
+def refuse(cls: type) -> None:
+    """Raise if a rule, extension or propagator cannot be used as it is declared.
+
+    Raises:
+        PluginError: It is abstract, or has :func:`faults`.
+    """
+    missing = getattr(cls, "__abstractmethods__", ())
+    if missing:
+        near = nearest(min(missing), vars(cls)) or "."
+        raise PluginError(f"{cls.__name__} does not implement {', '.join(sorted(missing))}{near}")
+    found = faults(cls)
+    if found:
+        raise PluginError(f"{described(cls)}: {'; '.join(found)}.")
 
 
 def described(cls: type) -> str:

@@ -198,19 +198,6 @@ class SignedSqrt(Propagator):
         """As columns."""
         return quantity.as_columns().map_columns(function)
 
-    def adopt(self, value: Hessian, like: Hessian) -> Hessian:
-        """Module extensions may send on a :class:`Hessian`.
-
-        Raises:
-            UnsupportedError: It is something else.
-        """
-        if not isinstance(value, Hessian):
-            raise UnsupportedError(
-                f"A module extension for {self!r} must return a Hessian from backpropagate. Got "
-                f"{type(value).__name__}: write a layer rule with second derivatives instead."
-            )
-        return value
-
     def _pull_back(self, rule: LayerRule, view: View, quantity: Hessian, position: int) -> Hessian:
         """Through a call with a single live input."""
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from backpack_core import SampleProduct
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.merging import OverBatches, Part, Refused
+from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.contract.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 # Samples side by side; the matrix, which is linear in the loss, is the sum of outer products.
 COLUMNS = OverBatches({"": Part("concatenate", axis=1)})
-_OF_ONE_BATCH = Refused(
-    "with a tolerance, batches differ in their number of columns: take tolerance=0.", COLUMNS
+_OF_ONE_BATCH = COLUMNS.refused(
+    "with a tolerance, batches differ in their number of columns: take tolerance=0."
 )
 
 
