@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from torch.nn import Module
@@ -29,11 +32,34 @@ def report(plugin: Plugin) -> Report:
         values = list({id(value): value for _, value in claims}.values())
         result.broken_promises = [text for value in values for text in _broken(value)]
         rules = [type(value) for value in values if isinstance(value, LayerRule)]
-        missing = [(rule, *found) for rule in rules for found in missing_types(rule, True)]
+        missing = [(rule, *found) for rule in rules for found in _missing_types(rule)]
         for rule, text, is_there in missing:
             where = result.broken_promises if is_there else result.remarks
             where.append(f"{described(rule)}: {text}")
     return result
+
+
+def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
+    """Names in ``module_types`` that name nothing, once their packages were imported.
+
+    Yields:
+        What was found, and whether the package exists: a library that is not installed is no slip.
+    """
+    absent: dict[str, list[str]] = {}
+    for name in rule.module_types:
+        package = name.rpartition(".")[0] if isinstance(name, str) else ""
+        library = package.partition(".")[0]
+        try:
+            import_module(package or __name__)
+        except ImportError as error:
+            if find_spec(library):
+                yield f"module_types names {name!r}: {error}", True
+            else:
+                absent.setdefault(library, []).append(str(name))
+    yield from ((fault, True) for fault in missing_types(rule))
+    for library, (first, *others) in absent.items():
+        more = f" and {len(others)} more of {library}" if others else ""
+        yield f"module_types names {first!r}{more}: {library} is not installed", False
 
 
 def _describe_error(result: Report, error: BaseException) -> None:

@@ -165,10 +165,6 @@ class Extension(ABC):
         """The samples that take part, ``None`` for all."""
         return self.propagator.subsampling
 
-    def get_subsampling(self) -> list[int] | None:
-        """The samples that take part as a list, ``None`` for all."""
-        return None if self.subsampling is None else list(self.subsampling)
-
 
 class FirstOrderExtension(Extension):
     """An extension of the individual gradients: nothing but the gradient itself travels.

@@ -64,14 +64,12 @@ class GraphReading(ABC):
 class WholeLoss(OutputGradient):
     """Nothing travels and samples need not be separate: the graph is read as a whole."""
 
-    per_sample = False
     only_at_losses = True
 
-
-class SomeOfLoss(WholeLoss):
-    """The same of some samples, which have to be there."""
-
-    per_sample = True
+    @property
+    def per_sample(self) -> bool:  # type: ignore[override]  # not of the class here
+        """Those of some samples have to be there."""
+        return self.subsampling is not None
 
 
 class GraphExtension(SecondOrderExtension):
@@ -104,8 +102,7 @@ class GraphExtension(SecondOrderExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
         """
-        whole = WholeLoss() if subsampling is None else SomeOfLoss(subsampling)
-        super().__init__(whole, savefield, fail_mode)
+        super().__init__(WholeLoss(subsampling), savefield, fail_mode)
 
     @abstractmethod
     def begin(self) -> GraphReading:

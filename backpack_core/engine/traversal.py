@@ -276,8 +276,8 @@ class Traversal:
         used = self.survey.uses.get(number)
         if (used is not None and used.count > 1) or number in self.survey.bare:
             raise UnsupportedError(
-                f"The parameter {found.name!r} is used more than once, which a module extension "
-                "cannot account for: write a layer rule instead."
+                f"The parameter {found.name!r} is used more than once, which a carrier of its "
+                "own cannot account for: write a layer rule instead."
             )
 
     def _refuse_bare(self, found: Found, view: View, group: Group) -> None:

@@ -160,7 +160,7 @@ def _check_alone(obj: Any) -> None:
     if not isinstance(obj, type):
         return
     if issubclass(obj, LayerRule):
-        for fault, _ in missing_types(obj, may_import=False):
+        for fault in missing_types(obj):
             raise PluginError(f"{described(obj)}: {fault}.")
     if issubclass(obj, Extension):
         other = registry.saves_under(obj)

@@ -56,6 +56,10 @@ class BackpackNames(Extension):
             self._saved = SavedQuantities()
         return self._saved
 
+    def get_subsampling(self) -> list[int] | None:
+        """The samples that take part as a list, ``None`` for all."""
+        return None if self.subsampling is None else list(self.subsampling)
+
     @property
     def _subsampling(self) -> list[int] | None:
         return self.get_subsampling()

@@ -31,7 +31,7 @@ from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import is_linear, refuse
-from backpack_core.tuning import even_size, memory_budget
+from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.residual import (
@@ -130,8 +130,8 @@ class SignedSqrt(Propagator):
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
-            *first, last = quantity.columns.chunks(even_size(quantity.formed, size))
-            return Hessian(last), map(Hessian, first)
+            last, others = quantity.columns.cut(size)
+            return Hessian(last), map(Hessian, others)
         if rule is None:
             stays = quantity.rows is None and not (is_rooted and quantity.unformed > size)
         elif quantity.formed + quantity.unformed <= size:
