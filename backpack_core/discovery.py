@@ -215,7 +215,7 @@ def declarations() -> Iterator[tuple[str, str, list[Any]]]:
     for dist in distributions():
         # What Python imports is the first of a name on the path. A folder without metadata is what
         # an interrupted removal leaves behind.
-        name = str(getattr(dist, "_normalized_name", None) or dist)
+        name = name_of(dist)
         first = visible.setdefault(name, dist)
         if first is not dist and first.read_text("METADATA"):
             continue
@@ -227,5 +227,11 @@ def declarations() -> Iterator[tuple[str, str, list[Any]]]:
         except TypeError:  # a line that is no entry point
             continue
         if entry_points:
-            headers: Any = dist.metadata or {}
+            text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
+            headers: Any = dist.metadata if text else {}
             yield headers.get("Name", canonical(name)), headers.get("Version", ""), entry_points
+
+
+def name_of(dist: Any) -> str:
+    """The normalised name of a distribution, from the name of its folder where that has one."""
+    return str(getattr(dist, "_normalized_name", None) or dist)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
-from backpack_core.discovery import Plugin, canonical, declarations, preference
+from backpack_core.discovery import Plugin, canonical, declarations, name_of, preference
 from backpack_core.plugins import loading as plugins
 
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
@@ -224,7 +224,7 @@ def _without_plugins() -> list[str]:
     from importlib.metadata import distributions
 
     declared = {canonical(distribution) for distribution, *_ in declarations()}
-    names = {canonical(dist.name or "") for dist in distributions()}
+    names = {canonical(name_of(dist)) for dist in distributions()}
     return sorted(name for name in names - declared if name.startswith("backpack-plugin-"))
 
 

@@ -1,4 +1,4 @@
-"""Columns at a tensor: the quantity that most propagators send backwards. Imports ``tuning`` only."""
+"""Columns at a tensor: the quantity that most propagators send backwards. Uses only ``tuning``."""
 
 from __future__ import annotations
 
