@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import profiler_runs
 from backpack_core.record.call import path_of
-from backpack_core.record.structure import iter_tensors
 
 T = TypeVar("T")
 
@@ -66,15 +66,15 @@ class Profile:
         found = self._known.get((module, kind, way))
         if found is None:
             found = self._known[module, kind, way] = [0, 0.0, 0]
-        label = f"backpack: {kind.__name__} at {_path(module)}" if profiler_runs() else ""
+        if profiler_runs():
+            function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
         begin = time.perf_counter()
         try:
-            with torch.profiler.record_function(label) if label else nullcontext():
-                result = function()
+            result = function()
         finally:
             found[0] += 1
             found[1] += time.perf_counter() - begin
-        found[2] = sum(tensor.nbytes for tensor in iter_tensors(result))
+        found[2] = _bytes(result)
         return result
 
     def summary(self) -> Summary:
@@ -93,8 +93,25 @@ class Profile:
             yield Row("all modules", *CHECKS, visits, took, 0)
 
 
+def _labelled(label: str, function: Callable[[], T]) -> T:
+    with torch.profiler.record_function(label):
+        return function()
+
+
 def _path(module: Module | None) -> str:
     return "the loss" if module is None else path_of(module)
+
+
+def _bytes(value: Any) -> int:
+    """Memory of the tensors in a value, its items, or its attributes."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_bytes, value))
+    blocks = getattr(value, "blocks", None)  # columns
+    return 0 if blocks is None else _bytes(blocks)
 
 
 class Summary:

@@ -244,7 +244,7 @@ def expect(
 ) -> None:
     """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
     is_tensor = isinstance(mat, Tensor)
-    if is_tensor and mat.shape[1:] == shape and (columns is None or len(mat) == columns):
+    if is_tensor and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
     found = f"shape {list(mat.shape)}" if is_tensor else repr(mat)
     lead = "V" if columns is None else columns

@@ -88,7 +88,7 @@ class Registry:
             # The same class under two entry points is one claim.
             if _identity(value) not in [_identity(claim.value) for claim in claims]:
                 claims.append(Claim(value, provenance))
-        self._rule_cache.clear()
+        self._forget()
 
     def remove(self, provenance: Provenance) -> None:
         """Take back everything that came from one plugin."""
@@ -97,12 +97,15 @@ class Registry:
                 table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
-        self._rule_cache.clear()
+        self._forget()
 
     def clear(self) -> None:
         """Take back everything that came from plugins; preferences stay."""
         for table in self._tables:
             table.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         self._rule_cache.clear()
 
     @property
@@ -206,7 +209,7 @@ class Registry:
     def prefer(self, distribution: str, *keys: str | type) -> None:
         """See :func:`backpack_core.prefer`."""
         preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
-        self._rule_cache.clear()
+        self._forget()
 
 
 def _identity(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from sphinx.application import Sphinx
 
 import backpack_core
-from backpack_core import api
+from backpack_core import api, plugins
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 
@@ -122,8 +122,9 @@ def public_names(module: ModuleType) -> list[str]:
     if module.__name__ == "backpack_core.extensions":
         ensure_loaded()
         return sorted(registry.extensions)
-    if module is backpack_core:
-        return sorted(name for name in vars(api) if not name.startswith("_"))
+    if module in (backpack_core, plugins):  # which have nothing of their own
+        names = vars(api if module is backpack_core else plugins).items()
+        return sorted(n for n, v in names if not (n.startswith("_") or inspect.ismodule(v)))
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
     home = module.__name__
