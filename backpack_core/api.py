@@ -2,6 +2,7 @@
 
 from backpack_core.context import backpack as backpack
 from backpack_core.contract.affine import AffineProduct as AffineProduct
+from backpack_core.contract.carrier import Carrier as Carrier
 from backpack_core.contract.column_propagator import ColumnPropagator as ColumnPropagator
 from backpack_core.contract.columns import Columns as Columns
 from backpack_core.contract.extension import Extension as Extension

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torch.nn import Module
-
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
-from backpack_core.discovery import Plugin
+from backpack_core.discovery import Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.registry import Claim, registry
@@ -89,25 +86,14 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
                 found.append((Provided(kind, key, name, detail), value))
 
     for module_type, rules in registry.rules.items():
-        add("layer rule", _type_name(module_type), rules)
+        add("layer rule", spelled_out(module_type), rules)
     for name, extensions in registry.extensions.items():
         add("extension", name, extensions)
     for name, propagators in registry.propagators.items():
         add("propagator", name, propagators)
     for (extension, module_type), overrides in registry.overrides.items():
-        add("pair override", f"{extension.__name__}/{_type_name(module_type)}", overrides)
+        add("pair override", f"{extension.__name__}/{spelled_out(module_type)}", overrides)
     return found
-
-
-def _type_name(module_type: type[Module] | str) -> str:
-    """One name for a class, however a rule spells it."""
-    if isinstance(module_type, str):
-        package, _, attribute = module_type.rpartition(".")
-        found = getattr(sys.modules.get(package), attribute, None)
-        if not isinstance(found, type):
-            return module_type
-        module_type = found
-    return f"{module_type.__module__}.{module_type.__qualname__}"
 
 
 def _broken(value: Any) -> list[str]:
