@@ -216,7 +216,7 @@ def _identity(value: Any) -> Any:
     return type(value) if isinstance(value, LayerRule) else value
 
 
-_KINDS: dict[str, tuple[str, type]] = {
+_KINDS: dict[str, tuple[str, type | tuple[()]]] = {
     "backpack_layer_rules": ("rules", LayerRule),
     "backpack_extensions": ("extensions", Extension),
     "backpack_propagators": ("propagators", Propagator),
@@ -229,15 +229,15 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
     Raises:
         PluginError: It is not of the kind that the hook promises.
     """
-    table, base = _KINDS.get(hook, ("overrides", tuple))
-    if isinstance(item, type) and issubclass(item, base):
-        refuse(item)
-        return of_rules([item]) if issubclass(item, LayerRule) else [(table, item.__name__, item)]
-    if table == "overrides" and isinstance(item, tuple) and len(item) == 3:
+    if hook == "backpack_pair_overrides" and isinstance(item, tuple) and len(item) == 3:
         kind, module, carrier = item
         is_pair = isinstance(kind, type) and issubclass(kind, Extension) and is_module_type(module)
         if is_pair and callable(carrier):
-            return [(table, (kind, module), carrier)]
+            return [("overrides", (kind, module), carrier)]
+    table, base = _KINDS.get(hook, ("", ()))
+    if isinstance(item, type) and issubclass(item, base):
+        refuse(item)
+        return of_rules([item]) if issubclass(item, LayerRule) else [(table, item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")
 
 
