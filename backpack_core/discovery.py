@@ -130,12 +130,12 @@ def settle(plugins: list[Plugin]) -> None:
         if len(rivals) > 1:
             wanted = canonical(preference(name))
             chosen = [p for p in rivals if canonical(p.distribution) == wanted][:1]
-            error = (
-                None if chosen else conflict("have the name", name, [p.provenance for p in rivals])
-            )
+            error = conflict("have the name", name, (p.provenance for p in rivals))
             for plugin in rivals:
-                if plugin not in chosen:
-                    plugin.state, plugin.error = ("blocked" if chosen else "conflict"), error
+                if not chosen:
+                    plugin.state, plugin.error = "conflict", error
+                elif plugin is not chosen[0]:
+                    plugin.state, plugin.error = "blocked", None
 
 
 def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConflictError:
@@ -180,16 +180,15 @@ preferred: dict[str, str] = {}
 
 
 def preference(key: str) -> str:
-    """The preferred distribution for a key, or an empty string."""
-    environment = {spelled_out(name): who for name, who in preferred_by_environment().items()}
+    """The preferred distribution for a key, or an empty string.
+
+    By :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``; ``*`` is a
+    key, too.
+    """
+    pairs = [p.strip().rsplit("=", 1) for p in os.environ.get("BACKPACK_PREFER", "").split(",")]
+    environment = {spelled_out(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
     tables = preferred, environment
     return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
-
-
-def preferred_by_environment() -> dict[str, str]:
-    """The pairs of ``BACKPACK_PREFER="key=distribution,..."``; ``*`` is a key, too."""
-    pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
-    return dict(pair.strip().rsplit("=", 1) for pair in pairs if "=" in pair)
 
 
 def spelled_out(key: str | type) -> str:

@@ -45,6 +45,10 @@ class Carrier(ABC):
 
     Attributes:
         speaker: Whose code that is, for messages.
+
+    To write:
+        ``starts(view)``, ``arrive(view, waiting)``, ``find(view, trained, quantity)`` and
+        ``send(view, quantity)``.
     """
 
     gives_values: ClassVar[bool] = False

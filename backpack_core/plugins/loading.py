@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, discover, settle
+from backpack_core.discovery import Plugin, discover, preferred, settle, spelled_out
 from backpack_core.errors import BrokenPluginWarning, PluginLoadError, warn
 from backpack_core.plugins.registration import clear, enter, lock, withdraw
 from backpack_core.plugins.registry import registry
@@ -139,7 +139,8 @@ def prefer(distribution: str, *keys: Any) -> None:
             extension, or the name of an entry point. Default: everything.
     """
     with lock:
-        registry.prefer(distribution, *keys)
+        preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
+        registry.forget()
         if _plugins is None:
             return
         before = [p for p in _plugins if p.state == "loaded"]

@@ -24,7 +24,6 @@ from backpack_core.discovery import (
     class_named,
     conflict,
     preference,
-    preferred,
     spelled_out,
 )
 from backpack_core.errors import PluginError
@@ -88,7 +87,7 @@ class Registry:
             # The same class under two entry points is one claim.
             if _identity(value) not in [_identity(claim.value) for claim in claims]:
                 claims.append(Claim(value, provenance))
-        self._forget()
+        self.forget()
 
     def remove(self, provenance: Provenance) -> None:
         """Take back everything that came from one plugin."""
@@ -97,15 +96,16 @@ class Registry:
                 table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
-        self._forget()
+        self.forget()
 
     def clear(self) -> None:
         """Take back everything that came from plugins; preferences stay."""
         for table in self._tables:
             table.clear()
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Look up every module anew."""
         self._rule_cache.clear()
 
     @property
@@ -205,11 +205,6 @@ class Registry:
         if wanted and len(chosen) == 1:
             return chosen[0]
         raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
-
-    def prefer(self, distribution: str, *keys: str | type) -> None:
-        """See :func:`backpack_core.prefer`."""
-        preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
-        self._forget()
 
 
 def _identity(value: Any) -> Any:
