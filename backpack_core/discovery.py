@@ -88,10 +88,8 @@ class Plugin:
                 f"The entry point is {self.value!r}: write it as 'package.module:Class'."
             )
         module = import_module(match["module"])
-        if match["attribute"] is None:
-            return module
         try:
-            return attrgetter(match["attribute"])(module)
+            return attrgetter(match["attribute"])(module) if match["attribute"] else module
         except AttributeError as error:
             raise PluginError(
                 f"The entry point names {self.value!r}, but the module {match['module']} has no "
