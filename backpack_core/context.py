@@ -88,27 +88,13 @@ class backpack:
             )
         if extension_hook is not None and not callable(extension_hook):
             raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
-        if check not in get_args(Check):
-            raise UsageError(f"check is one of {', '.join(get_args(Check))}. Got {check!r}.")
-        if gradient not in get_args(Gradient):
-            raise UsageError(
-                f"gradient is one of {', '.join(get_args(Gradient))}. Got {gradient!r}."
-            )
+        for name, word, known in (("check", check, Check), ("gradient", gradient, Gradient)):
+            if word not in get_args(known):
+                raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")
         self._extensions = extensions
         self._profile = Profile()
-        terms = _edges_of(beside)
-        self._begin = partial(
-            Context,
-            extensions,
-            extension_hook,
-            debug,
-            check,
-            retain_graph,
-            terms,
-            observer,
-            gradient,
-            self._profile,
-        )
+        asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
+        self._begin = partial(Context, extensions, *asked, self._profile)
         self._entered: list[tuple[Context, Announcer]] = []
 
     def summary(self) -> Summary:
@@ -199,7 +185,7 @@ def _edge_of_term(term: object) -> tuple[Node, int]:
 
 def _check_extension(extension: object) -> None:
     if isinstance(extension, Extension):
-        if "module_extensions" not in vars(extension):
+        if "carriers" not in vars(extension):
             kind = type(extension)
             raise UsageError(
                 f"{kind.__name__} has not been initialised: call super().__init__(...) in "

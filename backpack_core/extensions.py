@@ -30,27 +30,27 @@ def __getattr__(name: str) -> Any:
     claims = registry.extensions.get(name)
     if claims:
         return registry.choose(claims, name, "extension").value
+    raise missing(_why_missing(name), name)
+
+
+def _why_missing(name: str) -> str:
     for plugin in known_plugins():
         if plugin.attribute == name and plugin.state == "blocked":
-            raise missing(
+            return (
                 f"The extension {name} of {plugin.provenance} is installed but blocked: check "
-                "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER.",
-                name,
+                "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER."
             )
     for distribution, names in _DISTRIBUTIONS.items():
         if name in names.split():
-            raise missing(
+            return (
                 f"The extension {name} is not available: it is provided by {distribution}. Run "
-                f"`pip install {distribution}`.",
-                name,
+                f"`pip install {distribution}`."
             )
-    known = ", ".join(sorted(registry.extensions)) or "none"
     near = nearest(name, registry.extensions) or "."
-    raise missing(
-        f"No installed plugin provides an extension named {name!r}{near} "
-        f"Installed: {known}. Install "
-        "the plugin that has it; `backpack plugins` lists what is there.",
-        name,
+    return (
+        f"No installed plugin provides an extension named {name!r}{near} Installed: "
+        f"{', '.join(sorted(registry.extensions)) or 'none'}. Install the plugin that has it; "
+        "`backpack plugins` lists what is there."
     )
 
 

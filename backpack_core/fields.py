@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -42,30 +42,15 @@ class Fields:
         return f"<quantities of {self._name!r}: {', '.join(self.__dir__()) or 'none'}>"
 
 
-class Quantities(Mapping[str, Fields]):
+class Quantities(dict[str, Fields]):
     """The quantities of all trained parameters, by name."""
 
-    def __init__(self, model: Module) -> None:
-        self._model = model
-
-    def __getitem__(self, name: str) -> Fields:
-        known = self._trained()
-        if name not in known:
-            near = nearest(name, known) or "."
-            raise KeyError(f"No trained parameter is named {name!r}{near}")
-        return Fields(name, known[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._trained())
-
-    def __len__(self) -> int:
-        return len(self._trained())
-
-    def _trained(self) -> dict[str, Parameter]:
-        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+    def __missing__(self, name: str) -> Fields:
+        near = nearest(name, self) or "."
+        raise KeyError(f"No trained parameter is named {name!r}{near}")
 
 
-def quantities(model: Module) -> Quantities:
+def quantities(model: Module) -> Mapping[str, Fields]:
     """What backward passes have left on the parameters of a model, for code with checked types.
 
     ``quantities(model)["0.weight"].grad_batch`` is ``model[0].weight.grad_batch``, which a type
@@ -77,4 +62,5 @@ def quantities(model: Module) -> Quantities:
     Returns:
         A mapping of names, as in ``named_parameters``, to objects with the fields as attributes.
     """
-    return Quantities(model)
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return Quantities((name, Fields(name, parameter)) for name, parameter in trained)

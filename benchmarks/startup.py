@@ -29,7 +29,7 @@ from backpack_core import backpack, extend
 print((time.process_time() - start) * 1e3)
 """
 
-# The first use imports importlib_metadata: that belongs to it.
+# The first use imports importlib.metadata: that belongs to it.
 DISCOVERY = """
 import time, sys, torch
 from backpack_core import plugins

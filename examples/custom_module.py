@@ -1,8 +1,9 @@
 """A layer of your own, in two ways, both verified against autograd.
 
 The layer multiplies its input by one learned number. First it is supported by *module extensions*,
-one class for each pair (quantity, layer). Then by a *layer rule*: two formulas of one line each,
-and every quantity that is installed works on the layer.
+one class for each pair (quantity, layer), as the distribution ``backpack-compat`` has them. Then by
+a *layer rule*: two formulas of one line each, and every quantity that is installed works on the
+layer.
 
 Run: ``python examples/custom_module.py``
 """
@@ -10,14 +11,10 @@ Run: ``python examples/custom_module.py``
 import torch
 from torch import Tensor, nn
 
-from backpack_core import (
-    FirstOrderModuleExtension,
-    ModuleExtension,
-    ParametricRule,
-    View,
-    backpack,
-    extend,
-)
+from backpack import extensions as before
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+from backpack.extensions.module_extension import ModuleExtension
+from backpack_core import ParametricRule, View, backpack, extend
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.plugins import temporary_plugin
 
@@ -130,7 +127,7 @@ def ours(first: BatchGrad, second: DiagGGNExact) -> tuple[Tensor, Tensor]:
 
 def with_module_extensions() -> tuple[Tensor, Tensor]:
     """Register one class for each quantity in the extension instances."""
-    batch_grad, diag_ggn = BatchGrad(), DiagGGNExact()
+    batch_grad, diag_ggn = before.BatchGrad(), before.DiagGGNExact()
     batch_grad.set_module_extension(Gain, GainBatchGrad())
     diag_ggn.set_module_extension(Gain, GainDiagGGN())
     return ours(batch_grad, diag_ggn)

@@ -105,9 +105,9 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
 
 def _extensions(incomplete: str) -> list[str]:
     """Classes that plugins name and that are no layer rules: metadata does not say more."""
-    from backpack_core.cli.listing import installed
+    from backpack_core.discovery import discover
 
-    names = {plugin.attribute for plugin in installed() if plugin.state == "not loaded"}
+    names = {plugin.attribute for plugin in discover() if plugin.state == "not loaded"}
     return sorted(n for n in names if n and n.startswith(incomplete) and not n.endswith("Rule"))
 
 

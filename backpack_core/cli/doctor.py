@@ -8,9 +8,8 @@ from typing import Literal
 
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
+from backpack_core.discovery import Plugin, canonical, declarations, name_of, preference
 from backpack_core.plugins import loading as plugins
-from backpack_core.plugins.discovery import Plugin, canonical, without_plugins
-from backpack_core.plugins.registry import registry
 
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
 
@@ -64,7 +63,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += _name_conflicts(installed)
     findings += _key_conflicts(reports)
     findings += _field_conflicts(reports)
-    findings += [_empty(name) for name in without_plugins()]
+    findings += [_empty(name) for name in _without_plugins()]
     findings += _of_others()
     return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
 
@@ -75,7 +74,7 @@ def _of_others() -> Iterator[Finding]:
     A function that such an entry point names returns who is concerned, what is wrong and what to
     do, or ``None``.
     """
-    from importlib_metadata import entry_points
+    from importlib.metadata import entry_points
 
     for entry_point in entry_points(group="backpack.doctor"):
         owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
@@ -180,7 +179,7 @@ def _key_conflicts(reports: list[Report]) -> Iterator[Finding]:
             if all(other.implementation != provided.implementation for _, other in rivals):
                 rivals.append((report, provided))
     for (kind, key), rivals in claims.items():
-        wanted = canonical(registry.preference(key))
+        wanted = canonical(preference(key))
         settled = [r for r, _ in rivals if wanted in (canonical(r.distribution), canonical(r.name))]
         if len(rivals) > 1 and len(settled) != 1:
             yield _conflict(f"the {kind} for {key}", key, [(r.name, r.who) for r, _ in rivals])
@@ -218,6 +217,15 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
         f"Uninstall all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
         f"BACKPACK_PREFER={key}={first}.",
     )
+
+
+def _without_plugins() -> list[str]:
+    """Installed distributions named as those of plugins that declare no entry point."""
+    from importlib.metadata import distributions
+
+    declared = {canonical(distribution) for distribution, *_ in declarations()}
+    names = {canonical(name_of(dist)) for dist in distributions()}
+    return sorted(name for name in names - declared if name.startswith("backpack-plugin-"))
 
 
 def _empty(name: str) -> Finding:

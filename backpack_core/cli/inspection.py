@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
-
-from torch.nn import Module
 
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.discovery import Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described, missing_types
-from backpack_core.plugins.discovery import Plugin
 from backpack_core.plugins.registry import Claim, registry
 
 
@@ -29,11 +29,34 @@ def report(plugin: Plugin) -> Report:
         values = list({id(value): value for _, value in claims}.values())
         result.broken_promises = [text for value in values for text in _broken(value)]
         rules = [type(value) for value in values if isinstance(value, LayerRule)]
-        missing = [(rule, *found) for rule in rules for found in missing_types(rule, True)]
+        missing = [(rule, *found) for rule in rules for found in _missing_types(rule)]
         for rule, text, is_there in missing:
             where = result.broken_promises if is_there else result.remarks
             where.append(f"{described(rule)}: {text}")
     return result
+
+
+def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
+    """Names in ``module_types`` that name nothing, once their packages were imported.
+
+    Yields:
+        What was found, and whether the package exists: a library that is not installed is no slip.
+    """
+    absent: dict[str, list[str]] = {}
+    for name in rule.module_types:
+        package = name.rpartition(".")[0] if isinstance(name, str) else ""
+        library = package.partition(".")[0]
+        try:
+            import_module(package or __name__)
+        except ImportError as error:
+            if find_spec(library):
+                yield f"module_types names {name!r}: {error}", True
+            else:
+                absent.setdefault(library, []).append(str(name))
+    yield from ((fault, True) for fault in missing_types(rule))
+    for library, (first, *others) in absent.items():
+        more = f" and {len(others)} more of {library}" if others else ""
+        yield f"module_types names {first!r}{more}: {library} is not installed", False
 
 
 def _describe_error(result: Report, error: BaseException) -> None:
@@ -63,25 +86,14 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
                 found.append((Provided(kind, key, name, detail), value))
 
     for module_type, rules in registry.rules.items():
-        add("layer rule", _type_name(module_type), rules)
+        add("layer rule", spelled_out(module_type), rules)
     for name, extensions in registry.extensions.items():
         add("extension", name, extensions)
     for name, propagators in registry.propagators.items():
         add("propagator", name, propagators)
     for (extension, module_type), overrides in registry.overrides.items():
-        add("pair override", f"{extension.__name__}/{_type_name(module_type)}", overrides)
+        add("pair override", f"{extension.__name__}/{spelled_out(module_type)}", overrides)
     return found
-
-
-def _type_name(module_type: type[Module] | str) -> str:
-    """One name for a class, however a rule spells it."""
-    if isinstance(module_type, str):
-        package, _, attribute = module_type.rpartition(".")
-        found = getattr(sys.modules.get(package), attribute, None)
-        if not isinstance(found, type):
-            return module_type
-        module_type = found
-    return f"{module_type.__module__}.{module_type.__qualname__}"
 
 
 def _broken(value: Any) -> list[str]:

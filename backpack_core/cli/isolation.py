@@ -14,8 +14,8 @@ from typing import IO, Any
 
 from backpack_core.cli import output
 from backpack_core.cli.reports import Provided, Report
+from backpack_core.discovery import Plugin
 from backpack_core.errors import PluginError
-from backpack_core.plugins.discovery import Plugin
 
 WORKER = Path(__file__).with_name("worker.py")
 START_LIMIT = 120.0  # seconds to start Python, import torch and read metadata

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import Report
-from backpack_core.plugins.discovery import Plugin, State, discover, preferred_by_environment
+from backpack_core.discovery import State, discover
 
 HEADER = ("plugin", "distribution", "version", "provides", "state")
 
@@ -22,14 +22,8 @@ def collect(load: bool, limit: float) -> list[Report]:
         limit: Seconds that one plugin may take.
     """
     if load:
-        return load_isolated(installed(), limit)
-    return [Report(p.name, p.value, p.distribution, p.version, p.state) for p in installed()]
-
-
-def installed() -> list[Plugin]:
-    """All installed plugins."""
-    preferred = preferred_by_environment()
-    return discover(lambda key: preferred.get(key) or preferred.get("*", ""))
+        return load_isolated(discover(), limit)
+    return [Report(p.name, p.value, p.distribution, p.version, p.state) for p in discover()]
 
 
 FOLDED = ("distribution", "version", "provides", "state")

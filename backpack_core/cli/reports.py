@@ -33,7 +33,7 @@ class Report:
         value: What it names.
         distribution: The distribution that declares it.
         version: Its version.
-        state: As that of a :class:`~backpack_core.plugins.discovery.Plugin`, or ``"hangs"`` or
+        state: As that of a :class:`~backpack_core.discovery.Plugin`, or ``"hangs"`` or
             ``"died"``.
         error: Name of the exception's class.
         message: The exception's message.

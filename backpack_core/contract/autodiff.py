@@ -65,7 +65,7 @@ class AutodiffRule(ParametricRule):
                 is_exact = False
             if not is_exact:
                 product, output = _one_by_one(view, name, mat)
-        _check_replay(view, output)
+        _check_replay(view, name, output)
         return product
 
 
@@ -86,14 +86,19 @@ def _agrees_with_the_batch(view: View, name: str, mat: Tensor, product: Tensor) 
     weights = 0.5 + torch.rand(
         product.shape[:2], generator=generator, dtype=torch.float64, device=mat.device
     )
-    forward = _replay(view, name, whole=True)
     with torch.enable_grad():
         parameter = view.parameter(name).detach().requires_grad_()
-        # Detached: a forward may return an input, whose hooks are not the replay's.
-        output = forward(parameter, tuple(t.detach() for t in _batched_inputs(view)[0]))
+        output = _of_batch(view, name, parameter)
         column = torch.einsum("nv,vn...->n...", weights.to(mat.dtype), mat.detach())
         expected = _gradient(output, parameter, column)
     return agree(weights, product.detach(), expected, column.abs().sum())
+
+
+def _of_batch(view: View, name: str, parameter: Tensor) -> Tensor:
+    """The output of a replay of the whole batch, its samples in front."""
+    # Detached: a forward may return an input, whose hooks are not the replay's.
+    inputs = tuple(tensor.detach() for tensor in _batched_inputs(view)[0])
+    return _replay(view, name, whole=True)(parameter, inputs)
 
 
 def _gradient(output: Tensor, parameter: Tensor, column: Tensor, graph: bool = False) -> Tensor:
@@ -145,7 +150,10 @@ def _replay(
     """
     batched = [not whole and view.has_batch(t) for t in view.stored.inputs]
     args_, kwargs_ = view.args, view.kwargs
-    parameters, buffers = _tensors(view)
+    module, owned = view.module, view.stored.owned
+    # Those of modules inside as well, as they were in the forward pass.
+    parameters = {n: view.parameter(n) for n, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {n: owned.get(n, (b,))[0] for n, b in module.named_buffers(remove_duplicate=False)}
 
     def forward(parameter: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         queue = iter(
@@ -154,22 +162,14 @@ def _replay(
         args, kwargs = map_tensors((args_, kwargs_), lambda _: next(queue))
         copies = {n: buffer.clone() for n, buffer in buffers.items()}
         # A parameter under two names, or shared with a child, has a part for each.
-        with parametrized(view.module, {**parameters, **copies, name: parameter}):
-            output = view.module.forward(*args, **kwargs)
+        with parametrized(module, {**parameters, **copies, name: parameter}):
+            output = module.forward(*args, **kwargs)
         found = list(iter_tensors(output))[view.index]
         if found._backward_hooks:  # they changed the gradient that has arrived already
             found._backward_hooks.clear()
         return found.movedim(view.axis, 0) if whole else found.squeeze(view.axis)
 
     return forward
-
-
-def _tensors(view: View) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and buffers of the forward pass, those of modules inside as well."""
-    module, owned = view.module, view.stored.owned
-    parameters = {n: view.parameter(n) for n, _ in module.named_parameters(remove_duplicate=False)}
-    buffers = {n: owned.get(n, (b,))[0] for n, b in module.named_buffers(remove_duplicate=False)}
-    return parameters, buffers
 
 
 @contextmanager
@@ -207,12 +207,13 @@ def _check_hooks(view: View, name: str) -> None:
     module = view.call.module
     if not ModuleHooks.have_company(module):
         return
-    forward = _replay(view, name)
-    inputs, axes = _batched_inputs(view)
-    sample = tuple(t if axis is None else t[0] for t, axis in zip(inputs, axes, strict=True))
     with replaying(view), torch.enable_grad():
         parameter = view.parameter(name).detach().requires_grad_()
-        if not _depends(forward(parameter, sample), parameter):
+        total = _of_batch(view, name, parameter).sum()
+        is_used = total.requires_grad
+        if is_used:
+            is_used = torch.autograd.grad(total, parameter, allow_unused=True)[0] is not None
+        if not is_used:
             raise UnsupportedError(
                 f"{view.path} has no layer rule, and its forward does not use its parameter "
                 f"{name!r}: a forward pre-hook computes something from it (as torch.nn.utils."
@@ -221,20 +222,13 @@ def _check_hooks(view: View, name: str) -> None:
             )
 
 
-def _depends(output: Tensor, parameter: Tensor) -> bool:
-    if not output.requires_grad:
-        return False
-    (found,) = torch.autograd.grad(output.sum(), parameter, allow_unused=True)
-    return found is not None
-
-
-def _check_replay(view: View, output: Tensor) -> None:
+def _check_replay(view: View, name: str, output: Tensor) -> None:
     """Raise unless the replay for single samples gave what the forward pass gave.
 
     It does not where samples mix, where an input without samples happens to have as many rows as
     there are samples, or where the module changed since.
     """
-    recorded = _recorded(view)
+    recorded = _recorded(view, name)
     # It may have been recorded in lower precision than it is differentiated in.
     dtypes = (recorded.dtype, view.stored.outputs[view.index].dtype)
     tolerance = min(0.1, max(1e-9, *(1e3 * torch.finfo(dtype).eps for dtype in dtypes)))
@@ -247,18 +241,15 @@ def _check_replay(view: View, output: Tensor) -> None:
         )
 
 
-def _recorded(view: View) -> Tensor:
+def _recorded(view: View, name: str) -> Tensor:
     """The output of the forward pass; where it was overwritten since, of another one."""
     try:
         return view.output
     except OverwrittenInputError:
         if _is_changed(view):
             raise
-        parameters, buffers = _tensors(view)
-        copies = {n: buffer.clone() for n, buffer in buffers.items()}
-        with replaying(view), torch.no_grad(), parametrized(view.module, parameters | copies):
-            output = list(iter_tensors(view.module.forward(*view.args, **view.kwargs)))[view.index]
-        return output.movedim(view.axis, 0)
+        with replaying(view), torch.no_grad():
+            return _of_batch(view, name, view.parameter(name))
 
 
 def _is_changed(view: View) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge
 from backpack_core.graph.alignment import Crossing
 from backpack_core.record.view import View
-from backpack_core.tuning import even_size
 
 
 class ColumnPropagator(Propagator):
@@ -117,45 +117,16 @@ class ColumnPropagator(Propagator):
         is_rooted: bool = False,
     ) -> tuple[Columns, Iterable[Columns]]:
         """At a loss, chunks of about one size; later on, columns may have a part elsewhere."""
-        count = sum(quantity.sizes.values())
-        if rule is None or not rule.is_loss or count <= size:
-            return quantity, ()
-        *first, last = quantity.chunks(even_size(count, size))
-        return last, first
-
-    def present(self, quantity: Columns) -> Any:
-        """All columns as one tensor ``[V, N, *out]``."""
-        return quantity.mat
-
-    def adopt(self, value: Tensor, like: Columns | None) -> Columns:
-        """Columns with the roots of ``like`` if their number is unchanged, else with a new one."""
-        if like is not None and len(like.mat) == len(value):
-            return like.split(value)
-        return Columns.start(repr(self), value)
+        return quantity.cut(size) if rule is not None and rule.is_loss else (quantity, ())
 
 
+@dataclass(frozen=True)
 class OutputGradient(ColumnPropagator):
     """What first-order extensions read: the gradient at the output, as a single column."""
 
     travels = False
     _ROOT: ClassVar[Root] = Root("gradient")
-
-    def __init__(self, subsampling: tuple[int, ...] | None = None) -> None:
-        """Store which samples take part."""
-        self.subsampling = subsampling
-
-    def __eq__(self, other: object) -> bool:
-        """Equal to any other with the same samples."""
-        return isinstance(other, OutputGradient) and other.subsampling == self.subsampling
-
-    def __hash__(self) -> int:
-        """Consistent with equality."""
-        return hash((OutputGradient, self.subsampling))
-
-    def __repr__(self) -> str:
-        """With the samples, if not all."""
-        some = "" if self.subsampling is None else f"subsampling={self.subsampling}"
-        return f"OutputGradient({some})"
+    subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Columns:
         """Nothing starts at a loss: autograd carries the gradient itself."""

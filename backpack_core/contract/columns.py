@@ -1,4 +1,4 @@
-"""Columns at a tensor: the quantity that most propagators send backwards. Imports torch only."""
+"""Columns at a tensor: the quantity that most propagators send backwards. Uses only ``tuning``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from backpack_core.tuning import even_size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -95,6 +97,12 @@ class Columns:
         for root, block in other.blocks.items():
             blocks[root] = blocks[root] + block if root in blocks else block
         return self.like(blocks)
+
+    def cut(self, size: int) -> tuple[Columns, list[Columns]]:
+        """At most ``size`` of the columns, and the others in sets of about as many."""
+        count = sum(self.sizes.values())
+        *others, last = self.chunks(even_size(count, size)) if count > size else [self]
+        return last, others
 
     def chunks(self, size: int) -> list[Columns]:
         """The same columns in sets of at most ``size``, each with roots of its own."""

@@ -7,32 +7,22 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.merging import UNDECLARED, Declaration
-from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
-
-
-# Whether a layer rule is known for a type of module: what knows rules takes the place of this.
-_has_rule: Callable[[type[Module]], bool] = lambda module_type: False  # noqa: E731
-
-
-def look_up_rules(has_rule: Callable[[type[Module]], bool]) -> None:
-    """Tell extensions how to find out whether a type of module has a layer rule."""
-    global _has_rule
-    _has_rule = has_rule
 
 
 class Extension(ABC):
@@ -69,6 +59,7 @@ class Extension(ABC):
             automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
             its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
+        carriers: What speaks in the place of layer rules, by type of module, in this instance only.
 
     To write:
         ``read(product)``: the value of one parameter, from ``M[v, n]``. An ``__init__`` calls
@@ -120,7 +111,7 @@ class Extension(ABC):
             )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode
-        self.module_extensions: dict[type[Module], ModuleExtension] = {}
+        self.carriers: dict[type[Module], CarrierOf] = {}
 
     def __repr__(self) -> str:
         """The class, where it saves, and what travels."""
@@ -169,55 +160,10 @@ class Extension(ABC):
         """
         return values
 
-    def has_rule_for(self, module_type: type[Module]) -> bool:
-        """Whether a layer rule already computes the quantity at a type of module."""
-        return _has_rule(module_type)
-
     @property
     def subsampling(self) -> tuple[int, ...] | None:
         """The samples that take part, ``None`` for all."""
         return self.propagator.subsampling
-
-    def get_subsampling(self) -> list[int] | None:
-        """The samples that take part as a list, ``None`` for all."""
-        return None if self.subsampling is None else list(self.subsampling)
-
-    def set_module_extension(
-        self,
-        module_type: type[Module],
-        module_extension: ModuleExtension,
-        overwrite: bool = False,
-    ) -> None:
-        """Use a module extension for one type of module, in this instance only.
-
-        Args:
-            module_type: The module's class; subclasses are not meant.
-            module_extension: What computes the quantity there.
-            overwrite: Whether a previous choice, or a layer rule, may be replaced.
-
-        Raises:
-            UsageError: An argument has the wrong type, or there is a choice or a rule already.
-        """
-        if not (isinstance(module_type, type) and issubclass(module_type, Module)):
-            raise UsageError(
-                f"module_type must be a subclass of torch.nn.Module. Got {module_type!r}."
-            )
-        if not isinstance(module_extension, ModuleExtension):
-            raise UsageError(
-                "module_extension must be an instance of ModuleExtension. "
-                f"Got {module_extension!r}."
-            )
-        if self.has_rule_for(module_type) and not overwrite:
-            raise UsageError(
-                f"{type(self).__name__} is computed by a layer rule at {module_type.__name__}, "
-                "exactly: pass overwrite=True to replace it by the module extension."
-            )
-        if module_type in self.module_extensions and not overwrite:
-            raise UsageError(
-                f"{type(self).__name__} has a module extension for {module_type.__name__} already: "
-                "pass overwrite=True to replace it."
-            )
-        self.module_extensions[module_type] = module_extension
 
 
 class FirstOrderExtension(Extension):

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, SecondOrderExtension
-from backpack_core.contract.module_extension import ModuleExtension
-from backpack_core.errors import UsageError
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.view import View
 
@@ -67,14 +64,12 @@ class GraphReading(ABC):
 class WholeLoss(OutputGradient):
     """Nothing travels and samples need not be separate: the graph is read as a whole."""
 
-    per_sample = False
     only_at_losses = True
 
-
-class SomeOfLoss(WholeLoss):
-    """The same of some samples, which have to be there."""
-
-    per_sample = True
+    @property
+    def per_sample(self) -> bool:  # type: ignore[override]  # not of the class here
+        """Those of some samples have to be there."""
+        return self.subsampling is not None
 
 
 class GraphExtension(SecondOrderExtension):
@@ -107,28 +102,11 @@ class GraphExtension(SecondOrderExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
         """
-        whole = WholeLoss() if subsampling is None else SomeOfLoss(subsampling)
-        super().__init__(whole, savefield, fail_mode)
+        super().__init__(WholeLoss(subsampling), savefield, fail_mode)
 
     @abstractmethod
     def begin(self) -> GraphReading:
         """Begin a backward pass."""
-
-    def set_module_extension(
-        self,
-        module_type: type[Module],
-        module_extension: ModuleExtension,
-        overwrite: bool = False,
-    ) -> None:
-        """Refused: there is nothing to add.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(
-            f"{type(self).__name__} is read from the graph of the loss, exactly for every module: "
-            "it takes no module extensions."
-        )
 
     def read(self, product: Any) -> Any:
         """Never called: nothing is read off parameter by parameter."""

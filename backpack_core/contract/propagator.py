@@ -240,14 +240,6 @@ class Propagator(ABC):
         """
         return quantity
 
-    def present(self, quantity: Any) -> Any:
-        """What a :class:`ModuleExtension` sees of a quantity."""
-        return quantity
-
-    def adopt(self, value: Any, like: Any) -> Any:
-        """Turn what a :class:`ModuleExtension` returned from ``backpropagate`` into a quantity."""
-        return value
-
 
 def loss_behind_a_loss(view: View) -> UnsupportedError:
     """The error where two losses both claim to be where the model ends."""

@@ -56,28 +56,17 @@ def regrouped(
 
 
 @regrouped.register
-def _regrouped_affine(
-    product: AffineProduct, columns: int, samples: int, kept: dict[Any, Any]
+def _regrouped_factors(
+    product: AffineProduct | ScaleProduct | LookupProduct,
+    columns: int,
+    samples: int,
+    kept: dict[Any, Any],
 ) -> SampleProduct:
-    out, inp = _positions(product.out, product.inp, columns, samples, kept)
-    return AffineProduct(out, inp, product.shape, product.arrange)
-
-
-@regrouped.register
-def _regrouped_scale(
-    product: ScaleProduct, columns: int, samples: int, kept: dict[Any, Any]
-) -> SampleProduct:
-    out, inp = _positions(product.out, product.inp, columns, samples, kept)
-    return ScaleProduct(out, inp, product.shape)
-
-
-@regrouped.register
-def _regrouped_lookup(
-    product: LookupProduct, columns: int, samples: int, kept: dict[Any, Any]
-) -> SampleProduct:
-    out, row = _positions(product.out, product.row, columns, samples, kept)
-    assert row is not None
-    return LookupProduct(out, row, product.shape)
+    other: Any = product.row if isinstance(product, LookupProduct) else product.inp
+    out, other = _positions(product.out, other, columns, samples, kept)
+    if isinstance(product, AffineProduct):
+        return AffineProduct(out, other, product.shape, product.arrange)
+    return type(product)(out, other, product.shape)
 
 
 def _positions(

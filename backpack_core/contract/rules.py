@@ -190,16 +190,6 @@ class LayerRule(ABC):
             "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
         )
 
-    def provides(self, capability: str) -> bool:
-        """Whether this rule implements an optional or abstract underscore method itself.
-
-        Args:
-            capability: A name without the underscore, as ``"second_derivative_mat_prod"``.
-        """
-        name = f"_{capability}"
-        own = getattr(type(self), name, None)
-        return own is not None and own is not getattr(LayerRule, name, None)
-
 
 class ElementwiseRule(LayerRule):
     """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
@@ -253,16 +243,12 @@ def expect(
     columns: int | None = None,
 ) -> None:
     """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
-    if not isinstance(mat, Tensor):
-        raise ShapeError(
-            f"{type(rule).__name__}.{what} {mat!r} at {view.path}, expected a tensor "
-            f"[V, {', '.join(map(str, shape))}]."
-        )
-    if mat.shape[1:] == shape and (columns is None or len(mat) == columns):
+    is_tensor = isinstance(mat, Tensor)
+    if is_tensor and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
-    found = list(mat.shape)
-    lead: Any = "V" if columns is None else columns
+    found = f"shape {list(mat.shape)}" if is_tensor else repr(mat)
+    lead = "V" if columns is None else columns
     raise ShapeError(
-        f"{type(rule).__name__}.{what} shape {found} at {view.path}, expected "
+        f"{type(rule).__name__}.{what} {found} at {view.path}, expected a tensor "
         f"[{lead}, {', '.join(map(str, shape))}]."
     )

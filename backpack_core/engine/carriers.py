@@ -1,22 +1,15 @@
-"""Who answers for a module in one group of extensions: its layer rule, or a module extension.
-
-Both read off at parameters and send on to inputs; the traversal does not ask which it is.
-"""
+"""A layer rule as the carrier of a call, and what there is where no rule covers a parameter."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
-
-from torch import Tensor
+from typing import Any
 
 from backpack_core._torch import class_of
 from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.module_extension import Grads, ModuleExtension
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
@@ -34,52 +27,6 @@ from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 _AUTODIFF = AutodiffRule()
-
-
-class Found(NamedTuple):
-    """What there is at a parameter.
-
-    Attributes:
-        name: What the module calls it.
-        parameter: The parameter.
-        value: What an extension reads, or what is stored.
-        is_covered: Whether a rule covers it.
-    """
-
-    name: str
-    parameter: Tensor
-    value: Any
-    is_covered: bool = True
-
-
-class Carrier(ABC):
-    """What a call does with a group's quantity.
-
-    Class attributes:
-        gives_values: What is found at parameters is stored as it is; else extensions read it.
-
-    Attributes:
-        speaker: Whose code that is, for messages.
-    """
-
-    gives_values: ClassVar[bool] = False
-    speaker: object
-
-    @abstractmethod
-    def starts(self, view: View) -> bool:
-        """Whether nothing need arrive at the call: sending is what begins there."""
-
-    @abstractmethod
-    def arrive(self, view: View, waiting: Any) -> Any:
-        """The quantity at the call's output, from what was sent there; ``None`` for nothing."""
-
-    @abstractmethod
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
-        """What there is at every parameter."""
-
-    @abstractmethod
-    def send(self, view: View, quantity: Any) -> dict[int, Any]:
-        """What goes on to the inputs, by position."""
 
 
 class RuleCarrier(Carrier):
@@ -125,82 +72,6 @@ class RuleCarrier(Carrier):
             return {0: quantity}
         found: dict[int, Any] = ask(self._propagator, "propagate", rule, view, quantity, view=view)
         return found
-
-
-class HandWrittenCarrier(Carrier):
-    """A module extension, written by hand for one extension and one type of module."""
-
-    gives_values = True
-
-    def __init__(
-        self, module_extension: ModuleExtension, propagator: Propagator, extension: Extension
-    ) -> None:
-        self._module_extension = self.speaker = module_extension
-        self._propagator = propagator
-        self._extension = extension
-
-    def starts(self, view: View) -> bool:
-        """At a loss, of which a number or a known type tells."""
-        return view.output_shape == () or bool(view.call.rule.is_loss)
-
-    def arrive(self, view: View, waiting: Any) -> Any:
-        """By the propagator; at a loss it is left to ``backpropagate`` to start."""
-        if self.starts(view):
-            return waiting
-        return self._propagator.arrive(view.call.rule, view, waiting)
-
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
-        """What the methods named after the parameters return."""
-        self._run("check", view)
-        arrived = self._presented(quantity) if self._propagator.travels else None
-        owned = view.stored.owned
-        for name in self._module_extension.params:
-            if name in view.stored.computed:
-                raise UnsupportedError(
-                    f"The parameter {name!r} of {view.path} is computed from others (by a "
-                    "parametrization, or in a hook), which a module extension cannot account for."
-                )
-            parameter = owned[name][0] if name in owned else None
-            if parameter is not None and parameter.requires_grad:
-                yield Found(name, parameter, self._run(name, view, arrived))
-
-    def send(self, view: View, quantity: Any) -> dict[int, Any]:
-        """What ``backpropagate`` returns, to the first input or to all."""
-        value = self._run("backpropagate", view, self._presented(quantity))
-        to_all = self._module_extension.sends_to_every_input
-        adopted = self._propagator.adopt(value, quantity)
-        return dict.fromkeys(range(len(view.stored.inputs) if to_all else 1), adopted)
-
-    def _presented(self, quantity: Any) -> Any:
-        return None if quantity is None else self._propagator.present(quantity)
-
-    def _run(self, method: str, view: View, *quantity: Any) -> Any:
-        """Call a method of the module extension with inputs and output set on the module."""
-        whole = view.full
-        g_inp: Grads = (None,) * len(whole.stored.inputs)
-        g_out: Grads = (whole.grad_output,)
-        with io_on_module(whole):
-            given = self._extension, whole.call.module, g_inp, g_out, *quantity
-            return ask(self._module_extension, method, *given, view=view)
-
-
-@contextmanager
-def io_on_module(view: View) -> Iterator[None]:
-    """Set ``module.input0``, ``module.input1``, …, ``module.output`` for a ``with`` block.
-
-    All samples are there, also with subsampling, as module extensions expect.
-    """
-    io = {f"input{i}": view.tensor_input(i) for i in range(len(view.stored.inputs))}
-    io["output"] = view.output
-    attributes = view.call.module.__dict__
-    before = {name: attributes[name] for name in io if name in attributes}
-    attributes.update(io)
-    try:
-        yield
-    finally:
-        for name in io:
-            attributes.pop(name, None)
-        attributes.update(before)
 
 
 def allows_fallback(extension: Extension, view: View) -> bool:

@@ -23,7 +23,7 @@ class Group(NamedTuple):
         propagator: What travels for all of them.
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
-        has_overrides: Whether a module extension may speak for some modules.
+        has_overrides: Whether another carrier than the layer rule may speak for some modules.
         watch: Who calls what takes time, if somebody watches; see :class:`~backpack_core.backpack`.
     """
 
@@ -62,7 +62,7 @@ def group(
     for extension in extensions:
         if isinstance(extension, GraphExtension):
             continue
-        alone = bool(extension.module_extensions) or registry.has_overrides(type(extension))
+        alone = bool(extension.carriers) or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
         known = groups.get(key, Group(extension.propagator, has_overrides=alone, watch=watch))
         groups[key] = known._replace(

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator, see_through
-from backpack_core.engine.carriers import Carrier, Found, HandWrittenCarrier, RuleCarrier
+from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.groups import Group, watched
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
@@ -245,7 +246,7 @@ class Traversal:
                 fault = self.survey.alignment.faults.get((view.call, view.index))
                 if fault is not None:
                     raise fault
-                return HandWrittenCarrier(found, group.propagator, extension)
+                return found(extension, group.propagator)
         return RuleCarrier(group.propagator, self.survey.batch_size)
 
     # Reading -------------------------------------------------------------------------------------
@@ -275,8 +276,8 @@ class Traversal:
         used = self.survey.uses.get(number)
         if (used is not None and used.count > 1) or number in self.survey.bare:
             raise UnsupportedError(
-                f"The parameter {found.name!r} is used more than once, which a module extension "
-                "cannot account for: write a layer rule instead."
+                f"The parameter {found.name!r} is used more than once, which a carrier of its "
+                "own cannot account for: write a layer rule instead."
             )
 
     def _refuse_bare(self, found: Found, view: View, group: Group) -> None:

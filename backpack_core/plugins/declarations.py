@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from backpack_core.contract.operations import Operation
 from backpack_core.contract.parametric import AffinePairsRule, ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
-from backpack_core.errors import nearest
+from backpack_core.errors import PluginError, nearest
 
 _BASES = (
     *(LayerRule, ElementwiseRule, ParametricRule, AffinePairsRule, LossRule),
@@ -83,10 +82,25 @@ def faults(cls: type) -> list[str]:
     return found
 
 
+def refuse(cls: type) -> None:
+    """Raise if a rule, extension or propagator cannot be used as it is declared.
+
+    Raises:
+        PluginError: It is abstract, or has :func:`faults`.
+    """
+    missing = getattr(cls, "__abstractmethods__", ())
+    if missing:
+        near = nearest(min(missing), vars(cls)) or "."
+        raise PluginError(f"{cls.__name__} does not implement {', '.join(sorted(missing))}{near}")
+    found = faults(cls)
+    if found:
+        raise PluginError(f"{described(cls)}: {'; '.join(found)}.")
+
+
 def described(cls: type) -> str:
     """A class, and the line where it is written, as far as Python knows."""
     try:
-        return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{_line(cls)})"
+        return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]})"
     except (OSError, TypeError):
         return f"{cls.__qualname__} of {cls.__module__}"
 
@@ -114,61 +128,33 @@ def missing_params(rule: LayerRule, module: Module) -> str:
     )
 
 
-def missing_types(rule: type[LayerRule], may_import: bool) -> Iterator[tuple[str, bool]]:
-    """Names in ``module_types`` that name nothing.
+def missing_types(rule: type[LayerRule]) -> Iterator[str]:
+    """Names in ``module_types`` of classes that a package does not have; it has to be imported.
 
     Args:
         rule: The class of the rule.
-        may_import: Whether to import the packages in question; else only what is imported counts.
 
     Yields:
-        What was found, and whether the package exists: a library that is not installed is no slip.
+        What is wrong with each. Of what is not imported, nothing is known.
     """
-    absent: dict[str, list[str]] = {}
     for name in rule.module_types:
-        if isinstance(name, str):
-            package, _, attribute = name.rpartition(".")
-            fault = _missing_module(package, may_import)
-            if fault is None:
-                module = import_module(package)
-                if not hasattr(module, attribute):
-                    near = nearest(attribute, dir(module))
-                    text = f"module {package} is importable and has no such class{near}"
-                    yield f"module_types names {name!r}: {text}", True
-            elif fault:
-                if find_spec(library := package.partition(".")[0]):
-                    yield f"module_types names {name!r}: {fault}", True
-                else:
-                    absent.setdefault(library, []).append(name)
-    for library, (name, *others) in absent.items():
-        more = f" and {len(others)} more of {library}" if others else ""
-        yield f"module_types names {name!r}{more}: {library} is not installed", False
-
-
-def _missing_module(package: str, may_import: bool) -> str | None:
-    """Why a module cannot be imported; ``None`` if it can, empty if that is not to be known."""
-    if not may_import:
-        spec = getattr(sys.modules.get(package), "__spec__", None)
-        is_whole = package in sys.modules and not getattr(spec, "_initializing", False)
-        return None if is_whole else ""
-    try:
-        import_module(package)
-    except ImportError as error:
-        return str(error)
-    return None
+        package, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+        module = sys.modules.get(package)
+        is_whole = module and not getattr(module.__spec__, "_initializing", False)
+        if is_whole and not hasattr(module, attribute):
+            near = nearest(attribute, dir(module))
+            yield (
+                f"module_types names {name!r}: module {package} is importable and has no such "
+                f"class{near}"
+            )
 
 
 def _has(module: Module, name: str) -> bool:
-    value: Any = module
-    for part in name.split("."):
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
+    try:
+        attrgetter(name)(module)
+    except AttributeError:
+        return False
     return True
-
-
-def _line(cls: type) -> int:
-    return inspect.getsourcelines(cls)[1]
 
 
 @lru_cache(maxsize=1)

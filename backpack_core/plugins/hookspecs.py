@@ -17,8 +17,8 @@ from backpack_core.contract.hook import PROJECT
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from backpack_core.contract.carrier import CarrierOf
     from backpack_core.contract.extension import Extension
-    from backpack_core.contract.module_extension import ModuleExtension
     from backpack_core.contract.propagator import Propagator
     from backpack_core.contract.rules import LayerRule
 
@@ -42,6 +42,9 @@ def backpack_propagators() -> Iterable[type[Propagator]]:  # type: ignore[empty-
 
 @hookspec
 def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
-    tuple[type[Extension], type[Module] | str, ModuleExtension]
+    tuple[type[Extension], type[Module] | str, CarrierOf]
 ]:
-    """Return ``(extension class, module type, module extension)`` for a pair that needs its own."""
+    """Return ``(extension class, module type, function)`` for a pair that needs its own.
+
+    The function is called with the extension and a propagator, and makes a :class:`Carrier`.
+    """

@@ -8,15 +8,13 @@ traceback chained, and everything else works.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module
 
-from backpack_core.contract.extension import look_up_rules
-from backpack_core.errors import BrokenPluginWarning, PluginLoadError
-from backpack_core.plugins.discovery import Plugin, discover, settle
+from backpack_core.discovery import Plugin, discover, preferred, settle, spelled_out
+from backpack_core.errors import BrokenPluginWarning, PluginLoadError, warn
 from backpack_core.plugins.registration import clear, enter, lock, withdraw
 from backpack_core.plugins.registry import registry
 
@@ -30,7 +28,7 @@ def known_plugins() -> list[Plugin]:
     global _plugins
     with lock:
         if _plugins is None:
-            _plugins = discover(registry.preference)
+            _plugins = discover()
         return _plugins
 
 
@@ -110,11 +108,10 @@ def _warn(broken: list[Plugin]) -> None:
         by_distribution.setdefault(str(plugin.provenance), []).append(plugin)
     for who, mine in by_distribution.items():
         names = ", ".join(repr(p.name) for p in mine)
-        warnings.warn(
+        warn(
             f"Out of use: {names} of {who}, because of {_reason(mine[0])}\nEverything that does "
             "not need it works. `backpack doctor` shows more.",
             BrokenPluginWarning,
-            stacklevel=4,
         )
 
 
@@ -142,11 +139,12 @@ def prefer(distribution: str, *keys: Any) -> None:
             extension, or the name of an entry point. Default: everything.
     """
     with lock:
-        registry.prefer(distribution, *keys)
+        preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
+        registry.forget()
         if _plugins is None:
             return
         before = [p for p in _plugins if p.state == "loaded"]
-        settle(_plugins, registry.preference)
+        settle(_plugins)
         for plugin in before:
             if plugin.state != "loaded":
                 withdraw(plugin.provenance)
@@ -168,10 +166,7 @@ def reset() -> None:
         _plugins, _loaded = None, False
 
 
-def _has_rule(module_type: type[Module]) -> bool:
+def has_rule(module_type: type[Module]) -> bool:
     """Whether an installed plugin has a layer rule for a type of module."""
     ensure_loaded()
     return not registry.resolve_type(module_type).is_fallback
-
-
-look_up_rules(_has_rule)

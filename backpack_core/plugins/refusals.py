@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from backpack_core.discovery import Plugin
 from backpack_core.errors import MissingPluginError, NotExtendedError
-from backpack_core.plugins.discovery import Plugin
 from backpack_core.plugins.loading import failures, load_error
 from backpack_core.record.view import View
 

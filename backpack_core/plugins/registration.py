@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pluggy
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.hook import PROJECT
 from backpack_core.contract.rules import LayerRule
+from backpack_core.discovery import Provenance
 from backpack_core.errors import (
     PluginConflictError,
     PluginError,
@@ -22,8 +23,7 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins import hookspecs
 from backpack_core.plugins.declarations import described, missing_types
-from backpack_core.plugins.discovery import Provenance
-from backpack_core.plugins.registry import check_contributions, registry
+from backpack_core.plugins.registry import Contribution, contributions, registry
 
 API_VERSION = 2
 # Of plugins that do not say: nothing older was published.
@@ -36,6 +36,11 @@ _manager.add_hookspecs(hookspecs)
 lock = threading.RLock()
 
 
+def hook_names() -> list[str]:
+    """Names of all hooks, sorted."""
+    return sorted(name for name in vars(hookspecs) if name.startswith(f"{PROJECT}_"))
+
+
 def _key(provenance: Provenance) -> str:
     """The name under which pluggy knows a plugin: two distributions may use one name."""
     return f"{provenance.distribution}:{provenance.plugin}"
@@ -43,7 +48,6 @@ def _key(provenance: Provenance) -> str:
 
 def enter(obj: Any, provenance: Provenance) -> None:
     """Register a plugin object: all of it, or nothing."""
-    key = _key(provenance)
     _check_version(obj, provenance)
     other = _manager.get_name(obj)
     if other is not None:
@@ -52,47 +56,29 @@ def enter(obj: Any, provenance: Provenance) -> None:
     if source and provenance.distribution:
         add_library_folder(source)
     try:
-        _manager.register(obj, key)
-        contributions = check_contributions(_collect(obj))
+        _manager.register(obj, _key(provenance))
+        registry.add(_collect(obj), provenance)
     except BaseException:
-        if _manager.has_plugin(key):
-            _manager.unregister(name=key)
+        withdraw(provenance)
         raise
-    registry.add(contributions, provenance)
 
 
-def _collect(obj: Any) -> dict[str, list[Any]]:
-    """Call the hook implementations of one plugin only."""
-    found: dict[str, list[Any]] = {}
+def _collect(obj: Any) -> list[Contribution]:
+    """Call the hook implementations of one plugin only, and check what they return."""
+    found: dict[str, Any] = {}
     for caller in _manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
             raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
-        for implementation in caller.get_hookimpls():
-            if implementation.plugin is obj:
-                found[caller.name] = _as_list(caller.name, implementation.function())
+        own = [each for each in caller.get_hookimpls() if each.plugin is obj]
+        found[caller.name] = returned = own[0].function()
+        if not isinstance(returned, Iterable):
+            raise PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
     if not found:
         raise PluginError(
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
-    return found
-
-
-def _as_list(hook: str, returned: Any) -> list[Any]:
-    try:
-        iterator = iter(returned)
-    except TypeError:
-        raise PluginError(f"{hook} must return an iterable. Got {returned!r}.") from None
-    return list(iterator)
-
-
-def hook_names() -> list[str]:
-    """Names of all hooks, sorted."""
-    return sorted(
-        name
-        for name in vars(hookspecs)
-        if _manager.parse_hookspec_opts(hookspecs, name) is not None
-    )
+    return [c for hook, items in found.items() for item in items for c in contributions(hook, item)]
 
 
 def declared_api(obj: Any) -> set[int]:
@@ -102,8 +88,7 @@ def declared_api(obj: Any) -> set[int]:
     Without it, the first that was published.
     """
     module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
-    places = (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0]))
-    for place in places:
+    for place in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
         declared = getattr(place, "backpack_api", None)
         if declared is not None:
             return {declared} if isinstance(declared, int) else set(declared)
@@ -127,7 +112,7 @@ def register(obj: Any, name: str | None = None) -> Any:
 
     What an installed package does with an entry point, a script or notebook does with this. May be
     used as a class decorator. A class that is defined in ``__main__`` replaces the one of its name
-    that was: the cell of a notebook may run again.
+    that was, unless it is refused: the cell of a notebook may run again.
 
     Args:
         obj: A class derived from one of core's base classes, or an object with hook
@@ -145,46 +130,29 @@ def register(obj: Any, name: str | None = None) -> Any:
     provenance = Provenance(name)
     with lock:
         known = _manager.get_plugin(_key(provenance))
-        if known is not None and _is_rerun(known, obj):
-            return _replace(known, obj, provenance)
         if known is not None:
-            raise PluginConflictError(
-                f"A plugin named {name!r} is registered already: pass another name, or call "
-                f"backpack_core.unregister({name!r}) first."
-            )
-        _enter_alone(obj, provenance)
+            if not _is_rerun(known, obj):
+                raise PluginConflictError(
+                    f"A plugin named {name!r} is registered already: pass another name, or call "
+                    f"backpack_core.unregister({name!r}) first."
+                )
+            withdraw(provenance)
+        try:
+            enter(obj, provenance)
+            _check_alone(obj)
+        except BaseException:
+            withdraw(provenance)
+            if known is not None:
+                enter(known, provenance)
+            raise
     return obj
 
 
 def _is_rerun(known: Any, obj: Any) -> bool:
     """Whether a cell of a notebook, or a line of a console, has defined a class once more."""
-    return (
-        isinstance(known, type)
-        and isinstance(obj, type)
-        and known is not obj
-        and known.__module__ == obj.__module__ == "__main__"
-        and known.__qualname__ == obj.__qualname__
-    )
-
-
-def _replace(known: Any, obj: Any, provenance: Provenance) -> Any:
-    """Put a class in the place of an earlier one, which stays where the new one is refused."""
-    withdraw(provenance)
-    try:
-        _enter_alone(obj, provenance)
-    except BaseException:
-        enter(known, provenance)
-        raise
-    return obj
-
-
-def _enter_alone(obj: Any, provenance: Provenance) -> None:
-    enter(obj, provenance)
-    try:
-        _check_alone(obj)
-    except PluginError:
-        withdraw(provenance)
-        raise
+    are_classes = isinstance(known, type) and isinstance(obj, type) and known is not obj
+    names = {(each.__module__, each.__qualname__) for each in (known, obj)} if are_classes else ()
+    return len(names) == 1 and known.__module__ == "__main__"
 
 
 def _check_alone(obj: Any) -> None:
@@ -192,7 +160,7 @@ def _check_alone(obj: Any) -> None:
     if not isinstance(obj, type):
         return
     if issubclass(obj, LayerRule):
-        for fault, _ in missing_types(obj, may_import=False):
+        for fault in missing_types(obj):
             raise PluginError(f"{described(obj)}: {fault}.")
     if issubclass(obj, Extension):
         other = registry.saves_under(obj)
@@ -225,8 +193,9 @@ def unregister(name: str) -> None:
 
 
 def withdraw(provenance: Provenance) -> None:
-    """Take back everything that came from one plugin."""
-    _manager.unregister(name=_key(provenance))
+    """Take back everything that came from one plugin, if anything did."""
+    if _manager.has_plugin(_key(provenance)):
+        _manager.unregister(name=_key(provenance))
     registry.remove(provenance)
 
 
@@ -237,11 +206,10 @@ def temporary_plugin(*objects: Any) -> Iterator[None]:
     Args:
         objects: What :func:`register` takes.
     """
-    names = [f"{_name_of(obj)} (temporary {id(obj)})" for obj in objects]
     done: list[str] = []
     try:
-        for obj, name in zip(objects, names, strict=True):
-            register(obj, name)
+        for obj in objects:
+            register(obj, name := f"{_name_of(obj)} (temporary {id(obj)})")
             done.append(name)
         yield
     finally:

@@ -6,23 +6,28 @@ claims on one key are a conflict, reported when the key is used; :func:`prefer` 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.nn import Module
 
 from backpack_core._torch import class_of
 from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType
-from backpack_core.errors import PluginConflictError, PluginError, nearest
-from backpack_core.plugins.declarations import described, faults, missing_params
-from backpack_core.plugins.discovery import Provenance, canonical, preferred_by_environment
+from backpack_core.discovery import (
+    Provenance,
+    canonical,
+    class_named,
+    conflict,
+    preference,
+    spelled_out,
+)
+from backpack_core.errors import PluginError
+from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
 from backpack_core.plugins.sameness import is_same_map, methods_behind
 
 T = TypeVar("T")
@@ -58,14 +63,8 @@ class Resolved(NamedTuple):
     methods: frozenset[str] = frozenset()
 
 
-class Contribution(NamedTuple):
-    """Something that a plugin handed over, checked: in which table, and under which key."""
-
-    table: Literal["rules", "extensions", "propagators", "overrides"]
-    key: Any
-    value: Any
-
-
+# Something that a plugin handed over, checked: in which table, under which key.
+Contribution = tuple[str, Any, Any]
 FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
 
 
@@ -76,20 +75,19 @@ class Registry:
     rules: dict[ModuleType, list[Claim[LayerRule]]] = field(default_factory=dict)
     extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
     propagators: dict[str, list[Claim[type[Propagator]]]] = field(default_factory=dict)
-    overrides: dict[tuple[type[Extension], ModuleType], list[Claim[ModuleExtension]]] = field(
+    overrides: dict[tuple[type[Extension], ModuleType], list[Claim[CarrierOf]]] = field(
         default_factory=dict
     )
-    preferred: dict[str, str] = field(default_factory=dict)
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
         """Enter everything a plugin provides. Cannot fail half-way: nothing here raises."""
         for table, key, value in contributions:
             claims = getattr(self, table).setdefault(key, [])
-            if _kind(value) not in [_kind(claim.value) for claim in claims]:
-                # The same class under two entry points is one claim.
+            # The same class under two entry points is one claim.
+            if _identity(value) not in [_identity(claim.value) for claim in claims]:
                 claims.append(Claim(value, provenance))
-        self._rule_cache.clear()
+        self.forget()
 
     def remove(self, provenance: Provenance) -> None:
         """Take back everything that came from one plugin."""
@@ -98,12 +96,16 @@ class Registry:
                 table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
-        self._rule_cache.clear()
+        self.forget()
 
     def clear(self) -> None:
         """Take back everything that came from plugins; preferences stay."""
         for table in self._tables:
             table.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Look up every module anew."""
         self._rule_cache.clear()
 
     @property
@@ -141,7 +143,7 @@ class Registry:
         for parent in kind.__mro__:
             claims = self._claims_for(parent)
             if claims and is_same_map(kind, parent):
-                claim = self.choose(claims, _qualified_name(parent), "layer rule")
+                claim = self.choose(claims, spelled_out(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
@@ -150,21 +152,19 @@ class Registry:
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
         claims = list(self.rules.get(kind, ()))
         for key, named in self.rules.items():
-            if isinstance(key, str) and _find_class(key) is kind:
+            if isinstance(key, str) and class_named(key) is kind:
                 claims += named
         return claims
 
-    def override(self, extension: Extension, module: Module) -> ModuleExtension | None:
-        """A module extension for this pair: set on the instance, else contributed by a plugin."""
-        own = extension.module_extensions.get(type(module))
-        if own is not None:
-            return own
+    def override(self, extension: Extension, module: Module) -> CarrierOf | None:
+        """What makes a carrier for this pair: set on the instance, else contributed by a plugin."""
+        kind = type(module)
+        if kind in extension.carriers:
+            return extension.carriers[kind]
         for (extension_type, key), claims in self.overrides.items():
-            matches = key is type(module) or (
-                isinstance(key, str) and _find_class(key) is type(module)
-            )
-            if matches and isinstance(extension, extension_type):
-                name = f"{extension_type.__name__}/{_qualified_name(type(module))}"
+            is_kind = (class_named(key) if isinstance(key, str) else key) is kind
+            if is_kind and isinstance(extension, extension_type):
+                name = f"{extension_type.__name__}/{spelled_out(kind)}"
                 return self.choose(claims, name, "pair override").value
         return None
 
@@ -177,7 +177,7 @@ class Registry:
         return None
 
     def has_overrides(self, extension_type: type[Extension]) -> bool:
-        """Whether any plugin contributed a pair override for this extension."""
+        """Whether any plugin contributed a carrier for this extension."""
         return any(issubclass(extension_type, key[0]) for key in self.overrides)
 
     def describe(self, extension: Extension) -> str:
@@ -196,7 +196,7 @@ class Registry:
         """
         if len(claims) == 1:
             return claims[0]
-        wanted = canonical(self.preference(key))
+        wanted = canonical(preference(key))
         chosen = [
             c
             for c in claims
@@ -204,110 +204,41 @@ class Registry:
         ]
         if wanted and len(chosen) == 1:
             return chosen[0]
-        claims = sorted(claims, key=lambda c: str(c.provenance))  # whatever order they came in
-        who = " and ".join(str(c.provenance) for c in claims)
-        name = claims[0].provenance.distribution or claims[0].provenance.plugin
-        raise PluginConflictError(
-            f"Several plugins provide the {what} for {key!r}: {who}. Uninstall all but one, call "
-            f"backpack_core.prefer({name!r}, {key!r}), or set BACKPACK_PREFER={key}={name}."
-        )
-
-    def preference(self, key: str) -> str:
-        """The preferred distribution for a key, or an empty string."""
-        if key in self.preferred:
-            return self.preferred[key]
-        pairs = preferred_by_environment().items()
-        from_environment = {_spelled_out(name): distribution for name, distribution in pairs}
-        return from_environment.get(key) or self.preferred.get("*") or from_environment.get("*", "")
-
-    def prefer(self, distribution: str, *keys: str | type) -> None:
-        """See :func:`backpack_core.prefer`."""
-        for key in keys or ("*",):
-            self.preferred[_spelled_out(key)] = distribution
-        self._rule_cache.clear()
+        raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
 
 
-def _kind(value: Any) -> type:
-    return value if isinstance(value, type) else type(value)
+def _identity(value: Any) -> Any:
+    return type(value) if isinstance(value, LayerRule) else value
 
 
-def check_contributions(found: dict[str, list[Any]]) -> list[Contribution]:
-    """Check what a plugin's hooks returned.
+_KINDS: dict[str, tuple[str, type | tuple[()]]] = {
+    "backpack_layer_rules": ("rules", LayerRule),
+    "backpack_extensions": ("extensions", Extension),
+    "backpack_propagators": ("propagators", Propagator),
+}
 
-    Args:
-        found: Returned objects by hook name.
+
+def contributions(hook: str, item: Any) -> list[Contribution]:
+    """What one object that a hook returned is entered as.
 
     Raises:
-        PluginError: An object is not of the kind its hook promises.
+        PluginError: It is not of the kind that the hook promises.
     """
-    rules = _each(found, "backpack_layer_rules", partial(_is_whole, base=LayerRule))
-    extensions = _each(found, "backpack_extensions", partial(_is_whole, base=Extension))
-    propagators = _each(found, "backpack_propagators", partial(_is_whole, base=Propagator))
-    overrides = _each(found, "backpack_pair_overrides", _is_override)
-    return [
-        *of_rules(rules),
-        *(Contribution("extensions", kind.__name__, kind) for kind in extensions),
-        *(Contribution("propagators", kind.__name__, kind) for kind in propagators),
-        *(Contribution("overrides", (kind, module), value) for kind, module, value in overrides),
-    ]
+    if hook == "backpack_pair_overrides" and isinstance(item, tuple) and len(item) == 3:
+        kind, module, carrier = item
+        is_pair = isinstance(kind, type) and issubclass(kind, Extension) and is_module_type(module)
+        if is_pair and callable(carrier):
+            return [("overrides", (kind, module), carrier)]
+    table, base = _KINDS.get(hook, ("", ()))
+    if isinstance(item, type) and issubclass(item, base):
+        refuse(item)
+        return of_rules([item]) if issubclass(item, LayerRule) else [(table, item.__name__, item)]
+    raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")
 
 
-def of_rules(kinds: Iterable[type[LayerRule]]) -> Iterator[Contribution]:
+def of_rules(kinds: Iterable[type[LayerRule]]) -> list[Contribution]:
     """One instance of each, for all the types of modules that it names."""
-    for rule in (kind() for kind in kinds):
-        yield from (Contribution("rules", key, rule) for key in rule.module_types)
-
-
-def _each(found: dict[str, list[Any]], hook: str, accepts: Callable[[Any], bool]) -> list[Any]:
-    objects = found.get(hook, [])
-    for item in objects:
-        if not accepts(item):
-            raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")
-    return objects
-
-
-def _is_subclass(item: Any, base: type) -> bool:
-    return isinstance(item, type) and issubclass(item, base)
-
-
-def _is_whole(item: Any, base: type) -> bool:
-    """Whether it is a class of a kind; raises if it is one that cannot be used."""
-    if not _is_subclass(item, base):
-        return False
-    missing = getattr(item, "__abstractmethods__", ())
-    if missing:
-        near = nearest(min(missing), vars(item)) or "."
-        raise PluginError(f"{item.__name__} does not implement {', '.join(sorted(missing))}{near}")
-    found = faults(item)
-    if found:
-        raise PluginError(f"{described(item)}: {'; '.join(found)}.")
-    return True
-
-
-def _is_override(item: Any) -> bool:
-    return (
-        isinstance(item, tuple)
-        and len(item) == 3
-        and _is_subclass(item[0], Extension)
-        and (isinstance(item[1], str) or _is_subclass(item[1], Module))
-        and isinstance(item[2], ModuleExtension)
-    )
-
-
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _spelled_out(key: str | type) -> str:
-    """The one name of a module class: ``torch.nn.Linear`` is an alias."""
-    kind = key if isinstance(key, type) else _find_class(key)
-    return _qualified_name(kind) if isinstance(kind, type) else str(key)
-
-
-def _find_class(name: str) -> Any:
-    """The class behind a qualified name, if its package is imported already; never imports."""
-    module, _, attribute = name.rpartition(".")
-    return getattr(sys.modules.get(module), attribute, None)
+    return [("rules", key, rule) for rule in (k() for k in kinds) for key in rule.module_types]
 
 
 registry = Registry()

@@ -25,7 +25,7 @@ from typing import TypeAlias
 import pytest
 
 from backpack_core import plugins
-from backpack_core.plugins.discovery import GROUP
+from backpack_core.discovery import GROUP
 
 FakeDistribution: TypeAlias = Callable[..., Path]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.merging import State, declaration
+from backpack_core.contract.merging import Part, Refused, declaration
 from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import ExtensionCase
 from backpack_core.testing.checks import of_extension
@@ -25,7 +26,7 @@ def degree(case: ExtensionCase) -> None:
     """A quarter of the loss has values that are smaller by the declared powers of it."""
     given, extension = problem_of(case), case.extension_factory()
     over = declaration(extension)
-    if extension.degree is None or (over.refusal and getattr(over, "scaled_as", None) is None):
+    if extension.degree is None or isinstance(over, Refused):
         return
     whole = given.run([extension])[1][extension.savefield]
     part = given.run([case.extension_factory()], scale=0.25)[1][extension.savefield]
@@ -76,24 +77,41 @@ def _two_halves(case: ExtensionCase, reduction: str) -> None:
 def _combined(
     net: Module, loss: Module, x: Tensor, extension: Extension, reduction: str
 ) -> dict[Tensor, Any]:
-    """The values of two halves, combined, by parameter."""
+    """The values of two halves, combined by the definition, by parameter."""
     reader = declaration(extension).reader(extension)
-    states: dict[Tensor, State] = {}
+    over, values = declaration(reader), dict[Tensor, list[dict[str, Tensor]]]()
     for half in HALVES:
         with backpack(reader):
             loss(net(x[half])).backward()
-        samples = len(x[half])
-        normaliser = samples if reduction == "mean" else None
         for parameter in net.parameters():
             value = getattr(parameter, reader.savefield, None)
-            if value is None:
-                continue
-            state = State.of(reader, value, normaliser, samples)
-            if parameter in states:
-                states[parameter].add(state)
-            else:
-                states[parameter] = state
-    return {parameter: state.value(parameter.shape) for parameter, state in states.items()}
+            if value is not None:
+                values.setdefault(parameter, []).append(over.take_apart(value))
+    sizes = [len(x[half]) for half in HALVES]
+    degree = (reader.degree or 0) if reduction == "mean" else None
+    combined: dict[Tensor, Any] = {}
+    for place, halves in values.items():
+        tensors = {
+            name: _whole(over.part(name), degree, [half[name] for half in halves], sizes)
+            for name in halves[0]
+        }
+        combined[place] = over.put_together(tensors, place.shape)
+    return combined
+
+
+def _whole(part: Part, degree: float | None, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    """One part of a value; a degree of ``None`` is a loss without normalisers."""
+    power = 0 if degree is None else degree if part.degree is None else part.degree
+    power += part.way == "mean"
+    scaled = [tensor * size**power for tensor, size in zip(tensors, sizes, strict=False)]
+    if part.way == "concatenate":
+        whole = torch.cat(scaled, part.axis)
+    elif isinstance(part.way, str):
+        whole = scaled[0] if part.way == "same" else torch.stack(scaled).sum(0)
+    else:
+        whole = part.way(*scaled)
+    found: Tensor = whole / sum(sizes) ** power
+    return found
 
 
 def _require_equal(

@@ -1,4 +1,4 @@
-"""The support matrix as a page of the documentation. Imports core's contract only."""
+"""The support matrix as a page of the documentation. Imports core and the kit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from backpack_core.contract.parametric import (
 )
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.plugins.registry import registry
+from backpack_core.testing.traits import has_second_derivative
 
 if TYPE_CHECKING:
     from backpack_core.testing.support import Row
@@ -116,9 +117,5 @@ def _hessian(rule: LayerRule) -> str:
         return "positive semi-definite" if rule.hessian_is_psd else "indefinite"
     if rule.hessian_is_zero:
         return "zero"
-    if isinstance(rule, ElementwiseRule):
-        known = type(rule).second_derivative is not ElementwiseRule.second_derivative
-    else:
-        known = rule.provides("second_derivative_mat_prod")
     shape = "diagonal" if rule.hessian_is_diagonal else "full"
-    return shape if known else "not known"
+    return shape if has_second_derivative(rule) else "not known"

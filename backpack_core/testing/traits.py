@@ -47,7 +47,7 @@ def _of_execution(run: Execution) -> set[str]:
             found.add("constant jacobian")
         if rule.hessian_is_diagonal:
             found.add("diagonal hessian")
-        if _has_second_derivative(rule):
+        if has_second_derivative(rule):
             found.add("second derivative")
         if isinstance(rule, ElementwiseRule):
             found.add("elementwise")
@@ -77,9 +77,10 @@ def _runs_in_half(case: RuleCase) -> bool:
     return True
 
 
-def _has_second_derivative(rule: LayerRule) -> bool:
+def has_second_derivative(rule: LayerRule) -> bool:
+    """Whether a rule says what its second derivative is."""
     if rule.hessian_is_zero:
         return True
     if isinstance(rule, ElementwiseRule):
         return type(rule).second_derivative is not ElementwiseRule.second_derivative
-    return rule.provides("second_derivative_mat_prod")
+    return type(rule)._second_derivative_mat_prod is not LayerRule._second_derivative_mat_prod

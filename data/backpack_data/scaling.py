@@ -67,7 +67,7 @@ def _rescaled(extension: Extension, value: Any, factor: float, shape: torch.Size
     over, name = declaration(extension), type(extension).__name__
     if extension.degree is None:
         raise UsageError(f"{name} has no degree in the loss: {extension.without_degree}")
-    if isinstance(over, Refused) and over.scaled_as is None:
+    if isinstance(over, Refused):
         raise UsageError(f"{name} holds no tensors that could be scaled: scale the loss instead.")
     tensors = {}
     for key, tensor in over.take_apart(value).items():

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from sphinx.application import Sphinx
 
+import backpack_core
+from backpack_core import api, plugins
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 
@@ -120,8 +122,9 @@ def public_names(module: ModuleType) -> list[str]:
     if module.__name__ == "backpack_core.extensions":
         ensure_loaded()
         return sorted(registry.extensions)
-    if hasattr(module, "_HOME_OF"):
-        return sorted(module._HOME_OF)
+    if module in (backpack_core, plugins):  # which have nothing of their own
+        names = vars(api if module is backpack_core else plugins).items()
+        return sorted(n for n, v in names if not (n.startswith("_") or inspect.ismodule(v)))
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
     home = module.__name__

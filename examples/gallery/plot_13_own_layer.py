@@ -4,7 +4,8 @@ A layer of your own, in two ways
 
 A layer that nobody has heard of: a learned radial bump, :math:`y = x \exp(-w^2 \|x\|^2)`. Any quantity works
 on it at once, by automatic differentiation. A *layer rule*, two products, makes it fast, for every quantity there is.
-A *module extension* is written for one quantity only, and is what scripts for older libraries have.
+A *module extension* is written for one quantity only, and is what scripts for older libraries have; the compatibility
+layer runs it.
 """
 
 import time
@@ -14,7 +15,9 @@ import torch
 from matplotlib import pyplot as plt
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderModuleExtension, ParametricRule, View, backpack, extend
+from backpack import extensions as before
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
+from backpack_core import ParametricRule, View, backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.plugins import temporary_plugin
@@ -94,7 +97,7 @@ def run(*extensions, repeat: int = 1) -> tuple[nn.Module, float]:
 
 
 warnings.simplefilter("ignore", AutodiffFallbackWarning)
-own_table = BatchGrad()
+own_table = before.BatchGrad()
 own_table.set_module_extension(Bump, BumpGradients())
 timings = {}
 automatic, timings["no rule"] = run(BatchGrad(), DiagGGNExact(), repeat=8)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.contract.module_extension import ModuleExtension
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError
 from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian, SumGradSquared
 from tests import oracle
@@ -281,20 +280,6 @@ def test_one_loss_module_on_two_heads() -> None:
     with backpack(DiagGGNExact()):
         (lossfunc(a, y) + lossfunc(b, z)).backward()
     plain.compare("diag_ggn_exact", diagonals)
-
-
-def test_module_extension_refuses_a_shared_parameter() -> None:
-    class Zero(ModuleExtension):
-        def __init__(self) -> None:
-            super().__init__(params=["weight"])
-
-        def weight(self, ext: Any, module: Any, g_inp: Any, g_out: Any, quantities: Any) -> Tensor:
-            return torch.zeros(1)
-
-    extension = BatchGrad()
-    extension.set_module_extension(nn.Linear, Zero(), overwrite=True)
-    with pytest.raises(UnsupportedError, match="used more than once"):
-        classification(tied(), (3,)).run(extension)
 
 
 def test_extension_without_meaning_for_shared_parameters() -> None:

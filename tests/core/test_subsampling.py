@@ -130,7 +130,7 @@ def test_monte_carlo() -> None:
     "indices", [(0, 2), range(0, 3, 2), torch.tensor([0, 2]), np.array([0, 2])], ids=type
 )
 def test_kinds_of_sequences(indices: Sequence[int]) -> None:
-    assert BatchGrad(indices).get_subsampling() == [0, 2]
+    assert BatchGrad(indices).subsampling == (0, 2)
 
 
 @pytest.mark.parametrize(

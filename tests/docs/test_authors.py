@@ -19,9 +19,8 @@ import pytest
 import torch
 
 import backpack_core
-from backpack_core import plugins
+from backpack_core import discovery, plugins
 from backpack_core.cli import scaffold
-from backpack_core.plugins.registry import registry
 
 PAGES = Path(__file__).parents[2] / "docs" / "authors"
 
@@ -50,12 +49,12 @@ BLOCKS = blocks()
 def _as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    preferred = dict(registry.preferred)
+    preferred = dict(discovery.preferred)
     with mock.patch.dict(os.environ):
         yield
     torch.set_default_dtype(before)
-    registry.preferred.clear()
-    registry.preferred.update(preferred)
+    discovery.preferred.clear()
+    discovery.preferred.update(preferred)
     plugins.reset()
 
 

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 
 import backpack as backpack_before
+from backpack import extensions as before
 from backpack.core.derivatives import batchnorm_nd
 from backpack.extensions import HBP
 from backpack.extensions.curvature import Curvature
+from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack.extensions.secondorder.hbp import (
     BackpropStrategy,
     ExpectationApproximation,
     LossHessianStrategy,
 )
-from backpack_core import FirstOrderModuleExtension, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.extensions import BatchGrad, ClippedSumGrad, DiagGGNExact, GGNGram
+from backpack_core.extensions import ClippedSumGrad, GGNGram
 from backpack_layers.modules import Permute
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -59,7 +61,7 @@ class Unknown(nn.Linear):
         return super().forward(x).sin()
 
 
-@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("extension", [before.BatchGrad, before.DiagGGNExact])
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Conv2d, nn.LSTM])
 def test_a_rule_is_not_replaced_without_a_word(kind: type[nn.Module], extension: Any) -> None:
     with pytest.raises(UsageError, match="overwrite=True"):
@@ -68,7 +70,7 @@ def test_a_rule_is_not_replaced_without_a_word(kind: type[nn.Module], extension:
 
 def test_a_rule_is_replaced_on_request() -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 3, bias=False)), (3,))
-    extension = BatchGrad()
+    extension = before.BatchGrad()
     extension.set_module_extension(nn.Linear, Zeros(), overwrite=True)
     problem.run(extension)
     assert not problem.parameters[0].grad_batch.any()  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ def test_a_rule_is_replaced_on_request() -> None:
 
 def test_where_no_rule_is_there_nothing_is_replaced() -> None:
     problem = classification(nn.Sequential(Unknown(3, 3, bias=False)), (3,))
-    extension = BatchGrad()
+    extension = before.BatchGrad()
     extension.set_module_extension(Unknown, Zeros())
     problem.run(extension)
     assert not problem.parameters[0].grad_batch.any()  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from backpack_core import plugins
-from backpack_core.plugins.registry import registry
+from backpack_core.discovery import preferred
 from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
 
 
@@ -15,8 +15,8 @@ from backpack_core.testing.fake_distribution import fake_distribution as fake_di
 def no_preferences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("LOAD_PLUGINS", "BLOCK_PLUGINS", "STRICT_PLUGINS", "PREFER"):
         monkeypatch.delenv(f"BACKPACK_{name}", raising=False)
-    before = dict(registry.preferred)
+    before = dict(preferred)
     yield
-    registry.preferred.clear()
-    registry.preferred.update(before)
+    preferred.clear()
+    preferred.update(before)
     plugins.reset()

@@ -14,13 +14,13 @@ from backpack_core import (
     ColumnPropagator,
     Columns,
     FirstOrderExtension,
-    ModuleExtension,
     backpack,
     extend,
     hookimpl,
     plugins,
 )
-from backpack_core.errors import PluginError, PluginVersionError
+from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.errors import PluginConflictError, PluginError, PluginVersionError
 from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
 
@@ -144,24 +144,68 @@ def test_backpack_propagators() -> None:
     assert "Ones" not in registry.propagators
 
 
-def test_backpack_pair_overrides() -> None:
-    class Special(ModuleExtension):
-        def weight(self, ext, module, g_inp, g_out, bpQuantities):
-            return "special"
+class Special(Carrier):
+    """Has the same value for every parameter, and sends nothing on."""
 
+    gives_values = True
+
+    def __init__(self, extension, propagator):
+        self.speaker = extension
+
+    def starts(self, view):
+        return False
+
+    def arrive(self, view, waiting):
+        return view.grad_output
+
+    def find(self, view, trained, quantity):
+        return (Found(each.name, each.parameter, "special") for each in trained)
+
+    def send(self, view, quantity):
+        return {}
+
+
+def counted(linear: nn.Linear, extension: FirstOrderExtension) -> object:
+    model, lossfunc = extend(linear), extend(nn.MSELoss())
+    with backpack(extension):
+        lossfunc(model(torch.rand(3, 2)), torch.rand(3, 1)).backward()
+    return model.weight.count
+
+
+@pytest.mark.parametrize("key", [nn.Linear, "torch.nn.Linear"])
+def test_backpack_pair_overrides(key) -> None:
     def backpack_pair_overrides():
-        return [(Count, nn.Linear, Special(["weight"]))]
+        return [(Count, key, Special)]
 
-    model, lossfunc = extend(nn.Linear(2, 1, bias=False)), extend(nn.MSELoss())
+    linear = nn.Linear(2, 1, bias=False)
     with plugins.temporary_plugin(provide(backpack_pair_overrides=backpack_pair_overrides)):
-        loss = lossfunc(model(torch.rand(3, 2)), torch.rand(3, 1))
-        with backpack(Count()):
-            loss.backward()
-        assert model.weight.count == "special"
-    loss = lossfunc(model(torch.rand(3, 2)), torch.rand(3, 1))
-    with backpack(Count()):
-        loss.backward()
-    assert model.weight.count == 3
+        assert counted(linear, Count()) == "special"
+    assert counted(linear, Count()) == 3
+
+
+def test_a_carrier_of_one_instance() -> None:
+    extension, linear = Count(), nn.Linear(2, 1, bias=False)
+    extension.carriers[nn.Linear] = Special
+    assert counted(linear, extension) == "special"
+    assert counted(linear, Count()) == 3
+
+
+def test_two_carriers_for_a_pair_are_a_conflict() -> None:
+    class Other(Special):
+        pass
+
+    def provider(carrier):
+        return provide(backpack_pair_overrides=named(lambda: [(Count, nn.Linear, carrier)]))
+
+    def named(function):
+        function.__name__ = "backpack_pair_overrides"
+        return function
+
+    with (
+        plugins.temporary_plugin(provider(Special), provider(Other)),
+        pytest.raises(PluginConflictError, match=r"pair override for 'Count/torch"),
+    ):
+        counted(nn.Linear(2, 1, bias=False), Count())
 
 
 @pytest.mark.parametrize("hook", HOOKS)

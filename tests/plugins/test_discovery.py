@@ -105,6 +105,17 @@ def test_metadata_that_cannot_be_parsed_is_left_alone(fake_distribution: FakeDis
     assert "norm" not in {p.name for p in plugins.known_plugins()}
 
 
+def test_what_an_interrupted_removal_left(fake_distribution: FakeDistribution) -> None:
+    """A folder without metadata is known by its name."""
+    info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
+    (info / "METADATA").unlink()
+    plugins.reset()
+    plugin = found("norm")
+    assert (plugin.distribution, plugin.version) == ("backpack-plugin-norm", "")
+    plugins.load(plugin)
+    assert plugin.state == "loaded"
+
+
 SAME = [
     ("backpack-plugin-a", "a_module:GradNorm"),
     ("backpack-plugin-b", "b_module:GradNorm"),

@@ -14,7 +14,7 @@ import pytest
 
 from backpack_core.cli import output
 from backpack_core.cli.isolation import load_isolated
-from backpack_core.cli.listing import installed
+from backpack_core.discovery import discover
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11
 
@@ -39,7 +39,7 @@ def test_the_bar_of_the_doctor(stream: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-plugin-firstorder")
-    reports = load_isolated(installed(), 60)
+    reports = load_isolated(discover(), 60)
     assert "loaded" in {report.state for report in reports}
     assert ("Loading plugins" in stream.getvalue()) == stream.isatty()
 

@@ -27,7 +27,8 @@ from backpack_core import (
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.product import Reading
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.plugins.loading import has_rule
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -55,6 +56,10 @@ class BackpackNames(Extension):
             self._saved = SavedQuantities()
         return self._saved
 
+    def get_subsampling(self) -> list[int] | None:
+        """The samples that take part as a list, ``None`` for all."""
+        return None if self.subsampling is None else list(self.subsampling)
+
     @property
     def _subsampling(self) -> list[int] | None:
         return self.get_subsampling()
@@ -63,20 +68,44 @@ class BackpackNames(Extension):
         """Whether something beside the gradient travels backwards."""
         return not isinstance(self.propagator, OutputGradient) or isinstance(self, GraphExtension)
 
-    def set_module_extension(  # type: ignore[override]  # other argument names
+    @property
+    def module_extensions(self) -> dict[type[Module], ModuleExtension]:
+        """The module extensions of this instance, by type of module."""
+        found: dict[type[Module], Any] = self.carriers
+        return {kind: carrier.__self__ for kind, carrier in found.items()}
+
+    def set_module_extension(
         self, module: type[Module], extension: ModuleExtension, overwrite: bool = False
     ) -> None:
-        """Use a module extension for one type of module.
+        """Use a module extension for one type of module, in this instance only.
 
         Args:
-            module: The module's class.
+            module: The module's class; subclasses are not meant.
             extension: What computes the quantity there.
-            overwrite: Whether a previous choice may be replaced.
+            overwrite: Whether a previous choice, or a layer rule, may be replaced.
 
         Raises:
-            ValueError: There is a choice already, and ``overwrite`` is off.
+            UsageError: An argument has the wrong type, or there is a choice or a rule already.
         """
-        super().set_module_extension(module, extension, overwrite)
+        if not (isinstance(module, type) and issubclass(module, Module)):
+            raise UsageError(f"module must be a subclass of torch.nn.Module. Got {module!r}.")
+        if not isinstance(extension, ModuleExtension):
+            raise UsageError(f"extension must be a ModuleExtension. Got {extension!r}.")
+        if self.has_rule_for(module) and not overwrite:
+            raise UsageError(
+                f"{type(self).__name__} is computed by a layer rule at {module.__name__}, exactly: "
+                "pass overwrite=True to replace it by the module extension."
+            )
+        if module in self.carriers and not overwrite:
+            raise UsageError(
+                f"{type(self).__name__} has a module extension for {module.__name__} already: pass "
+                "overwrite=True to replace it."
+            )
+        self.carriers[module] = extension.carrier
+
+    def has_rule_for(self, module_type: type[Module]) -> bool:
+        """Whether a layer rule already computes the quantity at a type of module."""
+        return has_rule(module_type)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
         """What reaches a tensor over two branches, put together. The engine does it by itself."""
@@ -151,7 +180,7 @@ class BackpropExtension(BackpackNames):
         hands_on = self.expects_backpropagation_quantities()
         propagator = HandedOn(self, samples) if hands_on else OutputGradient(samples)
         super().__init__(propagator, savefield, _FAIL_MODES[fail_mode])
-        self.module_extensions = module_exts  # type: ignore[assignment]
+        self.carriers = {kind: found.carrier for kind, found in module_exts.items()}
         self._fail_mode = fail_mode
 
     @classmethod

@@ -20,6 +20,7 @@ from backpack.extensions.hbp_options import LossHessianStrategy
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.strategies import extension_by
+from backpack_compat.hand_written import adopt, present
 from backpack_compat.views import checked_view, loss_view, parametric_rule_for, rule_for
 from backpack_core import Extension, LossRule
 from backpack_secondorder import diag_hessian, kfac
@@ -206,7 +207,7 @@ class CoreModule(_PerParameter):
     ) -> Any:
         view = checked_view(module, g_out).subsample(ext.get_subsampling())
         extension = self._extension(ext)
-        quantity = extension.propagator.adopt(backproped, None)
+        quantity = adopt(extension.propagator, backproped)
         reading = extension.propagator.product(
             parametric_rule_for(module, param), view, param, quantity
         )
@@ -219,12 +220,12 @@ class CoreModule(_PerParameter):
         propagator, rule = self._extension(ext).propagator, rule_for(module)
         if isinstance(rule, LossRule):
             view = loss_view(module, g_out).subsample(ext.get_subsampling())
-            return propagator.present(propagator.start(rule, view))
+            return present(propagator.start(rule, view))
         view = checked_view(module, g_out).subsample(ext.get_subsampling())
-        sent = propagator.propagate(rule, view, propagator.adopt(backproped, None))
+        sent = propagator.propagate(rule, view, adopt(propagator, backproped))
         for position, new in propagator.residual(rule, view).items():
             sent[position] = propagator.merge(sent[position], new) if position in sent else new
-        return propagator.present(sent[0])
+        return present(sent[0])
 
 
 class DiagHBaseModule(CoreModule):

@@ -1,4 +1,7 @@
-"""Base class of module extensions, with the incumbent's methods and errors. Imports the core's."""
+"""Module extensions: a quantity written by hand for one pair (extension, module type).
+
+They are the incumbent's way to support a layer. A layer rule is shorter and serves every extension.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack_core.contract import module_extension as core
+from backpack_compat.hand_written import HandWrittenCarrier
+from backpack_core import Extension, Propagator
 
 
-class ModuleExtension(core.ModuleExtension):
+class ModuleExtension:
     """Computes the quantity of one extension for one type of module.
 
     A subclass has a method for each parameter in ``params``, called as ``(extension, module, g_inp,
     g_out, bpQuantities)``. A second-order one overrides :meth:`backpropagate`; what that returns
-    goes to every input of the module.
+    goes to every input of the module. ``module.input0``, ``module.input1``, … and ``module.output``
+    are set while it runs. An extension of the core takes one as well:
+    ``extension.carriers[ModuleType] = module_extension.carrier``.
     """
-
-    sends_to_every_input = True
 
     def __init__(self, params: list[str] | None = None) -> None:
         """Store the parameter names.
@@ -36,6 +40,10 @@ class ModuleExtension(core.ModuleExtension):
                     f"The module extension {type(self).__name__} has no method for {param!r}: "
                     f"write {param}(extension, module, g_inp, g_out, bpQuantities)."
                 )
+
+    def carrier(self, extension: Extension, propagator: Propagator) -> HandWrittenCarrier:
+        """What speaks in the place of the layer rule, in one backward pass."""
+        return HandWrittenCarrier(self, extension, propagator)
 
     def check(self, ext: Any, module: Module, g_inp: Any, g_out: Any) -> None:
         """See :meth:`check_hyperparameters_module_extension`."""

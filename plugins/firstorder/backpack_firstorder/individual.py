@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension, SampleProduct
-from backpack_core.contract.merging import SUM, Refused
+from backpack_core.contract.merging import SUM
 from backpack_core.contract.operations import dense, gram, squared_norm
 from backpack_firstorder.norms import in_single, is_doubtful, norm, safe_squared_norm
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
@@ -80,10 +80,9 @@ class BatchDotGrad(SquaresExtension):
 
     savefield = "batch_dot"
     degree = 2
-    over_batches = Refused(
+    over_batches = SUM.refused(
         "an inner product of samples of two batches is in neither batch's matrix: take BatchGrad, "
-        "which combines, and multiply the individual gradients.",
-        SUM,
+        "which combines, and multiply the individual gradients."
     )
     needs = (gram,)
 

@@ -44,11 +44,11 @@ class _OfMoments(OverBatches):
 
     def reader(self, extension: Extension) -> Extension:
         """What keeps both moments."""
-        if extension.module_extensions:
-            names = ", ".join(kind.__name__ for kind in extension.module_extensions)
+        if extension.carriers:
+            names = ", ".join(kind.__name__ for kind in extension.carriers)
             raise UsageError(
-                f"{type(extension).__name__} has module extensions for {names}, which compute the "
-                "variance of one batch: over several, its mean is needed, too. Leave them out."
+                f"{type(extension).__name__} has carriers of its own for {names}, which compute "
+                "the variance of one batch: over several, its mean is needed, too. Leave them out."
             )
         return Moments(extension.subsampling, extension.savefield, extension.fail_mode)
 

@@ -16,6 +16,7 @@ from backpack_core import GraphExtension, GraphReading, LossGraph, View, backpac
 from backpack_core.contract.loss import LossRule
 from backpack_core.engine.active import suspended
 from backpack_core.errors import ShapeError, UsageError
+from backpack_core.plugins.loading import has_rule
 
 Normaliser: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, Any], float | Tensor]
 
@@ -80,7 +81,7 @@ class LossAtOutput:
         self._lossfunc: Any = lossfunc
         if isinstance(lossfunc, Module):
             self._lossfunc = extend(copy.deepcopy(lossfunc))
-            self._has_rule = DerivativesAtOutput(_Reading(None, 0)).has_rule_for(type(lossfunc))
+            self._has_rule = has_rule(type(lossfunc))
 
     def at(self, output: Tensor, target: Any, samples: int | None = None) -> AtOutput:
         """Everything at an output.

@@ -24,7 +24,6 @@ from backpack_core import (
 )
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.merging import Refused
 from backpack_core.contract.product import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.alignment import Crossing
@@ -199,10 +198,9 @@ class KFRA(MatrixExtension):
 
     savefield = "kfra"
     degree = 1
-    over_batches = Refused(
+    over_batches = OF_AVERAGES.refused(
         "it averages inside of its recursion, over the samples of one batch: take KFLR or KFAC, "
-        "which combine.",
-        OF_AVERAGES,
+        "which combine."
     )
 
     def __init__(

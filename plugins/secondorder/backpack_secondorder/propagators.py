@@ -10,7 +10,6 @@ from torch import Tensor
 
 from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
-from backpack_core.tuning import even_size
 from backpack_core.values import at_least_single
 from backpack_secondorder.condensed import at_head, condensed, split_at_head
 
@@ -94,9 +93,7 @@ class LossSqrt(ColumnPropagator):
     ) -> tuple[Columns, Iterable[Columns]]:
         """Chunks at a loss; where the layer before it is narrow, behind that one."""
         if rule is None:  # they come into being there, so none has a part elsewhere
-            count = sum(quantity.sizes.values())
-            *first, last = quantity.chunks(even_size(count, size)) if count > size else [quantity]
-            return last, first
+            return quantity.cut(size)
         if self.mixes and rule.is_loss and not is_rooted:
             found = at_head(view, quantity)
             if found is not None:

@@ -31,7 +31,7 @@ from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import is_linear, refuse
-from backpack_core.tuning import even_size, memory_budget
+from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.residual import (
@@ -130,8 +130,8 @@ class SignedSqrt(Propagator):
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
-            *first, last = quantity.columns.chunks(even_size(quantity.formed, size))
-            return Hessian(last), map(Hessian, first)
+            last, others = quantity.columns.cut(size)
+            return Hessian(last), map(Hessian, others)
         if rule is None:
             stays = quantity.rows is None and not (is_rooted and quantity.unformed > size)
         elif quantity.formed + quantity.unformed <= size:
@@ -197,19 +197,6 @@ class SignedSqrt(Propagator):
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
         """As columns."""
         return quantity.as_columns().map_columns(function)
-
-    def adopt(self, value: Hessian, like: Hessian) -> Hessian:
-        """Module extensions may send on a :class:`Hessian`.
-
-        Raises:
-            UnsupportedError: It is something else.
-        """
-        if not isinstance(value, Hessian):
-            raise UnsupportedError(
-                f"A module extension for {self!r} must return a Hessian from backpropagate. Got "
-                f"{type(value).__name__}: write a layer rule with second derivatives instead."
-            )
-        return value
 
     def _pull_back(self, rule: LayerRule, view: View, quantity: Hessian, position: int) -> Hessian:
         """Through a call with a single live input."""

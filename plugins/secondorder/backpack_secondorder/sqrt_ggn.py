@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct
-from backpack_core.contract.extension import FailMode
-from backpack_core.contract.merging import OverBatches, Part, Refused
+from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.contract.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 # Samples side by side; the matrix, which is linear in the loss, is the sum of outer products.
 COLUMNS = OverBatches({"": Part("concatenate", axis=1)})
-_OF_ONE_BATCH = Refused(
-    "with a tolerance, batches differ in their number of columns: take tolerance=0.", COLUMNS
-)
 
 
 class SqrtGGNExact(ExactExtension):
@@ -34,22 +28,12 @@ class SqrtGGNExact(ExactExtension):
     savefield = "sqrt_ggn_exact"
     degree = 0.5
     over_batches = COLUMNS
+    truncated_over_batches = COLUMNS.refused(
+        "with a tolerance, batches differ in their number of columns: take tolerance=0."
+    )
     columns_add = True
     per_sample = True
     needs = (dense,)
-
-    def __init__(
-        self,
-        subsampling: Sequence[int] | None = None,
-        savefield: str | None = None,
-        fail_mode: FailMode = "autodiff",
-        chunk_size: int | None = None,
-        tolerance: float = 0.0,
-    ) -> None:
-        """Store the settings; see :class:`~backpack_secondorder.square_root.ExactExtension`."""
-        super().__init__(subsampling, savefield, fail_mode, chunk_size, tolerance)
-        if tolerance:
-            self.over_batches = _OF_ONE_BATCH
 
     def read(self, product: SampleProduct) -> Tensor:
         """``M`` itself."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from backpack_core import SecondOrderExtension
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.merging import OverBatches
 from backpack_core.errors import UsageError
 from backpack_secondorder.propagators import LossSqrt
 
@@ -18,7 +20,12 @@ class ExactExtension(SecondOrderExtension):
     semi-definite, to have a trace of at most ``tolerance · tr H`` for every sample's ``H = ∇²ℓ_n``.
     That bound is in the Hessian of the loss. Of the matrix, nothing is overestimated, but how much
     is missing depends on the Jacobians: ``Jᵀ (H - S Sᵀ) J``.
+
+    Class attributes:
+        truncated_over_batches: How values of batches combine with a tolerance, if otherwise.
     """
+
+    truncated_over_batches: ClassVar[OverBatches | None] = None
 
     def __init__(
         self,
@@ -43,6 +50,8 @@ class ExactExtension(SecondOrderExtension):
         propagator = LossSqrt(subsampling=as_subsampling(subsampling), tolerance=tolerance)
         super().__init__(propagator, savefield, fail_mode)
         self.chunk_size = as_chunk_size(chunk_size)
+        if tolerance and self.truncated_over_batches is not None:
+            self.over_batches = self.truncated_over_batches
 
 
 class SampledExtension(SecondOrderExtension):

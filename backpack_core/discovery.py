@@ -1,15 +1,16 @@
-"""Which plugins are installed, from metadata alone. Imports no plugin.
+"""Which plugins are installed, which of them may load, and which is preferred.
 
 An installed distribution declares plugins as entry points of the group ``backpack``. Listing them
-reads ``entry_points.txt`` of each distribution and the head of its ``METADATA``, and no module; not
-even torch, so that it takes no time.
+reads ``entry_points.txt`` of each distribution, and the metadata of those that have some of ours.
+Imports no plugin, and not even torch, so that it takes no time.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
@@ -18,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 from backpack_core.errors import PluginConflictError, PluginError
 
 GROUP = "backpack"
-PREFIX = "backpack-plugin-"
 
 State = Literal["not loaded", "loaded", "blocked", "failed", "conflict"]
 
@@ -88,10 +88,8 @@ class Plugin:
                 f"The entry point is {self.value!r}: write it as 'package.module:Class'."
             )
         module = import_module(match["module"])
-        if match["attribute"] is None:
-            return module
         try:
-            return attrgetter(match["attribute"])(module)
+            return attrgetter(match["attribute"])(module) if match["attribute"] else module
         except AttributeError as error:
             raise PluginError(
                 f"The entry point names {self.value!r}, but the module {match['module']} has no "
@@ -99,29 +97,24 @@ class Plugin:
             ) from error
 
 
-def discover(preference: Callable[[str], str]) -> list[Plugin]:
-    """List installed plugins, sorted by distribution and name.
-
-    Args:
-        preference: The preferred distribution for a key, or an empty string.
-    """
+def discover() -> list[Plugin]:
+    """List installed plugins, sorted by distribution and name."""
     found = [
-        Plugin(name, value, distribution, version)
-        for distribution, version, entry_points in _declarations()
-        for name, value in entry_points.items()
+        Plugin(entry_point.name, entry_point.value, name, version)
+        for name, version, entry_points in declarations()
+        for entry_point in entry_points
     ]
-    found.sort(key=lambda p: (p.distribution, p.name))
-    settle(found, preference)
+    found.sort(key=lambda plugin: (plugin.distribution, plugin.name))
+    settle(found)
     return found
 
 
-def settle(plugins: list[Plugin], preference: Callable[[str], str]) -> None:
+def settle(plugins: list[Plugin]) -> None:
     """Say which plugins may load: the environment's lists, and one plugin for each name.
 
     Args:
         plugins: All installed plugins; ``state`` and ``error`` of those that did not get as far as
             loading are rewritten.
-        preference: The preferred distribution for a key, or an empty string.
     """
     by_name: dict[str, list[Plugin]] = {}
     for plugin in plugins:
@@ -133,24 +126,30 @@ def settle(plugins: list[Plugin], preference: Callable[[str], str]) -> None:
             by_name.setdefault(plugin.name, []).append(plugin)
     for name, rivals in by_name.items():
         if len(rivals) > 1:
-            _settle_rivals(rivals, canonical(preference(name)))
+            wanted = canonical(preference(name))
+            chosen = [p for p in rivals if canonical(p.distribution) == wanted][:1]
+            error = conflict("have the name", name, (p.provenance for p in rivals))
+            for plugin in rivals:
+                if not chosen:
+                    plugin.state, plugin.error = "conflict", error
+                elif plugin is not chosen[0]:
+                    plugin.state, plugin.error = "blocked", None
 
 
-def _settle_rivals(rivals: list[Plugin], wanted: str) -> None:
-    chosen = [p for p in rivals if canonical(p.distribution) == wanted]
-    if chosen:
-        for plugin in rivals:
-            if plugin is not chosen[0]:
-                plugin.state, plugin.error = "blocked", None
-        return
-    name, first = rivals[0].name, rivals[0].distribution
-    who = " and ".join(str(p.provenance) for p in rivals)
-    error = PluginConflictError(
-        f"Several plugins have the name {name!r}: {who}. Uninstall all but one, call "
-        f"backpack_core.prefer({first!r}, {name!r}), or set BACKPACK_PREFER={name}={first}."
+def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConflictError:
+    """The error where several plugins claim one key; the order in which they came does not matter.
+
+    Args:
+        claim: What they do, before the key.
+        key: What :func:`backpack_core.prefer` chooses by.
+        rivals: The plugins.
+    """
+    who = sorted(rivals, key=str)
+    first = who[0].distribution or who[0].plugin
+    return PluginConflictError(
+        f"Several plugins {claim} {key!r}: {' and '.join(map(str, who))}. Uninstall all but one, "
+        f"call backpack_core.prefer({first!r}, {key!r}), or set BACKPACK_PREFER={key}={first}."
     )
-    for plugin in rivals:
-        plugin.state, plugin.error = "conflict", error
 
 
 def is_allowed(plugin: Plugin) -> bool:
@@ -169,69 +168,67 @@ def _names(text: str) -> set[str]:
     return {canonical(name) for name in text.split(",") if name.strip()}
 
 
-def preferred_by_environment() -> dict[str, str]:
-    """The pairs of ``BACKPACK_PREFER="key=distribution,..."``; ``*`` is a key, too."""
-    pairs = os.environ.get("BACKPACK_PREFER", "").split(",")
-    return dict(pair.strip().rsplit("=", 1) for pair in pairs if "=" in pair)
-
-
 def canonical(name: str) -> str:
     """A name of a distribution or plugin, spelled as package indexes compare it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def without_plugins() -> list[str]:
-    """Installed distributions named ``backpack-plugin-*`` that declare no entry point."""
-    from importlib_metadata import distributions
-
-    declared = {canonical(distribution) for distribution, _, _ in _declarations()}
-    names = {canonical(_headers(dist)[0]) for dist in distributions()}
-    return sorted(name for name in names if name.startswith(PREFIX) and name not in declared)
+# Distributions by what :func:`backpack_core.prefer` was called for.
+preferred: dict[str, str] = {}
 
 
-def _declarations() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Distribution name, version and entry points, for each distribution that has some of ours.
+def preference(key: str) -> str:
+    """The preferred distribution for a key, or an empty string.
 
-    ``importlib_metadata.entry_points()`` would do, but parses every group of every distribution,
-    and the whole of the metadata for each name: several times slower.
+    By :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``; ``*`` is a
+    key, too.
     """
-    from importlib_metadata import distributions
+    pairs = [p.strip().rsplit("=", 1) for p in os.environ.get("BACKPACK_PREFER", "").split(",")]
+    environment = {spelled_out(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
+    tables = preferred, environment
+    return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
+
+
+def spelled_out(key: str | type) -> str:
+    """The one name of a class: ``torch.nn.Linear`` is an alias."""
+    kind = key if isinstance(key, type) else class_named(key)
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(key)
+
+
+def class_named(name: str) -> Any:
+    """What a qualified name names, if its module is imported already; never imports."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules.get(module), attribute, None)
+
+
+def declarations() -> Iterator[tuple[str, str, list[Any]]]:
+    """Name, version and entry points of each distribution that has some of ours.
+
+    Metadata is parsed of these only: that of all that is installed takes several times longer.
+    """
+    from importlib.metadata import distributions
 
     visible: dict[str, Any] = {}
     for dist in distributions():
         # What Python imports is the first of a name on the path. A folder without metadata is what
         # an interrupted removal leaves behind.
-        first = visible.setdefault(_folder_name(dist), dist)
+        name = name_of(dist)
+        first = visible.setdefault(name, dist)
         if first is not dist and first.read_text("METADATA"):
             continue
-        visible[_folder_name(dist)] = dist
-        entry_points = _entry_points(dist.read_text("entry_points.txt") or "")
+        visible[name] = dist
+        if f"[{GROUP}]" not in (dist.read_text("entry_points.txt") or ""):
+            continue
+        try:
+            entry_points = [*dist.entry_points.select(group=GROUP)]
+        except TypeError:  # a line that is no entry point
+            continue
         if entry_points:
-            yield *_headers(dist), entry_points
+            text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
+            headers: Any = dist.metadata if text else {}
+            yield headers.get("Name", canonical(name)), headers.get("Version", ""), entry_points
 
 
-def _entry_points(text: str) -> dict[str, str]:
-    """The lines ``name = value`` of our group."""
-    found, group = {}, ""
-    for line in map(str.strip, text.splitlines() if f"[{GROUP}]" in text else ()):
-        if line.startswith("["):
-            group = line.strip("[] ")
-        elif group == GROUP and "=" in line and line[0] not in "#;":
-            name, _, value = line.partition("=")
-            found[name.strip()] = value.strip()
-    return found
-
-
-def _headers(dist: Any) -> tuple[str, str]:
-    """Name and version, without parsing the rest of the metadata."""
-    text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
-    fields = dict(
-        line.split(": ", 1) for line in text.split("\n\n", 1)[0].splitlines() if ": " in line
-    )
-    name = fields.get("Name") or canonical(_folder_name(dist))
-    return name.strip(), fields.get("Version", "").strip()
-
-
-def _folder_name(dist: Any) -> str:
-    """The normalised name, which importlib_metadata takes from the folder's name where it can."""
+def name_of(dist: Any) -> str:
+    """The normalised name of a distribution, from the name of its folder where that has one."""
     return str(getattr(dist, "_normalized_name", None) or dist)

@@ -1,0 +1,112 @@
+"""The value of one parameter for some batches, in units in which batches add up.
+
+How its parts combine is what an extension declares, see :mod:`backpack_core.contract.merging`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core import Extension
+from backpack_core.contract.merging import Part, declaration, over_batches
+from backpack_core.errors import UnsupportedError
+
+
+@dataclass
+class State:
+    """What is known of some batches; states of disjoint batches merge.
+
+    Attributes:
+        extension: What was computed.
+        tensors: In the units of the summed loss, by name; several are to be concatenated.
+        normaliser: ``W``; ``None`` for a loss that is a sum over samples.
+        samples: How many took part.
+    """
+
+    extension: Extension
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    normaliser: float | None = None
+    samples: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        extension: Extension,
+        value: Any,
+        normaliser: float | None,
+        samples: int,
+        is_given_up: bool = False,
+    ) -> State:
+        """The state of one batch, in memory of its own where it is scaled.
+
+        Args:
+            extension: What was computed, and stands for its ``reader`` where that is another one.
+            value: What it stored on a parameter.
+            normaliser: What the loss of the batch divides by; ``None`` for a sum.
+            samples: How many samples took part.
+            is_given_up: Whether nobody else needs the value, so that it is scaled in place.
+
+        Raises:
+            UnsupportedError: The extension refuses, or has no degree and the loss is a mean.
+        """
+        state = cls(extension, {}, normaliser, samples)
+        over = over_batches(extension)
+        for name, tensor in over.take_apart(value).items():
+            part = over.part(name)
+            factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)
+            if factor != 1:
+                scale = tensor.mul_ if is_given_up and tensor.is_contiguous() else tensor.mul
+                tensor = scale(factor)
+            state.tensors[name] = [tensor]
+        return state
+
+    def add(self, other: State) -> None:
+        """Merge another state into this one; what is a sum is changed in place."""
+        over = declaration(self.extension)
+        for name, others in other.tensors.items():
+            part, own = over.part(name), self.tensors[name]
+            if part.way == "concatenate":
+                own += others
+            elif part.way in ("sum", "mean"):
+                own[0] += others[0]
+            elif not isinstance(part.way, str):
+                own[0] = part.way(own[0], others[0])
+        if self.normaliser is not None and other.normaliser is not None:
+            self.normaliser += other.normaliser
+        self.samples += other.samples
+
+    def value(self, shape: torch.Size, is_given_up: bool = False) -> Any:
+        """The value for all samples.
+
+        Args:
+            shape: Of the parameter.
+            is_given_up: Whether nobody needs the state any more, so that its memory is taken; else
+                it stays as it is.
+        """
+        over, found = declaration(self.extension), {}
+        for name, tensors in self.tensors.items():
+            part = over.part(name)
+            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, part.axis)
+            divisor = self._power(part, self.normaliser)
+            divisor *= max(1, self.samples) if part.way == "mean" else 1
+            if divisor == 1:
+                found[name] = whole if is_given_up else whole.clone()
+            else:
+                found[name] = whole.div_(divisor) if is_given_up else whole / divisor
+        return over.put_together(found, shape)
+
+    def _power(self, part: Part, normaliser: float | None) -> float:
+        if normaliser is None:
+            return 1.0
+        degree = self.extension.degree if part.degree is None else part.degree
+        if degree is not None:
+            return float(normaliser**degree)
+        raise UnsupportedError(
+            f"{type(self.extension).__name__} has no degree: a threshold lies in it, so a value "
+            "for the mean over a batch says nothing of the mean over several. Use a loss with "
+            "reduction='sum', whose individual gradients are the same in every batch."
+        )
