@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ class Root:
     scale: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Columns:
     """Columns ``[V, N, *]`` at a tensor, kept apart by the root that started them.
 
@@ -36,7 +34,10 @@ class Columns:
         blocks: One tensor ``[V, N, *]`` for every root.
     """
 
-    blocks: Mapping[Root, Tensor]
+    def __init__(self, blocks: Mapping[Root, Tensor]) -> None:
+        """Store the blocks."""
+        self.blocks = blocks
+        self._mat: Tensor | None = None
 
     @classmethod
     def start(
@@ -45,16 +46,18 @@ class Columns:
         """A single block with a root of its own."""
         return cls({Root(name, signs, scale): mat})
 
-    @cached_property
+    @property
     def mat(self) -> Tensor:
         """All columns side by side. Shape ``[V, N, *]``."""
-        blocks = list(self.blocks.values())
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        if self._mat is None:
+            first, *others = self.blocks.values()
+            self._mat = torch.cat([first, *others]) if others else first
+        return self._mat
 
-    @cached_property
+    @property
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has."""
-        return {root: len(block) for root, block in self.blocks.items()}
+        return {root: block.shape[0] for root, block in self.blocks.items()}
 
     @property
     def signs(self) -> Tensor | None:

@@ -39,12 +39,14 @@ class Operation(Generic[R]):
     def __init__(self, definition: Callable[..., R]) -> None:
         """Take the definition, which holds for every form."""
         self._dispatch = singledispatch(definition)
+        self._found: dict[type, Callable[..., R]] = {}  # what a form leads to: a plain look-up
         self.__name__ = ""
         update_wrapper(self, definition)
 
     def register(self, version: Callable[..., R]) -> Callable[..., R]:
         """Use a function for the form that its first argument is annotated with."""
         registered: Callable[..., R] = self._dispatch.register(version)
+        self._found.clear()
         return registered
 
     def has_version(self, form: type[SampleProduct]) -> bool:
@@ -53,10 +55,12 @@ class Operation(Generic[R]):
 
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
         """The result for a product: computed once, and nobody's to change."""
-        key = (self, *settings)
-        if key not in product.results:
-            product.results[key] = self._dispatch(product, *settings)
-        result: R = product.results[key]
+        key, results, form = (self, *settings), product.results, type(product)
+        if key not in results:
+            if form not in self._found:
+                self._found[form] = self._dispatch.dispatch(form)
+            results[key] = self._found[form](product, *settings)
+        result: R = results[key]
         return result
 
     def __repr__(self) -> str:

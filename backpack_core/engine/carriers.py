@@ -6,9 +6,9 @@ Both read off at parameters and send on to inputs; the traversal does not ask wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,35 +21,44 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackWarning,
     UnsupportedError,
     warn_once,
 )
+from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
+from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import missing
-from backpack_core.record.call import path_of
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 _AUTODIFF = AutodiffRule()
 
 
-class Found(NamedTuple):
+class Found:
     """What there is at a parameter.
 
     Attributes:
+        view: Where.
         name: What the module calls it.
         parameter: The parameter.
         value: What an extension reads, or what is stored.
         is_covered: Whether a rule covers it.
     """
 
-    name: str
-    parameter: Tensor
-    value: Any
-    is_covered: bool = True
+    __slots__ = ("is_covered", "name", "parameter", "value", "view")
+
+    def __init__(
+        self, view: View, name: str, parameter: Tensor, value: Any, is_covered: bool = True
+    ) -> None:
+        self.view = view
+        self.name = name
+        self.parameter = parameter
+        self.value = value
+        self.is_covered = is_covered
 
 
 class Carrier(ABC):
@@ -74,7 +83,7 @@ class Carrier(ABC):
         """The quantity at the call's output, from what was sent there; ``None`` for nothing."""
 
     @abstractmethod
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterable[Found]:
         """What there is at every parameter."""
 
     @abstractmethod
@@ -83,11 +92,14 @@ class Carrier(ABC):
 
 
 class RuleCarrier(Carrier):
-    """A layer rule, which any extension can read from."""
+    """A layer rule, which any extension can read from; the same for all calls of a group."""
 
-    def __init__(self, propagator: Propagator, batch_size: int) -> None:
-        self._propagator = self.speaker = propagator
-        self._batch_size = batch_size
+    def __init__(self, group: Group, survey: Survey) -> None:
+        self._propagator = self.speaker = group.propagator
+        self._needs = group.needs
+        self._survey = survey
+        self._product = _guarded(group.propagator, "product")
+        self._propagate = _guarded(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -97,34 +109,55 @@ class RuleCarrier(Carrier):
         """By the propagator."""
         return self._propagator.arrive(view.call.rule, view, waiting)
 
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
+        found: list[Found] = []
         used: dict[str, Reading] = {}
-        module = view.call.module
-        path = path_of(module) if trained else ""
+        beside: dict[Any, Any] = {}
         for name, parameter, tensor, is_covered in trained:
             reading = used.get(name)
             if reading is None:
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                reading = ask(self._propagator, "product", rule, view, name, quantity, view=view)
+                reading = self._product(rule, view, name, quantity)
                 if view.positions > 1 and isinstance(reading, SampleProduct):
-                    roots = reading.roots
-                    reading = regrouped(reading, reading.columns, self._batch_size, view.kept)
-                    reading.roots = roots
+                    reading = self._regrouped(reading, view)
                 used[name] = reading
-                is_linear = is_covered and name in rule.linear_in_params
-                reading.place(module, path, name, type(rule), is_linear)
+                reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
+                reading.is_linear = is_covered and name in rule.linear_in_params
+                reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
-            yield Found(name, parameter, reading, is_covered)
+            found.append(Found(view, name, parameter, reading, is_covered))
+        return found
+
+    def _regrouped(self, product: SampleProduct, view: View) -> SampleProduct:
+        """Of the samples, from what has several entries of axis 0 for each."""
+        found = regrouped(product, product.columns, self._survey.batch_size, view.kept)
+        found.roots = product.roots
+        return found
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
         rule = view.call.rule
         if rule.is_loss:
             return {0: quantity}
-        found: dict[int, Any] = ask(self._propagator, "propagate", rule, view, quantity, view=view)
+        found: dict[int, Any] = self._propagate(rule, view, quantity)
         return found
+
+
+def _guarded(propagator: Propagator, method: str) -> Callable[..., Any]:
+    """A method that takes a rule, a view, and more; a plugin's has to leave alone what it gets.
+
+    What the core does itself needs nobody to see to it; rules that it calls are seen to there.
+    """
+    own: Callable[..., Any] = getattr(propagator, method)
+    if own.__module__.startswith("backpack_core."):
+        return own
+
+    def guarded(rule: LayerRule, view: View, *given: Any) -> Any:
+        return ask(propagator, method, rule, view, *given, view=view)
+
+    return guarded
 
 
 class HandWrittenCarrier(Carrier):
@@ -162,7 +195,7 @@ class HandWrittenCarrier(Carrier):
                 )
             parameter = owned[name][0] if name in owned else None
             if parameter is not None and parameter.requires_grad:
-                yield Found(name, parameter, self._run(name, view, arrived))
+                yield Found(view, name, parameter, self._run(name, view, arrived))
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """What ``backpropagate`` returns, to the first input or to all."""

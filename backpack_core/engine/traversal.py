@@ -15,7 +15,7 @@ from backpack_core.engine.carriers import Carrier, Found, HandWrittenCarrier, Ru
 from backpack_core.engine.groups import Group, watched
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
-from backpack_core.engine.sink import Pending, Sink
+from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.plugins.refusals import nothing_arrived
@@ -47,6 +47,7 @@ class Traversal:
         self.schedule = schedule
         self.sink = sink
         self.chunks = chunks
+        self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, slot: int, site: Site, view: View) -> None:
         """Read off and send on, for one group at one output of one call.
@@ -61,9 +62,10 @@ class Traversal:
         try:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
-            carrier = self._carrier(group, view)
+            carrier = self._carrier(slot, view)
             arrived = self.schedule.take(slot, site)
-            quantity = carrier.arrive(view, _at_output(group, site, view, arrived))
+            waiting = None if arrived is NOTHING else _at_output(group, site, view, arrived)
+            quantity = carrier.arrive(view, waiting)
             if view.positions > 1 and view.call.rule.is_loss and propagator.travels:
                 quantity = propagator.split_positions(quantity, view.positions)
             if quantity is None and not view.is_reached:
@@ -76,7 +78,7 @@ class Traversal:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
                 self._read(slot, view, carrier, whole)
-            if self._sends_apart(site, view):
+            if self.survey.alignment.apart and self._sends_apart(site):
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
                 return
@@ -132,10 +134,10 @@ class Traversal:
                     positions = self.survey.alignment.positions_at(edge)
                     self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
 
-    def _sends_apart(self, site: Site, view: View) -> bool:
+    def _sends_apart(self, site: Site) -> bool:
         """Whether something has to be kept apart by sample behind a call."""
         call, alignment = site.call, self.survey.alignment
-        if not alignment.apart or call.rule.is_loss:
+        if call.rule.is_loss:
             return False
         if self.survey.goes_inside(call):
             # The nodes inside see to it, from the last that have samples on.
@@ -236,8 +238,9 @@ class Traversal:
         """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
-    def _carrier(self, group: Group, view: View) -> Carrier:
+    def _carrier(self, slot: int, view: View) -> Carrier:
         """Who answers for the module."""
+        group = self.groups[slot]
         if group.has_overrides:  # then the group has one extension
             extension = group.extensions[0]
             found = registry.override(extension, view.call.module)
@@ -246,7 +249,10 @@ class Traversal:
                 if fault is not None:
                     raise fault
                 return HandWrittenCarrier(found, group.propagator, extension)
-        return RuleCarrier(group.propagator, self.survey.batch_size)
+        known = self._carriers.get(slot)
+        if known is None:
+            known = self._carriers[slot] = RuleCarrier(group, self.survey)
+        return known
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -261,14 +267,12 @@ class Traversal:
             return
         if not trained:
             return
-        beside: dict[Any, Any] = {}
-        everything = list(carrier.find(view, trained, quantity))  # before any of it is read
+        everything = carrier.find(view, trained, quantity)  # before any of it is read
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)
-        for name, parameter, reading, is_covered in everything:
-            reading.kept, reading.beside, reading.needs = view.kept, beside, group.needs
-            self.sink.note(slot, group, Pending([reading], view, name, parameter, is_covered))
+        for found in everything:
+            self.sink.note(slot, group, found)
 
     def _refuse_shared(self, found: Found) -> None:
         number = id(found.parameter)
