@@ -31,6 +31,7 @@ class ColumnPropagator(Propagator):
     """
 
     keeps_apart = True
+    sheds_everywhere = False
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""

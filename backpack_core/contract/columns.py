@@ -38,6 +38,7 @@ class Columns:
         """Store the blocks."""
         self.blocks = blocks
         self._mat: Tensor | None = None
+        self._sizes: dict[Root, int] | None = None
 
     @classmethod
     def start(
@@ -57,7 +58,9 @@ class Columns:
     @property
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has."""
-        return {root: block.shape[0] for root, block in self.blocks.items()}
+        if self._sizes is None:
+            self._sizes = {root: block.shape[0] for root, block in self.blocks.items()}
+        return self._sizes
 
     @property
     def signs(self) -> Tensor | None:

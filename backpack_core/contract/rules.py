@@ -134,7 +134,7 @@ class LayerRule(ABC):
                 _refuse_uncut(view, tensor)
                 products[slot] = None
                 continue
-            expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, len(mat))
+            expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, mat.shape[0])
         return tuple(products)
 
     def jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def expect(
             f"{type(rule).__name__}.{what} {mat!r} at {view.path}, expected a tensor "
             f"[V, {', '.join(map(str, shape))}]."
         )
-    if mat.shape[1:] == shape and (columns is None or len(mat) == columns):
+    if mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
     found = list(mat.shape)
     lead: Any = "V" if columns is None else columns

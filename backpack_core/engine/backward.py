@@ -228,14 +228,13 @@ class BackwardPass:
     def _visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
-        context.seen.add("ran")
-        self._is_differentiable = torch.is_grad_enabled()
         is_asked = bool(self._groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             self._look_around([site.edge])
         view = self._view(site, grad)
+        self._is_differentiable = view.is_differentiable
         if context.observer is not None:
             context.observer(view)
         if is_asked:
@@ -250,13 +249,14 @@ class BackwardPass:
                     raise
             for slot in range(len(self._groups)):
                 self._traversal.visit(slot, site, view)
-            self._graph.observe(view)
+            if context.graph_extensions:
+                self._graph.observe(view)
         if context.debug:
             log_visit(view)
         if context.extension_hook is not None and call not in self.survey.disowned:
             context.extension_hook(call.module)
         self.visiting = None
-        self._let_go(call)
+        self._let_go(call, view.is_differentiable)
 
     def _view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
@@ -270,12 +270,12 @@ class BackwardPass:
         view.is_reached = is_reached
         return view
 
-    def _let_go(self, call: Call) -> None:
+    def _let_go(self, call: Call, is_differentiable: bool) -> None:
         """Free what no other visit needs."""
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
-        if self.context.retain_graph or torch.is_grad_enabled():
+        if self.context.retain_graph or is_differentiable:
             return
         if is_last:
             call.release()

@@ -42,23 +42,28 @@ class Found:
     """What there is at a parameter.
 
     Attributes:
-        view: Where.
         name: What the module calls it.
         parameter: The parameter.
         value: What an extension reads, or what is stored.
         is_covered: Whether a rule covers it.
+        view: Where that was; of a value that is stored as it is, nobody asks.
     """
 
     __slots__ = ("is_covered", "name", "parameter", "value", "view")
 
     def __init__(
-        self, view: View, name: str, parameter: Tensor, value: Any, is_covered: bool = True
+        self,
+        name: str,
+        parameter: Tensor,
+        value: Any,
+        is_covered: bool = True,
+        view: Any = None,
     ) -> None:
-        self.view = view
         self.name = name
         self.parameter = parameter
         self.value = value
         self.is_covered = is_covered
+        self.view = view
 
 
 class Carrier(ABC):
@@ -127,7 +132,7 @@ class RuleCarrier(Carrier):
                 reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
-            found.append(Found(view, name, parameter, reading, is_covered))
+            found.append(Found(name, parameter, reading, is_covered, view))
         return found
 
     def _regrouped(self, product: SampleProduct, view: View) -> SampleProduct:
@@ -195,7 +200,7 @@ class HandWrittenCarrier(Carrier):
                 )
             parameter = owned[name][0] if name in owned else None
             if parameter is not None and parameter.requires_grad:
-                yield Found(view, name, parameter, self._run(name, view, arrived))
+                yield Found(name, parameter, self._run(name, view, arrived))
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """What ``backpropagate`` returns, to the first input or to all."""

@@ -15,7 +15,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import Found, allows_fallback, tolerates
 from backpack_core.engine.gradient import PlainGradient
-from backpack_core.engine.groups import Group, watched
+from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
@@ -110,7 +110,8 @@ class Sink(ABC):
             shown = whole.lasting() if extension.is_deferred else whole
             read = partial(ask, extension, "read", shown, view=view)
             way = "rule" if last.is_covered else "autodiff"
-            value = watched(group.watch, read, view.call.module, type(extension), way)
+            watch, kind = group.watch, type(extension)
+            value = read() if watch is None else watch(read, view.call.module, kind, way)
             if value is None:
                 raise ShapeError(f"{type(extension).__name__}.read returned None.")
         except UnsupportedError as error:
@@ -174,7 +175,6 @@ class FieldSink(Sink):
         self.deferred: dict[Extension, dict[Tensor, Any]] = {} if outer is None else outer.deferred
         self._owners: dict[int, object] = {} if outer is None else outer._owners
         self._token = object()  # a reference to this sink would be a cycle
-        self._unshared: set[int] = set()
         self._missing: tuple[int, Counter[int]] = (0, Counter())
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -186,7 +186,6 @@ class FieldSink(Sink):
                 f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "
                 "torch.utils.checkpoint(use_reentrant=False)."
             )
-        self._unshared.add(key)
         if self.partial:
             before = self.partial.pop((extension, key), None)
             value = value if before is None else extension.combine(before, value)
@@ -231,7 +230,8 @@ class FieldSink(Sink):
     def refuse_late_uses(self) -> None:
         """Raise if a parameter that was read already turns out to be used once more."""
         survey = self.survey
-        known = self._unshared & survey.uses.keys()
+        read = {key for key, owner in self._owners.items() if owner is self._token}
+        known = read & survey.uses.keys()
         if any(survey.uses[key].count > 1 or key in survey.bare for key in known):
             raise UnsupportedError(
                 "A second forward pass, or a second branch, shares parameters with the first and "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import Carrier, Found, HandWrittenCarrier, RuleCarrier
-from backpack_core.engine.groups import Group, watched
+from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
@@ -57,7 +57,7 @@ class Traversal:
             site: The place.
             view: What a rule sees of the call: all samples.
         """
-        group = self.groups[slot]
+        group, call = self.groups[slot], site.call
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
@@ -66,7 +66,7 @@ class Traversal:
             arrived = self.schedule.take(slot, site)
             waiting = None if arrived is NOTHING else _at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
-            if view.positions > 1 and view.call.rule.is_loss and propagator.travels:
+            if view.positions > 1 and call.rule.is_loss and propagator.travels:
                 quantity = propagator.split_positions(quantity, view.positions)
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
@@ -82,7 +82,8 @@ class Traversal:
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
                 return
-            if site.layout is None and not view.axis:  # else what is below has another shape
+            sheds = self.chunks is not None and (propagator.sheds_everywhere or call.rule.is_loss)
+            if sheds and site.layout is None and not view.axis:  # else below is another shape
                 whole = self._shed(slot, site, view, carrier, whole)
                 if whole is not quantity:
                     arrived = NOTHING
@@ -102,7 +103,7 @@ class Traversal:
     ) -> None:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[slot].propagator
-        is_rule = not carrier.gives_values
+        alignment, is_rule = self.survey.alignment, not carrier.gives_values
         goes_inside = (
             propagator.starts_everywhere if call.rule.is_loss else self.survey.goes_inside(call)
         )
@@ -112,9 +113,9 @@ class Traversal:
         if call.edges.count(None) == len(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            send = partial(carrier.send, view, quantity)
-            watch, kind = self.groups[slot].watch, type(carrier.speaker)
-            inputs = watched(watch, send, call.module, kind, "sent")
+            send, watch = partial(carrier.send, view, quantity), self.groups[slot].watch
+            kind = type(carrier.speaker)
+            inputs = send() if watch is None else watch(send, call.module, kind, "sent")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)
         except OverwrittenInputError:
@@ -123,16 +124,18 @@ class Traversal:
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
+            if edge is None:
+                continue
             # What is kept apart has been sent there; the dye only passes.
             is_sent = propagator.keeps_apart or not propagator.starts_everywhere
-            is_apart = edge is not None and self.survey.alignment.is_apart(edge)
-            if edge is not None and not (is_sent and is_apart):
-                if view.positions or not self.survey.alignment.is_apart(site.edge):
-                    self.schedule.deliver(slot, edge, own=arriving)
-                else:
-                    wide = propagator.widen(arriving, self.survey.batch_size)
-                    positions = self.survey.alignment.positions_at(edge)
-                    self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
+            if alignment.apart and is_sent and alignment.is_apart(edge):
+                continue
+            if view.positions or not alignment.is_apart(site.edge):
+                self.schedule.deliver(slot, edge, own=arriving)
+            else:
+                wide = propagator.widen(arriving, self.survey.batch_size)
+                wide = propagator.put_together(wide, alignment.positions_at(edge))
+                self.schedule.deliver(slot, edge, wide=wide)
 
     def _sends_apart(self, site: Site) -> bool:
         """Whether something has to be kept apart by sample behind a call."""

@@ -105,6 +105,8 @@ class LossSqrt(ColumnPropagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """As ever; of columns at their head, see :meth:`residual`."""
+        if not self.mixes:
+            return super().propagate(rule, view, quantity)
         whole, rest = split_at_head(view, quantity)
         if whole.blocks:
             through = super().propagate(rule, view, whole)
