@@ -76,7 +76,7 @@ class AffineProduct(SampleProduct):
         if self.arrange is not None:
             return self.arrange(mat)
         width = 2 if self.inp is None else 3
-        return mat.reshape(mat.shape[:-width] + self.shape)
+        return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """By a batched product; the sum over samples along with all of it, if it is needed."""
