@@ -25,6 +25,7 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.product import DenseProduct, Piece, SampleProduct, SumProduct
+from backpack_core.tuning import LARGE
 
 R = TypeVar("R")
 
@@ -80,6 +81,9 @@ def dense(product: SampleProduct) -> Tensor:
 @Operation
 def square_sum(product: SampleProduct) -> Tensor:
     """``Σ_v Σ_n M[v, n]²``. Shape ``[*θ]``."""
+    values = _values(product)
+    if values is not None and values.numel() < LARGE:
+        return values.square().sum((0, 1))
     result = product.new_zeros(*product.shape)
     for _, _, part in _pieces(product):
         result = contractions.add_squares(result, part.flatten(0, 1))
@@ -89,6 +93,9 @@ def square_sum(product: SampleProduct) -> Tensor:
 @Operation
 def per_sample_square_sum(product: SampleProduct) -> Tensor:
     """``Σ_v M[v, n]²``. Shape ``[N, *θ]``."""
+    values = _values(product)
+    if values is not None and values.numel() < LARGE:
+        return values.square().sum(0)
     result = product.new_zeros(product.samples, *product.shape)
     for _, samples, part in _pieces(product):
         result[samples] += part.square().sum(0)
