@@ -74,7 +74,7 @@ class Profile:
         finally:
             found[0] += 1
             found[1] += perf_counter() - begin
-        found[2] = result.nbytes if type(result) is Tensor else _bytes(result)
+        found[2] = _bytes(result)
         return result
 
     def summary(self) -> Summary:

@@ -55,7 +55,7 @@ class AffineProduct(SampleProduct):
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
                 that is no mere reshape.
         """
-        super().__init__(*out.shape[:2], shape, out)
+        super().__init__(out.shape[0], out.shape[1], shape, out)
         self.out = out
         self.inp = inp
         self.arrange = arrange

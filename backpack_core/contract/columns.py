@@ -38,7 +38,6 @@ class Columns:
         """Store the blocks."""
         self.blocks = blocks
         self._mat: Tensor | None = None
-        self._sizes: dict[Root, int] | None = None
 
     @classmethod
     def start(
@@ -58,9 +57,7 @@ class Columns:
     @property
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has."""
-        if self._sizes is None:
-            self._sizes = {root: block.shape[0] for root, block in self.blocks.items()}
-        return self._sizes
+        return {root: block.shape[0] for root, block in self.blocks.items()}
 
     @property
     def signs(self) -> Tensor | None:

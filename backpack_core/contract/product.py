@@ -190,7 +190,7 @@ class DenseProduct(SampleProduct):
             shape: Together with ``form``: shape of the parameter.
         """
         if values is not None:
-            super().__init__(*values.shape[:2], values.shape[2:], values)
+            super().__init__(values.shape[0], values.shape[1], values.shape[2:], values)
         else:
             assert form is not None
             assert mat is not None

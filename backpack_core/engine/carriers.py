@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,14 +22,13 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
-from backpack_core.contract.rules import LayerRule
+from backpack_core.engine.groups import Group
 from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackWarning,
     UnsupportedError,
     warn_once,
 )
-from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import missing
@@ -38,6 +38,7 @@ from backpack_core.record.view import View
 _AUTODIFF = AutodiffRule()
 
 
+@dataclass(slots=True)
 class Found:
     """What there is at a parameter.
 
@@ -49,21 +50,11 @@ class Found:
         view: Where that was; of a value that is stored as it is, nobody asks.
     """
 
-    __slots__ = ("is_covered", "name", "parameter", "value", "view")
-
-    def __init__(
-        self,
-        name: str,
-        parameter: Tensor,
-        value: Any,
-        is_covered: bool = True,
-        view: Any = None,
-    ) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.value = value
-        self.is_covered = is_covered
-        self.view = view
+    name: str
+    parameter: Tensor
+    value: Any
+    is_covered: bool = True
+    view: Any = None
 
 
 class Carrier(ABC):
@@ -103,8 +94,8 @@ class RuleCarrier(Carrier):
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
         self._survey = survey
-        self._product = _guarded(group.propagator, "product")
-        self._propagate = _guarded(group.propagator, "propagate")
+        self._product = _asked(group.propagator, "product")
+        self._propagate = _asked(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -125,7 +116,9 @@ class RuleCarrier(Carrier):
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
                 reading = self._product(rule, view, name, quantity)
                 if view.positions > 1 and isinstance(reading, SampleProduct):
-                    reading = self._regrouped(reading, view)
+                    roots, samples = reading.roots, self._survey.batch_size
+                    reading = regrouped(reading, reading.columns, samples, view.kept)
+                    reading.roots = roots
                 used[name] = reading
                 reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
                 reading.is_linear = is_covered and name in rule.linear_in_params
@@ -133,12 +126,6 @@ class RuleCarrier(Carrier):
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
             found.append(Found(name, parameter, reading, is_covered, view))
-        return found
-
-    def _regrouped(self, product: SampleProduct, view: View) -> SampleProduct:
-        """Of the samples, from what has several entries of axis 0 for each."""
-        found = regrouped(product, product.columns, self._survey.batch_size, view.kept)
-        found.roots = product.roots
         return found
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
@@ -150,19 +137,12 @@ class RuleCarrier(Carrier):
         return found
 
 
-def _guarded(propagator: Propagator, method: str) -> Callable[..., Any]:
-    """A method that takes a rule, a view, and more; a plugin's has to leave alone what it gets.
-
-    What the core does itself needs nobody to see to it; rules that it calls are seen to there.
-    """
+def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
+    """A method of a rule, a view, and more; what the core does itself needs nobody to watch it."""
     own: Callable[..., Any] = getattr(propagator, method)
     if own.__module__.startswith("backpack_core."):
         return own
-
-    def guarded(rule: LayerRule, view: View, *given: Any) -> Any:
-        return ask(propagator, method, rule, view, *given, view=view)
-
-    return guarded
+    return lambda rule, view, *given: ask(propagator, method, rule, view, *given, view=view)
 
 
 class HandWrittenCarrier(Carrier):

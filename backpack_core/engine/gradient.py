@@ -251,14 +251,11 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
                 key = id(parameter)
                 keys = found[key][1] if key in found else ()
                 found[key] = parameter, (*keys, (number, name))
-    uses, bare, shards = survey.uses, survey.bare, survey.shards
-    return {
-        key: candidate
-        for key, candidate in found.items()
-        if uses[key].count == len(candidate[1])
-        and key not in bare
-        and not (shards and candidate[0] in shards)
-    }
+    for key, (parameter, keys) in list(found.items()):
+        is_every = len(keys) == survey.uses[key].count and key not in survey.bare
+        if not is_every or (survey.shards and parameter in survey.shards):
+            del found[key]
+    return found
 
 
 def _has_individual(group: Group) -> bool:

@@ -22,7 +22,6 @@ from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.untouched import ask, owned
-from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
@@ -145,7 +144,7 @@ class ChunkSink(Sink):
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
         """Of a parameter with several uses, a chunk may reach some only: read at its end."""
-        return uses == 1
+        return False
 
     def add_to(self, partial: Values) -> None:
         """Combine the values with those of earlier chunks."""

@@ -104,10 +104,8 @@ class Traversal:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[slot].propagator
         alignment, is_rule = self.survey.alignment, not carrier.gives_values
-        goes_inside = (
-            propagator.starts_everywhere if call.rule.is_loss else self.survey.goes_inside(call)
-        )
-        if is_rule and goes_inside:
+        goes_inside = call.goes_inside or call in self.survey.opened
+        if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
             self._send_below(slot, site, quantity, arrived)
             return
         if call.edges.count(None) == len(call.edges):

@@ -12,7 +12,7 @@ from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossR
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
 from backpack_core.tuning import even_size
 from backpack_core.values import at_least_single
-from backpack_secondorder.condensed import at_head, condensed, split_at_head
+from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"
 
@@ -105,7 +105,7 @@ class LossSqrt(ColumnPropagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """As ever; of columns at their head, see :meth:`residual`."""
-        if not self.mixes:
+        if not any([isinstance(root, HeadRoot) for root in quantity.blocks]):
             return super().propagate(rule, view, quantity)
         whole, rest = split_at_head(view, quantity)
         if whole.blocks:
