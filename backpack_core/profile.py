@@ -107,9 +107,9 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, (list, tuple)):
-        return sum([_bytes(item) for item in value])
+        return sum(map(_bytes, value))
     table = value if isinstance(value, dict) else getattr(value, "blocks", {})  # of columns
-    return sum([_bytes(item) for item in table.values()])
+    return sum(map(_bytes, table.values()))
 
 
 class Summary:

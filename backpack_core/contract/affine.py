@@ -101,10 +101,6 @@ class AffineProduct(SampleProduct):
         for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
 
-    def with_columns(self, out: Tensor) -> AffineProduct:
-        """The product of other columns with the same inputs."""
-        return AffineProduct(out, self.inp, self.shape, self.arrange)
-
     def plus(self, other: SampleProduct) -> AffineProduct | None:
         """One product over the positions of both, if the other has the same affine form."""
         if not (isinstance(other, AffineProduct) and self._is_arranged_as(other)):
@@ -130,7 +126,7 @@ class AffineProduct(SampleProduct):
         blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
         zeros = self.new_zeros(*self.out.shape[1:])
         found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-        return self.with_columns(torch.cat(found))
+        return AffineProduct(torch.cat(found), self.inp, self.shape, self.arrange)
 
 
 def reads_formed(product: AffineProduct) -> bool:

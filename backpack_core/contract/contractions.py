@@ -35,8 +35,7 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
     if _is_empty(out, inp):
         return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
-        right = inp if isinstance(inp, Tensor) else inp[0:samples]
-        return out.permute(0, 1, 3, 4, 2) * right.transpose(1, 2)
+        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
     if torch.is_grad_enabled():
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
         return whole.reshape(columns, samples, groups, features, size)

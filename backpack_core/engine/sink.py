@@ -43,15 +43,15 @@ class Sink(ABC):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Take the value an extension computed for a parameter."""
 
-    @abstractmethod
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Whether no other use of a parameter is coming.
+        """Whether no other use of a parameter that has several is coming; default: nobody knows.
 
         Args:
             parameter: The parameter.
             seen: How many of its uses were visited.
             uses: How many there are.
         """
+        return False
 
     def note(self, slot: int, group: Group, new: Found) -> None:
         """Read, if this is the last use of the parameter; else wait for the others."""
@@ -78,47 +78,40 @@ class Sink(ABC):
 
     def _complete(self, group: Group, found: list[Found]) -> None:
         """Let all extensions of a group read off one parameter."""
-        last, plain = found[-1], self.plain
-        needs = None if plain is None else plain.needs(group, last.parameter)
+        last, plain, watch = found[-1], self.plain, group.watch
+        view, parameter = last.view, last.parameter
+        needs = None if plain is None else plain.needs(group, parameter)
         if needs is not None:  # for the sum, too, where the plain gradient is made of it
             for use in found:
                 use.value.needs = needs
         whole = last.value if len(found) == 1 else None
+        way = "rule" if last.is_covered else "autodiff"
         for extension in group.extensions:
             try:
-                whole = self._read(group, extension, found, whole)
+                if not last.is_covered and not allows_fallback(extension, view):
+                    continue
+                try:
+                    whole = join(found) if whole is None else whole
+                    shown = whole.lasting() if extension.is_deferred else whole
+                    read, kind = partial(ask, extension, "read", shown, view=view), type(extension)
+                    value = read() if watch is None else watch(read, view.call.module, kind, way)
+                    if value is None:
+                        raise ShapeError(f"{kind.__name__}.read returned None.")
+                except UnsupportedError as error:
+                    if not tolerates(extension, view, last.name, error):
+                        raise
+                    continue
+                self.store(extension, parameter, owned(extension.as_stored(value, parameter), view))
             except Exception as error:
-                place(error, last.view, extension)
+                place(error, view, extension)
                 raise
         if plain is not None and needs is not None:
             try:
                 whole = join(found) if whole is None else whole
-                plain.take(last.parameter, whole, len(found) > 1 or last.view.is_reached)
+                plain.take(parameter, whole, len(found) > 1 or view.is_reached)
             except Exception as error:
-                place(error, last.view, group.first)
+                place(error, view, group.first)
                 raise
-
-    def _read(self, group: Group, extension: Extension, found: list[Found], whole: Any) -> Any:
-        """Let one extension read; returns the reading of all uses, if it was made."""
-        last = found[-1]
-        view, parameter = last.view, last.parameter
-        if not last.is_covered and not allows_fallback(extension, view):
-            return whole
-        try:
-            whole = join(found) if whole is None else whole
-            shown = whole.lasting() if extension.is_deferred else whole
-            read = partial(ask, extension, "read", shown, view=view)
-            way = "rule" if last.is_covered else "autodiff"
-            watch, kind = group.watch, type(extension)
-            value = read() if watch is None else watch(read, view.call.module, kind, way)
-            if value is None:
-                raise ShapeError(f"{type(extension).__name__}.read returned None.")
-        except UnsupportedError as error:
-            if not tolerates(extension, view, last.name, error):
-                raise
-        else:
-            self.store(extension, parameter, owned(extension.as_stored(value, parameter), view))
-        return whole
 
 
 def join(found: list[Found]) -> Any:
@@ -132,7 +125,10 @@ def join(found: list[Found]) -> Any:
 
 
 class ChunkSink(Sink):
-    """Keeps the values of one chunk of columns."""
+    """Keeps the values of one chunk of columns.
+
+    Of a parameter with several uses it may reach some only, which are read at its end.
+    """
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
@@ -141,10 +137,6 @@ class ChunkSink(Sink):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Keep the value until the chunk is through."""
         self._values[extension, id(parameter)] = value
-
-    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Of a parameter with several uses, a chunk may reach some only: read at its end."""
-        return False
 
     def add_to(self, partial: Values) -> None:
         """Combine the values with those of earlier chunks."""

@@ -108,7 +108,7 @@ class Traversal:
         if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
             self._send_below(slot, site, quantity, arrived)
             return
-        if call.edges.count(None) == len(call.edges):
+        if not any(call.edges):
             return  # nothing before this call wants the quantity
         try:
             send, watch = partial(carrier.send, view, quantity), self.groups[slot].watch

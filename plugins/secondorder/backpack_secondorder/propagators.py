@@ -105,7 +105,7 @@ class LossSqrt(ColumnPropagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """As ever; of columns at their head, see :meth:`residual`."""
-        if not any([isinstance(root, HeadRoot) for root in quantity.blocks]):
+        if HeadRoot not in map(type, quantity.blocks):
             return super().propagate(rule, view, quantity)
         whole, rest = split_at_head(view, quantity)
         if whole.blocks:
