@@ -75,13 +75,14 @@ def _held(given: Iterable[object]) -> list[Tensor]:
     for value in given:
         if isinstance(value, Tensor):
             found.append(value)
-        elif type(value) not in _PLAIN and hasattr(value, "__dict__"):
-            for item in value.__dict__.values():
-                kind = type(item)
-                if kind is dict:  # results, and what is kept
-                    found += [p for p in item.values() if isinstance(p, Tensor)] if item else ()
-                elif kind not in _PLAIN and isinstance(item, Tensor):
-                    found.append(item)
+            continue
+        for item in getattr(value, "__dict__", {}).values():
+            if type(item) in _PLAIN:
+                continue
+            if isinstance(item, dict):  # results, and what is kept
+                found += [part for part in item.values() if isinstance(part, Tensor)]
+            elif isinstance(item, Tensor):
+                found.append(item)
     return found
 
 
