@@ -213,6 +213,8 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
 
 def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
     """What several need of one product, from the same pieces."""
+    if product.positions == 1:
+        return contractions.Moments(None, None, None)
     if "moments" not in product.results:
         wanted = _of_pieces(product, inp)
         is_shared = sum(wanted) > 1

@@ -32,12 +32,16 @@ class Columns:
 
     Attributes:
         blocks: One tensor ``[V, N, *]`` for every root.
+        mat: All columns side by side. Shape ``[V, N, *]``.
     """
+
+    mat: Tensor
 
     def __init__(self, blocks: Mapping[Root, Tensor]) -> None:
         """Store the blocks."""
         self.blocks = blocks
-        self._mat: Tensor | None = None
+        if len(blocks) == 1:
+            (self.mat,) = blocks.values()
 
     @classmethod
     def start(
@@ -46,13 +50,12 @@ class Columns:
         """A single block with a root of its own."""
         return cls({Root(name, signs, scale): mat})
 
-    @property
-    def mat(self) -> Tensor:
-        """All columns side by side. Shape ``[V, N, *]``."""
-        if self._mat is None:
-            first, *others = self.blocks.values()
-            self._mat = torch.cat([first, *others]) if others else first
-        return self._mat
+    def __getattr__(self, name: str) -> Tensor:
+        # Asked of what is not there only: of several blocks, until somebody wants them together.
+        if name != "mat":
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        self.mat = torch.cat([*self.blocks.values()])
+        return self.mat
 
     @property
     def sizes(self) -> dict[Root, int]:
@@ -82,7 +85,7 @@ class Columns:
     def split(self, mat: Tensor) -> Columns:
         """Columns with the roots of these and the values of ``mat``, ``[V, N, *]``."""
         if len(self.blocks) == 1:
-            return self.like(dict.fromkeys(self.blocks, mat))
+            return type(self)(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
         return self.like(dict(zip(self.blocks, parts, strict=True)))
 

@@ -114,10 +114,9 @@ class SampleProduct(Reading, ABC):
     roots: Mapping[Root, int] = MappingProxyType({})
 
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
-        super().__init__(shape)
-        self.columns = columns
-        self.samples = samples
-        self.like = like
+        # There are many: without a call for the base.
+        self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
+        self.results, self.kept, self.beside = {}, {}, {}
 
     @abstractmethod
     def part(self, columns: slice, samples: slice) -> Tensor:

@@ -123,7 +123,8 @@ class LayerRule(ABC):
             ShapeError: ``mat`` or the result has the wrong shape.
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
-        expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
+        if mat.shape[1:] != view.output_shape:
+            expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(self, "_jac_t_mat_prod", view, mat, view=view)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):
