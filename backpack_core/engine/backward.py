@@ -228,6 +228,7 @@ class BackwardPass:
     def _visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
+        context.seen.add("ran")
         is_asked = bool(self._groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()

@@ -122,9 +122,9 @@ class RuleCarrier(Carrier):
                 used[name] = reading
                 reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
                 reading.is_linear = is_covered and name in rule.linear_in_params
-                reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
+            reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
             found.append(Found(name, parameter, reading, is_covered, view))
         return found
 

@@ -81,7 +81,6 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         _torch.at_end_of_pass(found.finish)
     found.is_running = True
     context.passes[task] = found
-    context.seen.add("ran")
     return found
 
 

@@ -61,7 +61,8 @@ class Sink(ABC):
             return
         # The sum over uses comes before anything that is not linear in them.
         _, found = self._pending.pop((slot, number), (group, []))
-        new.is_covered &= all(use.is_covered for use in found)
+        for use in found:  # only the last is where it is read
+            new.is_covered, use.view = new.is_covered and use.is_covered, None
         found.append(new)
         if self.is_last(new.parameter, len(found), uses):
             self._complete(group, found)

@@ -82,9 +82,9 @@ class Traversal:
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
                 return
-            sheds = self.chunks is not None and (propagator.sheds_everywhere or call.rule.is_loss)
-            if sheds and site.layout is None and not view.axis:  # else below is another shape
-                whole = self._shed(slot, site, view, carrier, whole)
+            if site.layout is None and not view.axis:  # else what is below has another shape
+                if propagator.sheds_everywhere or call.rule.is_loss:
+                    whole = self._shed(slot, site, view, carrier, whole)
                 if whole is not quantity:
                     arrived = NOTHING
             self.send(slot, site, view, carrier, whole, arrived)
