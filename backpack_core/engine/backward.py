@@ -257,7 +257,7 @@ class BackwardPass:
         if context.extension_hook is not None and call not in self.survey.disowned:
             context.extension_hook(call.module)
         self.visiting = None
-        self._let_go(call, view.is_differentiable)
+        self._let_go(call)
 
     def _view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
@@ -271,12 +271,12 @@ class BackwardPass:
         view.is_reached = is_reached
         return view
 
-    def _let_go(self, call: Call, is_differentiable: bool) -> None:
+    def _let_go(self, call: Call) -> None:
         """Free what no other visit needs."""
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
-        if self.context.retain_graph or is_differentiable:
+        if self.context.retain_graph or torch.is_grad_enabled():
             return
         if is_last:
             call.release()

@@ -189,7 +189,7 @@ def plan(
         options: The arguments of ``backward()``.
     """
     group = next((g for g in groups if _has_individual(g)), None)
-    leaves = None if group is None else _leaves_to_narrow(survey, options, edges)
+    leaves = None if group is None else leaves_to_narrow(survey, options, edges)
     if group is None or leaves is None:
         return None
     if options.get("create_graph"):
@@ -216,7 +216,7 @@ def without_gradients(
             "gradient='none' leaves gradients out, and DistributedDataParallel waits for them: use "
             "gradient='shared', or pass the model itself, which it wraps, its inputs."
         )
-    leaves = _leaves_to_narrow(survey, options, edges)
+    leaves = leaves_to_narrow(survey, options, edges)
     if leaves is None:
         return {}
     return inputs_without({n: use.parameter for n, use in survey.uses.items()}, survey, leaves)
@@ -268,7 +268,7 @@ def _has_individual(group: Group) -> bool:
     )
 
 
-def _leaves_to_narrow(
+def leaves_to_narrow(
     survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]
 ) -> list[Node] | None:
     """Every leaf behind some edges; ``None`` where autograd cannot be told what to reach.

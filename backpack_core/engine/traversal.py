@@ -103,7 +103,7 @@ class Traversal:
     ) -> None:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[slot].propagator
-        alignment, is_rule = self.survey.alignment, not carrier.gives_values
+        is_rule = not carrier.gives_values
         goes_inside = call.goes_inside or call in self.survey.opened
         if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
             self._send_below(slot, site, quantity, arrived)
@@ -122,18 +122,16 @@ class Traversal:
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
-            if edge is None:
-                continue
             # What is kept apart has been sent there; the dye only passes.
             is_sent = propagator.keeps_apart or not propagator.starts_everywhere
-            if alignment.apart and is_sent and alignment.is_apart(edge):
-                continue
-            if view.positions or not alignment.is_apart(site.edge):
-                self.schedule.deliver(slot, edge, own=arriving)
-            else:
-                wide = propagator.widen(arriving, self.survey.batch_size)
-                wide = propagator.put_together(wide, alignment.positions_at(edge))
-                self.schedule.deliver(slot, edge, wide=wide)
+            is_apart = edge is not None and self.survey.alignment.is_apart(edge)
+            if edge is not None and not (is_sent and is_apart):
+                if view.positions or not self.survey.alignment.is_apart(site.edge):
+                    self.schedule.deliver(slot, edge, own=arriving)
+                else:
+                    wide = propagator.widen(arriving, self.survey.batch_size)
+                    positions = self.survey.alignment.positions_at(edge)
+                    self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
 
     def _sends_apart(self, site: Site) -> bool:
         """Whether something has to be kept apart by sample behind a call."""
