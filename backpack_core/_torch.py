@@ -55,6 +55,8 @@ peek_transform: Callable[[], Any] = getattr(
 _will_execute: Callable[[Node], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
+# Whether a profiler of torch's notes what happens.
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # Whether autocast is on for any device; where torch does not tell, each has to be asked.
 casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -133,11 +135,6 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # of an inference tensor
         return 0
-
-
-def profiler_runs() -> bool:
-    """Whether a profiler of torch's notes what happens."""
-    return bool(torch._C._autograd._profiler_enabled())
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -6,9 +6,9 @@ profiler of torch's runs, its trace has a label for each as well.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -63,17 +63,17 @@ class Profile:
         Returns:
             What it returns.
         """
-        found = self._known.get((module, kind, way))
-        if found is None:
-            found = self._known[module, kind, way] = [0, 0.0, 0]
+        key = module, kind, way
+        if key not in self._known:
+            self._known[key] = [0, 0.0, 0]
         if profiler_runs():
             function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
-        begin = time.perf_counter()
+        found, begin = self._known[key], perf_counter()
         try:
             result = function()
         finally:
             found[0] += 1
-            found[1] += time.perf_counter() - begin
+            found[1] += perf_counter() - begin
         found[2] = _bytes(result)
         return result
 
@@ -106,12 +106,10 @@ def _bytes(value: Any) -> int:
     """Memory of the tensors in a value, its items, or its attributes."""
     if isinstance(value, Tensor):
         return value.nbytes
-    if isinstance(value, dict):
-        return sum(map(_bytes, value.values()))
     if isinstance(value, (list, tuple)):
         return sum(map(_bytes, value))
-    blocks = getattr(value, "blocks", None)  # columns
-    return 0 if blocks is None else _bytes(blocks)
+    table = value if isinstance(value, dict) else getattr(value, "blocks", {})  # of columns
+    return sum(map(_bytes, table.values()))
 
 
 class Summary:

@@ -82,9 +82,7 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
     return found, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 
 
-def _costs(
-    layers: list[Layer], name: str, parameter: Tensor, given: Given, root: int
-) -> list[str]:
+def _costs(layers: list[Layer], name: str, parameter: Tensor, given: Given, root: int) -> list[str]:
     """Multiply-adds and bytes relative to the gradient."""
     columns = root if name in EXACT else 1
     batch = len(given.data[0]) if given.data else 0

@@ -14,6 +14,7 @@ from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
+    dense,
     gram,
     has_free_sum,
     inner_version,
@@ -54,7 +55,7 @@ class AffineProduct(SampleProduct):
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
                 that is no mere reshape.
         """
-        super().__init__(len(out), out.shape[1], shape, out)
+        super().__init__(out.shape[0], out.shape[1], shape, out)
         self.out = out
         self.inp = inp
         self.arrange = arrange
@@ -74,7 +75,8 @@ class AffineProduct(SampleProduct):
         """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
         if self.arrange is not None:
             return self.arrange(mat)
-        return mat.reshape(*mat.shape[: mat.dim() - len(self.sizes)], *self.shape)
+        width = 2 if self.inp is None else 3
+        return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """By a batched product; the sum over samples along with all of it, if it is needed."""
@@ -98,10 +100,6 @@ class AffineProduct(SampleProduct):
             return
         for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
-
-    def with_columns(self, out: Tensor) -> AffineProduct:
-        """The product of other columns with the same inputs."""
-        return AffineProduct(out, self.inp, self.shape, self.arrange)
 
     def plus(self, other: SampleProduct) -> AffineProduct | None:
         """One product over the positions of both, if the other has the same affine form."""
@@ -128,7 +126,7 @@ class AffineProduct(SampleProduct):
         blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
         zeros = self.new_zeros(*self.out.shape[1:])
         found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-        return self.with_columns(torch.cat(found))
+        return AffineProduct(torch.cat(found), self.inp, self.shape, self.arrange)
 
 
 def reads_formed(product: AffineProduct) -> bool:
@@ -187,9 +185,9 @@ def batch_sum_affine(product: AffineProduct) -> Tensor:
     """By :func:`contractions.sums`, or as a by-product of what others need."""
     inp = product.inp
     if inp is None or reads_formed(product):
-        formed = as_formed(product)
+        values = dense(product)
         known = product.results.get((batch_sum,))
-        return batch_sum(formed) if known is None else known
+        return values.sum(1) if known is None else known
     total = _moments(product, inp).sums
     return product.to_parameter(contractions.sums(product.out, inp) if total is None else total)
 
@@ -215,6 +213,8 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
 
 def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
     """What several need of one product, from the same pieces."""
+    if product.positions == 1:
+        return contractions.Moments(None, None, None)
     if "moments" not in product.results:
         wanted = _of_pieces(product, inp)
         is_shared = sum(wanted) > 1

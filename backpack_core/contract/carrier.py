@@ -8,8 +8,9 @@ One that speaks for a pair (extension, module type) is made by a function in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from backpack_core.contract.propagator import Propagator
 
 
-class Found(NamedTuple):
+@dataclass(slots=True)
+class Found:
     """What there is at a parameter.
 
     Attributes:
@@ -29,12 +31,14 @@ class Found(NamedTuple):
         parameter: The parameter.
         value: What an extension reads, or what is stored.
         is_covered: Whether a rule covers it.
+        view: Where that was; of a value that is stored as it is, nobody asks.
     """
 
     name: str
     parameter: Tensor
     value: Any
     is_covered: bool = True
+    view: Any = None
 
 
 class Carrier(ABC):
@@ -63,7 +67,7 @@ class Carrier(ABC):
         """The quantity at the call's output, from what was sent there; ``None`` for nothing."""
 
     @abstractmethod
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterable[Found]:
         """What there is at every parameter."""
 
     @abstractmethod

@@ -31,10 +31,11 @@ class ColumnPropagator(Propagator):
     """
 
     keeps_apart = True
+    sheds_everywhere = False
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
-        found: Columns | None = super().arrive(rule, view, waiting)
+        found: Columns | None = super().arrive(rule, view, waiting) if rule.is_loss else waiting
         return None if found is None else found.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ class Root:
     scale: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class Columns:
     """Columns ``[V, N, *]`` at a tensor, kept apart by the root that started them.
 
@@ -36,9 +34,16 @@ class Columns:
 
     Attributes:
         blocks: One tensor ``[V, N, *]`` for every root.
+        mat: All columns side by side. Shape ``[V, N, *]``.
     """
 
-    blocks: Mapping[Root, Tensor]
+    mat: Tensor
+
+    def __init__(self, blocks: Mapping[Root, Tensor]) -> None:
+        """Store the blocks."""
+        self.blocks = blocks
+        if len(blocks) == 1:
+            (self.mat,) = blocks.values()
 
     @classmethod
     def start(
@@ -47,16 +52,17 @@ class Columns:
         """A single block with a root of its own."""
         return cls({Root(name, signs, scale): mat})
 
-    @cached_property
-    def mat(self) -> Tensor:
-        """All columns side by side. Shape ``[V, N, *]``."""
-        blocks = list(self.blocks.values())
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    def __getattr__(self, name: str) -> Tensor:
+        # Asked of what is not there only: of several blocks, until somebody wants them together.
+        if name != "mat":
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        self.mat = torch.cat([*self.blocks.values()])
+        return self.mat
 
-    @cached_property
+    @property
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has."""
-        return {root: len(block) for root, block in self.blocks.items()}
+        return {root: block.shape[0] for root, block in self.blocks.items()}
 
     @property
     def signs(self) -> Tensor | None:
@@ -81,7 +87,7 @@ class Columns:
     def split(self, mat: Tensor) -> Columns:
         """Columns with the roots of these and the values of ``mat``, ``[V, N, *]``."""
         if len(self.blocks) == 1:
-            return self.like(dict.fromkeys(self.blocks, mat))
+            return type(self)(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
         return self.like(dict(zip(self.blocks, parts, strict=True)))
 

@@ -47,5 +47,5 @@ def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:
             "out."
         )
     product = ComputedProduct(reading, source, leaf)
-    product.place(reading.module, reading.path, reading.name, reading.rule, is_linear=False)
+    product.placed_as(reading).is_linear = False
     return product

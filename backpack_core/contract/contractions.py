@@ -35,7 +35,7 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
     if _is_empty(out, inp):
         return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
-        return out.squeeze(2).unsqueeze(-1) * inp[:].squeeze(1).unsqueeze(-2)
+        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
     if torch.is_grad_enabled():
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
         return whole.reshape(columns, samples, groups, features, size)
@@ -259,7 +259,7 @@ def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[sli
 
 def _is_empty(out: Tensor, inp: Rows) -> bool:
     """Whether there is nothing to add up: no sample, column, position or feature."""
-    return not out.numel() or not inp.shape.numel()
+    return 0 in out.shape or 0 in inp.shape
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
@@ -290,7 +290,7 @@ def _batched(out: Tensor) -> Tensor:
 
 def _sum_of_squares(out: Tensor) -> Tensor:
     """``Σ_v out[v]²``. Shape ``[N, S, G, O]``."""
-    return out[0].square() if len(out) == 1 else out.square().sum(0)
+    return out[0].square() if out.shape[0] == 1 else out.square().sum(0)
 
 
 def _squared_norm_of(piece: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.product import DenseProduct, Piece, SampleProduct, SumProduct
+from backpack_core.tuning import LARGE
 
 R = TypeVar("R")
 
@@ -39,12 +40,14 @@ class Operation(Generic[R]):
     def __init__(self, definition: Callable[..., R]) -> None:
         """Take the definition, which holds for every form."""
         self._dispatch = singledispatch(definition)
+        self._found: dict[type, Callable[..., R]] = {}  # what a form leads to: a plain look-up
         self.__name__ = ""
         update_wrapper(self, definition)
 
     def register(self, version: Callable[..., R]) -> Callable[..., R]:
         """Use a function for the form that its first argument is annotated with."""
         registered: Callable[..., R] = self._dispatch.register(version)
+        self._found.clear()
         return registered
 
     def has_version(self, form: type[SampleProduct]) -> bool:
@@ -53,10 +56,12 @@ class Operation(Generic[R]):
 
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
         """The result for a product: computed once, and nobody's to change."""
-        key = (self, *settings)
-        if key not in product.results:
-            product.results[key] = self._dispatch(product, *settings)
-        result: R = product.results[key]
+        key, results, form = (self, *settings), product.results, type(product)
+        if key not in results:
+            if form not in self._found:
+                self._found[form] = self._dispatch.dispatch(form)
+            results[key] = self._found[form](product, *settings)
+        result: R = results[key]
         return result
 
     def __repr__(self) -> str:
@@ -76,6 +81,9 @@ def dense(product: SampleProduct) -> Tensor:
 @Operation
 def square_sum(product: SampleProduct) -> Tensor:
     """``Σ_v Σ_n M[v, n]²``. Shape ``[*θ]``."""
+    values = _values(product)
+    if values is not None and values.numel() < LARGE:
+        return values.square().sum((0, 1))
     result = product.new_zeros(*product.shape)
     for _, _, part in _pieces(product):
         result = contractions.add_squares(result, part.flatten(0, 1))
@@ -85,6 +93,9 @@ def square_sum(product: SampleProduct) -> Tensor:
 @Operation
 def per_sample_square_sum(product: SampleProduct) -> Tensor:
     """``Σ_v M[v, n]²``. Shape ``[N, *θ]``."""
+    values = _values(product)
+    if values is not None and values.numel() < LARGE:
+        return values.square().sum(0)
     result = product.new_zeros(product.samples, *product.shape)
     for _, samples, part in _pieces(product):
         result[samples] += part.square().sum(0)

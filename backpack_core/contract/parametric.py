@@ -56,7 +56,8 @@ class ParametricRule(LayerRule):
         Raises:
             ShapeError: ``mat`` or the product has the wrong shape.
         """
-        expect(view, self, "_param_product is given", mat, view.output_shape)
+        if mat.shape[1:] != view.output_shape:
+            expect(view, self, "_param_product is given", mat, view.output_shape)
         product = ask(self, "_param_product", view, name, mat, view=view)
         if not isinstance(product, SampleProduct):
             raise ShapeError(

@@ -26,7 +26,8 @@ from functools import reduce
 from itertools import accumulate
 from itertools import product as pairs
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,9 +36,11 @@ from torch.nn import Module
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.call import path_of
 from backpack_core.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
+_PLACE = ("name", "module", "rule", "is_linear", "needs", "kept", "beside")  # the engine says it
 
 
 class Reading:
@@ -46,8 +49,7 @@ class Reading:
     Attributes:
         shape: Shape of the parameter, ``[*θ]``.
         name: Which parameter of its module.
-        path: Which module, for messages.
-        module: The module itself.
+        module: The module.
         rule: The class of the rule that made it, for messages.
         is_linear: Whether the module is known to be linear in the parameter.
         needs: Operations that will be asked for, so that one can serve another.
@@ -56,24 +58,28 @@ class Reading:
         beside: What the parameters of the call share for the same columns.
     """
 
+    name: str = ""
+    module: Module | None = None
+    rule: type = object
+    is_linear: bool = False
+    needs: frozenset[Any] = frozenset()
+
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
-        self.name = ""
-        self.path = ""
-        self.module: Module | None = None
-        self.rule: type = object
-        self.is_linear = False
-        self.needs: frozenset[Any] = frozenset()
         self.results: dict[Any, Any] = {}
         self.kept: dict[Any, Any] = {}
         self.beside: dict[Any, Any] = {}
 
-    def place(
-        self, module: Module | None, path: str, name: str, rule: type, is_linear: bool
-    ) -> None:
-        """Say where it stands; the engine does."""
-        self.module, self.path, self.name = module, path, name
-        self.rule, self.is_linear = rule, is_linear
+    @property
+    def path(self) -> str:
+        """Which module, for messages."""
+        return "" if self.module is None else path_of(self.module)
+
+    def placed_as(self, other: Reading) -> Self:
+        """This one, where another stood."""
+        for name in _PLACE:
+            setattr(self, name, getattr(other, name))
+        return self
 
     def lasting(self) -> Any:
         """The same for later, when the graph of the pass is gone; default: it needs none."""
@@ -105,12 +111,12 @@ class SampleProduct(Reading, ABC):
         ``part(columns, samples)``: ``M`` of some, formed.
     """
 
+    roots: Mapping[Root, int] = MappingProxyType({})
+
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
-        super().__init__(shape)
-        self.columns = columns
-        self.samples = samples
-        self.like = like
-        self.roots: Mapping[Root, int] = {}
+        # There are many: without a call for the base.
+        self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
+        self.results, self.kept, self.beside = {}, {}, {}
 
     @abstractmethod
     def part(self, columns: slice, samples: slice) -> Tensor:
@@ -147,12 +153,11 @@ class SampleProduct(Reading, ABC):
         """Whether these are its roots, in this order."""
         return list(self.roots.items()) == list(roots.items())
 
-    def placed_as(self, other: SampleProduct) -> SampleProduct:
-        """This one, where another stood."""
-        self.place(other.module, other.path, other.name, other.rule, other.is_linear)
-        self.roots, self.needs = other.roots, other.needs
-        self.kept, self.beside = other.kept, other.beside
-        return self
+    def placed_as(self, other: Reading) -> Self:
+        """With its roots, too."""
+        if isinstance(other, SampleProduct):
+            self.roots = other.roots
+        return super().placed_as(other)
 
     def new_zeros(self, *shape: int) -> Tensor:
         """Zeros of the product's dtype."""
@@ -184,7 +189,7 @@ class DenseProduct(SampleProduct):
             shape: Together with ``form``: shape of the parameter.
         """
         if values is not None:
-            super().__init__(len(values), values.shape[1], values.shape[2:], values)
+            super().__init__(values.shape[0], values.shape[1], values.shape[2:], values)
         else:
             assert form is not None
             assert mat is not None

@@ -123,7 +123,8 @@ class LayerRule(ABC):
             ShapeError: ``mat`` or the result has the wrong shape.
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
-        expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
+        if mat.shape[1:] != view.output_shape:
+            expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(self, "_jac_t_mat_prod", view, mat, view=view)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):
@@ -134,7 +135,7 @@ class LayerRule(ABC):
                 _refuse_uncut(view, tensor)
                 products[slot] = None
                 continue
-            expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, len(mat))
+            expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, mat.shape[0])
         return tuple(products)
 
     def jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:

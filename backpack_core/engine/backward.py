@@ -229,13 +229,13 @@ class BackwardPass:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
         context.seen.add("ran")
-        self._is_differentiable = torch.is_grad_enabled()
         is_asked = bool(self._groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             self._look_around([site.edge])
         view = self._view(site, grad)
+        self._is_differentiable = view.is_differentiable
         if context.observer is not None:
             context.observer(view)
         if is_asked:
@@ -250,7 +250,8 @@ class BackwardPass:
                     raise
             for slot in range(len(self._groups)):
                 self._traversal.visit(slot, site, view)
-            self._graph.observe(view)
+            if context.graph_extensions:
+                self._graph.observe(view)
         if context.debug:
             log_visit(view)
         if context.extension_hook is not None and call not in self.survey.disowned:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from backpack_core._torch import class_of
@@ -14,6 +14,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
+from backpack_core.engine.groups import Group
 from backpack_core.errors import (
     AutodiffFallbackWarning,
     BackpackWarning,
@@ -21,8 +22,8 @@ from backpack_core.errors import (
     warn_once,
 )
 from backpack_core.graph.parameters import Trained
+from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import missing
-from backpack_core.record.call import path_of
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
@@ -30,11 +31,14 @@ _AUTODIFF = AutodiffRule()
 
 
 class RuleCarrier(Carrier):
-    """A layer rule, which any extension can read from."""
+    """A layer rule, which any extension can read from; the same for all calls of a group."""
 
-    def __init__(self, propagator: Propagator, batch_size: int) -> None:
-        self._propagator = self.speaker = propagator
-        self._batch_size = batch_size
+    def __init__(self, group: Group, survey: Survey) -> None:
+        self._propagator = self.speaker = group.propagator
+        self._needs = group.needs
+        self._survey = survey
+        self._product = _asked(group.propagator, "product")
+        self._propagate = _asked(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -44,34 +48,44 @@ class RuleCarrier(Carrier):
         """By the propagator."""
         return self._propagator.arrive(view.call.rule, view, waiting)
 
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
+    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
+        found: list[Found] = []
         used: dict[str, Reading] = {}
-        module = view.call.module
-        path = path_of(module) if trained else ""
+        beside: dict[Any, Any] = {}
         for name, parameter, tensor, is_covered in trained:
             reading = used.get(name)
             if reading is None:
                 rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                reading = ask(self._propagator, "product", rule, view, name, quantity, view=view)
+                reading = self._product(rule, view, name, quantity)
                 if view.positions > 1 and isinstance(reading, SampleProduct):
-                    roots = reading.roots
-                    reading = regrouped(reading, reading.columns, self._batch_size, view.kept)
+                    roots, samples = reading.roots, self._survey.batch_size
+                    reading = regrouped(reading, reading.columns, samples, view.kept)
                     reading.roots = roots
                 used[name] = reading
-                is_linear = is_covered and name in rule.linear_in_params
-                reading.place(module, path, name, type(rule), is_linear)
+                reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
+                reading.is_linear = is_covered and name in rule.linear_in_params
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
-            yield Found(name, parameter, reading, is_covered)
+            reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
+            found.append(Found(name, parameter, reading, is_covered, view))
+        return found
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
         rule = view.call.rule
         if rule.is_loss:
             return {0: quantity}
-        found: dict[int, Any] = ask(self._propagator, "propagate", rule, view, quantity, view=view)
+        found: dict[int, Any] = self._propagate(rule, view, quantity)
         return found
+
+
+def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
+    """A method of a rule, a view, and more; what the core does itself needs nobody to watch it."""
+    own: Callable[..., Any] = getattr(propagator, method)
+    if own.__module__.startswith("backpack_core."):
+        return own
+    return lambda rule, view, *given: ask(propagator, method, rule, view, *given, view=view)
 
 
 def allows_fallback(extension: Extension, view: View) -> bool:

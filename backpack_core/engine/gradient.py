@@ -10,10 +10,10 @@ engine again, for hooks and accumulation.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import is_round, known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
-from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
@@ -56,11 +55,7 @@ class Sums:
     known: set[Key] = field(default_factory=set)
 
 
-class _Candidate(NamedTuple):
-    """A parameter all of whose uses are read by products."""
-
-    parameter: Tensor
-    keys: tuple[Key, ...]
+_Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter that only products read, and its uses
 
 
 class PlainGradient:
@@ -70,7 +65,7 @@ class PlainGradient:
         group: The extensions of individual gradients, whose products have the sums.
     """
 
-    def __init__(self, survey: Survey, group: Group, edges: Sequence[Edge]) -> None:
+    def __init__(self, survey: Survey, group: Group, leaves: Sequence[Node]) -> None:
         """Decide.
 
         In the passes 1, 2, 4, 8, … of a structure autograd computes everything, and what would have
@@ -79,11 +74,11 @@ class PlainGradient:
         Args:
             survey: What is known about the graph.
             group: See the class.
-            edges: What ``backward()`` is called on.
+            leaves: Every leaf that autograd would get to.
         """
         self.group = group
         self._needs = group.needs | {batch_sum}
-        self._edges = edges
+        self._leaves = leaves
         self._survey = survey
         self._sums: dict[int, Tensor] = {}
         self._sums_of = known_of(survey, Sums, group.needs)
@@ -91,24 +86,24 @@ class PlainGradient:
         self._handles: list[Any] = []
         self._judged: dict[int, _Candidate] = {}
         self._left: dict[int, Tensor] = {}
-        for candidate in _candidates(survey):
-            number = id(candidate.parameter)
-            if is_round(self._sums_of.passes):
+        is_judged, known = is_round(self._sums_of.passes), self._sums_of.known
+        for number, candidate in _candidates(survey).items():
+            if is_judged:
                 self._judged[number] = candidate
-            elif self._sums_of.known.issuperset(candidate.keys):
-                self._left[number] = candidate.parameter
+            elif known.issuperset(candidate[1]):
+                self._left[number] = candidate[0]
 
     def begin(self) -> dict[str, Any]:
         """What to tell autograd, by the names of its arguments."""
         this = weakref.ref(self)
         for candidate in self._judged.values():
             hook = partial(_judge, this, candidate)
-            self._handles.append(hook_leaf_first(candidate.parameter, hook))
-        return inputs_without(self._left, self._survey, self._edges) if self._left else {}
+            self._handles.append(hook_leaf_first(candidate[0], hook))
+        return inputs_without(self._left, self._survey, self._leaves) if self._left else {}
 
     def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:
         """What is asked of a parameter's product, if its sum may be taken; else ``None``."""
-        if group.first is not self.group.first:  # what measures a pass may read along
+        if group.extensions[0] is not self.group.extensions[0]:  # what measures may read along
             return None
         number = id(parameter)
         return self._needs if number in self._left or number in self._judged else None
@@ -133,7 +128,8 @@ class PlainGradient:
 
     def judge(self, candidate: _Candidate, gradient: Tensor) -> None:
         """Compare a sum with what autograd brings."""
-        total = self._sums.pop(id(candidate.parameter), None)
+        parameter, keys = candidate
+        total = self._sums.pop(id(parameter), None)
         if total is None or not total.numel():
             return
         size = float(gradient.detach().abs().max())
@@ -141,9 +137,9 @@ class PlainGradient:
             return
         allowed = size * torch.finfo(gradient.dtype).eps ** 0.6
         if float((total - gradient).detach().abs().max()) <= allowed:
-            self._sums_of.known.update(candidate.keys)
+            self._sums_of.known.update(keys)
         else:
-            self._sums_of.known.difference_update(candidate.keys)
+            self._sums_of.known.difference_update(keys)
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
@@ -193,12 +189,13 @@ def plan(
         options: The arguments of ``backward()``.
     """
     group = next((g for g in groups if _has_individual(g)), None)
-    if group is None or not _can_be_narrowed(survey, options, edges):
+    leaves = None if group is None else leaves_to_narrow(survey, options, edges)
+    if group is None or leaves is None:
         return None
     if options.get("create_graph"):
         _say("create_graph=True asks for gradients with a graph")
         return None
-    return PlainGradient(survey, group, edges)
+    return PlainGradient(survey, group, leaves)
 
 
 def without_gradients(
@@ -219,45 +216,46 @@ def without_gradients(
             "gradient='none' leaves gradients out, and DistributedDataParallel waits for them: use "
             "gradient='shared', or pass the model itself, which it wraps, its inputs."
         )
-    if not _can_be_narrowed(survey, options, edges):
+    leaves = leaves_to_narrow(survey, options, edges)
+    if leaves is None:
         return {}
-    return inputs_without({n: use.parameter for n, use in survey.uses.items()}, survey, edges)
+    return inputs_without({n: use.parameter for n, use in survey.uses.items()}, survey, leaves)
 
 
 def inputs_without(
-    left: Mapping[int, Tensor], survey: Survey, edges: Sequence[Edge]
+    left: Mapping[int, Tensor], survey: Survey, leaves: Sequence[Node]
 ) -> dict[str, Any]:
     """``inputs=`` of a pass that reaches every call and every leaf but some.
 
     Args:
         left: The parameters that get no gradient, by ``id``.
         survey: What is known about the graph.
-        edges: What ``backward()`` is called on.
+        leaves: Every leaf that autograd would get to.
     """
-    nodes = [node for node in _nodes(edges) if isinstance(node, _torch.LeafNode)]
-    inputs = [node for node in nodes if id(node.variable) not in left]
-    if len(inputs) == len(nodes):
+    inputs = [node for node in leaves if id(node.variable) not in left]  # type: ignore[attr-defined]
+    if len(inputs) == len(leaves):
         return {}
     sites = {(site.edge.node, site.edge.output_nr) for site in survey.sites.values()}
-    places = [*((node, 0) for node in inputs), *sites]
+    places = [*[(node, 0) for node in inputs], *sites]
     return {"inputs": [GradientEdge(node, number) for node, number in places]}
 
 
-def _candidates(survey: Survey) -> Iterator[_Candidate]:
-    """Parameters that are read by products wherever they are used."""
-    found: dict[int, list[Key]] = {}
-    parameters: dict[int, Tensor] = {}
+def _candidates(survey: Survey) -> dict[int, _Candidate]:
+    """Parameters that are read by products wherever they are used, by ``id``."""
+    found: dict[int, _Candidate] = {}
     for number, (call, index) in enumerate(survey.sites):
         dtype = call.stored.outputs[index].dtype
         for name, parameter, used, is_covered in survey.trained[call]:
             is_plain = parameter is used and parameter.is_leaf
             if is_covered and is_plain and parameter.dtype is dtype and dtype in _PRECISE:
-                found.setdefault(id(parameter), []).append((number, name))
-                parameters[id(parameter)] = parameter
-    for key, keys in found.items():
+                key = id(parameter)
+                keys = found[key][1] if key in found else ()
+                found[key] = parameter, (*keys, (number, name))
+    for key, (parameter, keys) in list(found.items()):
         is_every = len(keys) == survey.uses[key].count and key not in survey.bare
-        if is_every and parameters[key] not in survey.shards:
-            yield _Candidate(parameters[key], tuple(keys))
+        if not is_every or (survey.shards and parameter in survey.shards):
+            del found[key]
+    return found
 
 
 def _has_individual(group: Group) -> bool:
@@ -270,25 +268,31 @@ def _has_individual(group: Group) -> bool:
     )
 
 
-def _can_be_narrowed(survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]) -> bool:
-    """Whether autograd can be told what to reach; where the user did, that holds."""
+def leaves_to_narrow(
+    survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]
+) -> list[Node] | None:
+    """Every leaf behind some edges; ``None`` where autograd cannot be told what to reach.
+
+    Where the user told it, that holds.
+    """
     if options.get("inputs") is not None:
-        return False
+        return None
     if survey.viewed:
         _say("the output of a module was changed in place behind a view of it")
     elif not survey.is_readable:
         _say("autograd saves tensors through hooks (a checkpoint does)")
-    elif any(isinstance(node, _torch.REENTRANT) for node in _nodes(edges)):
-        _say("re-entrant checkpoints take no inputs=")
     else:
-        return True
-    return False
-
-
-def _nodes(edges: Sequence[Edge]) -> set[Node]:
-    """Every node behind some edges."""
-    starts = {edge.node for edge in edges}
-    return starts | behind(starts)
+        nodes = {edge.node: type(edge.node) for edge in edges}
+        todo = list(nodes)
+        for node in todo:
+            for child, _ in node.next_functions:
+                if child is not None and child not in nodes:
+                    nodes[child] = type(child)
+                    todo.append(child)
+        if _torch.REENTRANT not in nodes.values():
+            return [node for node, kind in nodes.items() if kind is _torch.LeafNode]
+        _say("re-entrant checkpoints take no inputs=")
+    return None
 
 
 def _judge(this: Any, candidate: _Candidate, gradient: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, LossGraph
-from backpack_core.engine.groups import Watch, watched
+from backpack_core.engine.groups import Watch
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import UsageError
 from backpack_core.graph.parameters import complex_parameter
@@ -68,8 +68,8 @@ class GraphPass:
             )
             for extension, reading in self._readings:
                 try:
-                    results = partial(reading.results, graph)
-                    values = watched(watch, results, None, type(extension), "graph")
+                    results, kind = partial(reading.results, graph), type(extension)
+                    values = results() if watch is None else watch(results, None, kind, "graph")
                 except Exception as error:
                     place_between(error, survey, extension)
                     raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
@@ -12,7 +12,6 @@ from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.plugins.registry import registry
 
-T = TypeVar("T")
 Watch = Callable[[Callable[[], Any], Module | None, type, str], Any]
 
 
@@ -37,13 +36,6 @@ class Group(NamedTuple):
     def first(self) -> Extension | None:
         """The extension that messages name."""
         return self.extensions[0] if self.extensions else None
-
-
-def watched(
-    watch: Watch | None, function: Callable[[], T], module: Module | None, kind: type, way: str
-) -> T:
-    """What a function returns, by way of who watches."""
-    return function() if watch is None else watch(function, module, kind, way)
 
 
 def group(

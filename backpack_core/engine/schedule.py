@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backpack_core._torch import (
     Node,
+    casts,
     current_node,
     graph_task_id,
     will_execute,
@@ -206,7 +207,10 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
     """Do something in a hook; the pass under way ends if it fails."""
     try:
-        with without_autocast():  # the forward pass has said what precision to take
+        if casts():
+            with without_autocast():  # the forward pass has said what precision to take
+                function(*args)
+        else:
             function(*args)
     except BaseException:
         passes.pop(graph_task_id(), None)

@@ -6,34 +6,25 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from backpack_core import _torch
+from backpack_core.contract.carrier import Found
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import allows_fallback, tolerates
 from backpack_core.engine.gradient import PlainGradient
-from backpack_core.engine.groups import Group, watched
+from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.untouched import ask, owned
-from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
-
-
-class Pending(NamedTuple):
-    """Readings of a parameter, and where the last one was."""
-
-    readings: list[Any]
-    view: View
-    name: str
-    parameter: Tensor
-    is_covered: bool
 
 
 class Sink(ABC):
@@ -47,105 +38,99 @@ class Sink(ABC):
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.plain: PlainGradient | None = None
-        self._pending: dict[tuple[int, int], tuple[Group, Pending]] = {}
+        self._pending: dict[tuple[int, int], tuple[Group, list[Found]]] = {}
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Take the value an extension computed for a parameter."""
 
-    @abstractmethod
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Whether no other use of a parameter is coming.
+        """Whether no other use of a parameter that has several is coming; default: nobody knows.
 
         Args:
             parameter: The parameter.
             seen: How many of its uses were visited.
             uses: How many there are.
         """
+        return False
 
-    def note(self, slot: int, group: Group, new: Pending) -> None:
+    def note(self, slot: int, group: Group, new: Found) -> None:
         """Read, if this is the last use of the parameter; else wait for the others."""
-        # The sum over uses comes before anything that is not linear in them.
         number, uses = id(new.parameter), self.survey.uses[id(new.parameter)].count
-        if uses > 1:
-            _, known = self._pending.pop((slot, number), (group, None))
-            if known is not None:
-                is_covered = known.is_covered and new.is_covered
-                new = new._replace(readings=known.readings + new.readings, is_covered=is_covered)
-        if self.is_last(new.parameter, len(new.readings), uses):
-            self._complete(group, new)
+        if uses == 1:
+            self._complete(group, [new])
+            return
+        # The sum over uses comes before anything that is not linear in them.
+        _, found = self._pending.pop((slot, number), (group, []))
+        for use in found:  # only the last is where it is read
+            new.is_covered, use.view = new.is_covered and use.is_covered, None
+        found.append(new)
+        if self.is_last(new.parameter, len(found), uses):
+            self._complete(group, found)
         else:
-            lasting = [reading.lasting() for reading in new.readings]
-            self._pending[slot, number] = group, new._replace(readings=lasting)
+            for use in found:
+                use.value = use.value.lasting()
+            self._pending[slot, number] = group, found
 
     def flush(self) -> None:
         """Read what is still waiting: no other use is coming."""
-        for group, pending in self._pending.values():
-            self._complete(group, pending)
+        for group, found in self._pending.values():
+            self._complete(group, found)
         self._pending.clear()
 
-    def _complete(self, group: Group, pending: Pending) -> None:
+    def _complete(self, group: Group, found: list[Found]) -> None:
         """Let all extensions of a group read off one parameter."""
-        readings, view, name, parameter, is_covered = pending
-        if self.plain is not None:
-            self._ask(self.plain, group, pending)
-        whole = readings[0] if len(readings) == 1 else None
+        last, plain, watch = found[-1], self.plain, group.watch
+        view, parameter = last.view, last.parameter
+        needs = None if plain is None else plain.needs(group, parameter)
+        if needs is not None:  # for the sum, too, where the plain gradient is made of it
+            for use in found:
+                use.value.needs = needs
+        whole = last.value if len(found) == 1 else None
+        way = "rule" if last.is_covered else "autodiff"
         for extension in group.extensions:
             try:
-                if not is_covered and not allows_fallback(extension, view):
+                if not last.is_covered and not allows_fallback(extension, view):
                     continue
                 try:
-                    whole = join(readings) if whole is None else whole
+                    whole = join(found) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
-                    way = "rule" if is_covered else "autodiff"
-                    read = partial(ask, extension, "read", shown, view=view)
-                    value = watched(group.watch, read, view.call.module, type(extension), way)
+                    read, kind = partial(ask, extension, "read", shown, view=view), type(extension)
+                    value = read() if watch is None else watch(read, view.call.module, kind, way)
                     if value is None:
-                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
+                        raise ShapeError(f"{kind.__name__}.read returned None.")
                 except UnsupportedError as error:
-                    if not tolerates(extension, view, name, error):
+                    if not tolerates(extension, view, last.name, error):
                         raise
                     continue
-                value = extension.as_stored(value, parameter)
-                self.store(extension, parameter, owned(value, view))
+                self.store(extension, parameter, owned(extension.as_stored(value, parameter), view))
             except Exception as error:
                 place(error, view, extension)
                 raise
-        if self.plain is not None:
-            self._take(self.plain, group, pending, whole)
-
-    def _ask(self, plain: PlainGradient, group: Group, pending: Pending) -> None:
-        """For the sum, too, where the plain gradient is made of it."""
-        needs = plain.needs(group, pending.parameter)
-        if needs is not None:
-            for reading in pending.readings:
-                reading.needs = needs
-
-    def _take(self, plain: PlainGradient, group: Group, pending: Pending, whole: Any) -> None:
-        """The sum, then."""
-        if plain.needs(group, pending.parameter) is None:
-            return
-        try:
-            whole = join(pending.readings) if whole is None else whole
-            is_reached = len(pending.readings) > 1 or pending.view.is_reached
-            plain.take(pending.parameter, whole, is_reached)
-        except Exception as error:
-            place(error, pending.view, group.first)
-            raise
+        if plain is not None and needs is not None:
+            try:
+                whole = join(found) if whole is None else whole
+                plain.take(parameter, whole, len(found) > 1 or view.is_reached)
+            except Exception as error:
+                place(error, view, group.first)
+                raise
 
 
-def join(readings: list[Any]) -> Any:
+def join(found: list[Found]) -> Any:
     """One reading from those of all uses of a parameter."""
+    readings = [use.value for use in found]
     first, *others = readings
-    whole, last = first.join(others), readings[-1]
-    for name in ("name", "path", "module", "rule", "kept", "beside", "needs"):
-        setattr(whole, name, getattr(last, name))
+    whole = first.join(others)
+    Reading.placed_as(whole, readings[-1])  # its roots are those of all
     whole.is_linear = all(reading.is_linear for reading in readings)
     return whole
 
 
 class ChunkSink(Sink):
-    """Keeps the values of one chunk of columns."""
+    """Keeps the values of one chunk of columns.
+
+    Of a parameter with several uses it may reach some only, which are read at its end.
+    """
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
@@ -154,10 +139,6 @@ class ChunkSink(Sink):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Keep the value until the chunk is through."""
         self._values[extension, id(parameter)] = value
-
-    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Of a parameter with several uses, a chunk may reach some only: read at its end."""
-        return uses == 1
 
     def add_to(self, partial: Values) -> None:
         """Combine the values with those of earlier chunks."""
@@ -187,7 +168,6 @@ class FieldSink(Sink):
         self.deferred: dict[Extension, dict[Tensor, Any]] = {} if outer is None else outer.deferred
         self._owners: dict[int, object] = {} if outer is None else outer._owners
         self._token = object()  # a reference to this sink would be a cycle
-        self._unshared: set[int] = set()
         self._missing: tuple[int, Counter[int]] = (0, Counter())
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -199,10 +179,9 @@ class FieldSink(Sink):
                 f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "
                 "torch.utils.checkpoint(use_reentrant=False)."
             )
-        self._unshared.add(key)
-        before = self.partial.pop((extension, key), None)
-        if before is not None:
-            value = extension.combine(before, value)
+        if self.partial:
+            before = self.partial.pop((extension, key), None)
+            value = value if before is None else extension.combine(before, value)
         if extension.is_deferred:
             self.deferred.setdefault(extension, {})[parameter] = value
         else:
@@ -244,7 +223,8 @@ class FieldSink(Sink):
     def refuse_late_uses(self) -> None:
         """Raise if a parameter that was read already turns out to be used once more."""
         survey = self.survey
-        known = self._unshared & survey.uses.keys()
+        read = {key for key, owner in self._owners.items() if owner is self._token}
+        known = read & survey.uses.keys()
         if any(survey.uses[key].count > 1 or key in survey.bare for key in known):
             raise UnsupportedError(
                 "A second forward pass, or a second branch, shares parameters with the first and "

@@ -13,10 +13,10 @@ from torch import Tensor
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import RuleCarrier
-from backpack_core.engine.groups import Group, watched
+from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
-from backpack_core.engine.sink import Pending, Sink
+from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.plugins.refusals import nothing_arrived
@@ -48,6 +48,7 @@ class Traversal:
         self.schedule = schedule
         self.sink = sink
         self.chunks = chunks
+        self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, slot: int, site: Site, view: View) -> None:
         """Read off and send on, for one group at one output of one call.
@@ -57,15 +58,16 @@ class Traversal:
             site: The place.
             view: What a rule sees of the call: all samples.
         """
-        group = self.groups[slot]
+        group, call = self.groups[slot], site.call
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
-            carrier = self._carrier(group, view)
+            carrier = self._carrier(slot, view)
             arrived = self.schedule.take(slot, site)
-            quantity = carrier.arrive(view, _at_output(group, site, view, arrived))
-            if view.positions > 1 and view.call.rule.is_loss and propagator.travels:
+            waiting = None if arrived is NOTHING else _at_output(group, site, view, arrived)
+            quantity = carrier.arrive(view, waiting)
+            if view.positions > 1 and call.rule.is_loss and propagator.travels:
                 quantity = propagator.split_positions(quantity, view.positions)
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
@@ -77,12 +79,13 @@ class Traversal:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
                 self._read(slot, view, carrier, whole)
-            if self._sends_apart(site, view):
+            if self.survey.alignment.apart and self._sends_apart(site):
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
                 return
             if site.layout is None and not view.axis:  # else what is below has another shape
-                whole = self._shed(slot, site, view, carrier, whole)
+                if propagator.sheds_everywhere or call.rule.is_loss:
+                    whole = self._shed(slot, site, view, carrier, whole)
                 if whole is not quantity:
                     arrived = NOTHING
             self.send(slot, site, view, carrier, whole, arrived)
@@ -102,18 +105,16 @@ class Traversal:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[slot].propagator
         is_rule = not carrier.gives_values
-        goes_inside = (
-            propagator.starts_everywhere if call.rule.is_loss else self.survey.goes_inside(call)
-        )
-        if is_rule and goes_inside:
+        goes_inside = call.goes_inside or call in self.survey.opened
+        if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
             self._send_below(slot, site, quantity, arrived)
             return
-        if call.edges.count(None) == len(call.edges):
+        if not any(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            send = partial(carrier.send, view, quantity)
-            watch, kind = self.groups[slot].watch, type(carrier.speaker)
-            inputs = watched(watch, send, call.module, kind, "sent")
+            send, watch = partial(carrier.send, view, quantity), self.groups[slot].watch
+            kind = type(carrier.speaker)
+            inputs = send() if watch is None else watch(send, call.module, kind, "sent")
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)
         except OverwrittenInputError:
@@ -133,10 +134,10 @@ class Traversal:
                     positions = self.survey.alignment.positions_at(edge)
                     self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
 
-    def _sends_apart(self, site: Site, view: View) -> bool:
+    def _sends_apart(self, site: Site) -> bool:
         """Whether something has to be kept apart by sample behind a call."""
         call, alignment = site.call, self.survey.alignment
-        if not alignment.apart or call.rule.is_loss:
+        if call.rule.is_loss:
             return False
         if self.survey.goes_inside(call):
             # The nodes inside see to it, from the last that have samples on.
@@ -237,8 +238,9 @@ class Traversal:
         """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
-    def _carrier(self, group: Group, view: View) -> Carrier:
+    def _carrier(self, slot: int, view: View) -> Carrier:
         """Who answers for the module."""
+        group = self.groups[slot]
         if group.has_overrides:  # then the group has one extension
             extension = group.extensions[0]
             found = registry.override(extension, view.call.module)
@@ -247,7 +249,10 @@ class Traversal:
                 if fault is not None:
                     raise fault
                 return found(extension, group.propagator)
-        return RuleCarrier(group.propagator, self.survey.batch_size)
+        known = self._carriers.get(slot)
+        if known is None:
+            known = self._carriers[slot] = RuleCarrier(group, self.survey)
+        return known
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -262,14 +267,12 @@ class Traversal:
             return
         if not trained:
             return
-        beside: dict[Any, Any] = {}
-        everything = list(carrier.find(view, trained, quantity))  # before any of it is read
+        everything = carrier.find(view, trained, quantity)  # before any of it is read
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)
-        for name, parameter, reading, is_covered in everything:
-            reading.kept, reading.beside, reading.needs = view.kept, beside, group.needs
-            self.sink.note(slot, group, Pending([reading], view, name, parameter, is_covered))
+        for found in everything:
+            self.sink.note(slot, group, found)
 
     def _refuse_shared(self, found: Found) -> None:
         number = id(found.parameter)

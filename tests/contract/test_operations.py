@@ -278,3 +278,19 @@ def test_an_operation_has_the_name_and_text_of_its_definition() -> None:
     assert repr(square_sum) == "<operation square_sum>"
     assert largest.__doc__ is not None
     assert "Shape" in largest.__doc__
+
+
+def test_a_version_counts_from_when_it_is_registered() -> None:
+    """What a form led to before is looked up again."""
+
+    @Operation
+    def form(product: SampleProduct) -> str:
+        return "definition"
+
+    assert form(affine(1, (1, 6, 2)).product) == "definition"
+
+    @form.register
+    def form_affine(product: AffineProduct) -> str:
+        return "version"
+
+    assert form(affine(1, (1, 6, 2)).product) == "version"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from backpack_core import SampleProduct, memory_budget
+from backpack_core import SampleProduct, extend, memory_budget
 from backpack_core.contract import operations as ops
 from backpack_firstorder.norms import norm
 from tests.contract.products import FORMS, SAMPLES, budget
@@ -147,5 +147,5 @@ def test_half_precision(form: str, operation: str) -> None:
 
 def test_a_product_says_what_it_is_of() -> None:
     product = FORMS["table"]().product
-    product.name, product.path = "weight", "Embedding '0'"
+    product.name, (product.module,) = "weight", extend(nn.Sequential(nn.Embedding(2, 2)))
     assert repr(product) == "<LookupProduct [3, 4, 6, 2] of 'weight' at Embedding '0'>"

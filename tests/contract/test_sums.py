@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from backpack_core import (
     AffineProduct,
@@ -14,6 +15,7 @@ from backpack_core import (
     SampleProduct,
     ScaleProduct,
     SumProduct,
+    extend,
 )
 from backpack_core.contract.operations import dense, square_sum, squared_norm
 from backpack_core.contract.product import PlacedProduct, Reading, sum_of
@@ -151,7 +153,7 @@ def test_norms_of_a_sum_are_not_negative() -> None:
 
 def test_what_has_no_sum_says_so() -> None:
     reading = Reading(torch.Size((3, 2)))
-    reading.name, reading.path = "weight", "Linear '0'"
+    reading.name, (reading.module,) = "weight", extend(nn.Sequential(nn.Linear(2, 2)))
     message = r"'weight' of Linear '0' is used 3 times, and Reading has no meaning there"
     with pytest.raises(UnsupportedError, match=message):
         reading.join([Reading(reading.shape), Reading(reading.shape)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 from torch.nn import Linear
 
@@ -23,11 +25,13 @@ class LinearRule(AffineRule):
     def affine_input(self, view: View) -> Tensor:
         """The input, a view."""
         x = view.input
-        return x.reshape(x.shape[0], x.shape[1:-1].numel(), 1, x.shape[-1])
+        samples, *positions, features = x.shape
+        return x.reshape(samples, prod(positions), 1, features)
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """The columns, a view."""
-        return mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), 1, mat.shape[-1])
+        columns, samples, *positions, features = mat.shape
+        return mat.reshape(columns, samples, prod(positions), 1, features)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         weight = view.parameter("weight")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
-from math import prod
 from typing import Any, Literal
 
 import torch
@@ -71,11 +70,15 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         self.order = order
         self.weight = weight
         self._eigen: tuple[object, KroneckerEigenbasis] | None = None
-        shapes = [list(factor.shape) for factor in self]
-        if any(not self.is_diagonal(f) and f.shape[-1] != f.shape[-2] for f in self):
-            raise ShapeError(f"Kronecker factors are square, or vectors. Got shapes {shapes}.")
-        size = prod(self.sizes)
+        size = groups = self.groups
+        for factor in self:
+            shape = factor.shape[1:] if groups > 1 else factor.shape
+            if len(shape) != 1 and shape[-1] != shape[-2]:
+                shapes = [list(factor.shape) for factor in self]
+                raise ShapeError(f"Kronecker factors are square, or vectors. Got shapes {shapes}.")
+            size *= shape[-1]
         if size != order.shape.numel():
+            shapes = [list(factor.shape) for factor in self]
             raise ShapeError(
                 f"Kronecker factors of sizes {shapes} make a matrix of size {size}, but the "
                 f"parameter of shape {list(order.shape)} has {order.shape.numel()} entries."
@@ -89,7 +92,10 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     @property
     def groups(self) -> int:
         """Number of blocks ``G``."""
-        return next((len(factor) for factor in self if factor.dim() == 3), 1)
+        for factor in self:
+            if factor.dim() == 3:
+                return factor.shape[0]
+        return 1
 
     @property
     def sizes(self) -> list[int]:

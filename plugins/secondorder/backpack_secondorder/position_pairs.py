@@ -55,12 +55,12 @@ def sample_diagonals_affine(product: AffineProduct) -> Tensor:
 
 def is_cheaper(product: AffineProduct) -> bool:
     """Whether to take pairs, by the number of multiply-adds for a group of a sample."""
-    if product.inp is None or torch.is_grad_enabled() or reads_formed(product):
-        return False
     columns, _, positions, groups, features = product.out.shape
+    if product.inp is None or positions == 1 or torch.is_grad_enabled() or reads_formed(product):
+        return False
     size, pairs = product.inp.shape[3], positions * (positions + 1) // 2
     kernel = features * positions**2
-    if positions == 1 or groups * kernel * product.out.element_size() > memory_budget():
+    if groups * kernel * product.out.element_size() > memory_budget():
         return False
     taken = _SMALL * columns * kernel + pairs * (features * size + _COPIED * (features + size))
     return taken < columns * positions * features * size

@@ -11,7 +11,7 @@ from torch import Tensor
 from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
 from backpack_core.values import at_least_single
-from backpack_secondorder.condensed import at_head, condensed, split_at_head
+from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"
 
@@ -102,6 +102,8 @@ class LossSqrt(ColumnPropagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """As ever; of columns at their head, see :meth:`residual`."""
+        if HeadRoot not in map(type, quantity.blocks):
+            return super().propagate(rule, view, quantity)
         whole, rest = split_at_head(view, quantity)
         if whole.blocks:
             through = super().propagate(rule, view, whole)
