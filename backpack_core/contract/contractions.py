@@ -32,7 +32,7 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
     """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
         return out.squeeze(2).unsqueeze(-1) * inp[:].squeeze(1).unsqueeze(-2)
@@ -58,7 +58,7 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
 
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
-    if out.shape[2] == 1 and not _is_empty(out, inp):
+    if out.shape[2] == 1 and not is_empty(out, inp):
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
@@ -80,7 +80,7 @@ def moments(
     out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
 ) -> Moments:
     """Sum over samples, that of squares, and squared norms, all from the same pieces."""
-    if out.shape[2] == 1 or torch.is_grad_enabled() or _is_empty(out, inp):
+    if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
         return Moments(
             sums(out, inp) if sum_ else None,
             square_sum(out, inp) if square else None,
@@ -90,20 +90,21 @@ def moments(
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
     for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
-        if total is not None:
-            for target, part in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
-                add(target, part)
-        if squares is not None:
-            add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
-        if norms is not None:
-            norms[some, rows] = _squared_norm_of(piece)
-    return Moments(total, squares, norms)
+        for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
+            flat = part.reshape(len(part), -1)  # [n, G·O·I]
+            if norms is not None:
+                torch.linalg.vector_norm(flat, dim=1, out=norms[column, rows])
+            if total is not None:
+                add(total[column], flat)
+            if squares is not None:
+                add_squares(squares, flat)
+    return Moments(total, squares, None if norms is None else norms.square_())
 
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v M²``. Shape ``[N, G, O, I]``."""
     columns, samples, positions, groups, features = out.shape
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(samples, groups, features, inp.shape[3])
     if positions == 1:
         left = _sum_of_squares(out).squeeze(1)
@@ -131,14 +132,15 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
         return total + rows.square().sum(0)
     if total.numel() < LARGE:
         return add(total, rows.square())
-    for row in rows:
-        total.addcmul_(row, row)
+    flat = total.view(-1)
+    for row in rows.reshape(len(rows), -1):
+        flat.addcmul_(row, row)
     return total
 
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(out.shape[:2])
     if out.shape[2] == 1:
         left = out.square().sum(-1).squeeze(2)
@@ -175,8 +177,11 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
+    if columns == groups == 1 and isinstance(inp, Tensor):
+        whole = out.reshape(-1, features).T @ inp.reshape(-1, size)
+        return whole.view(1, 1, features, size)
     total: Tensor | None = None
     if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
         total = inp.total(out)
@@ -190,24 +195,6 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     return total.reshape(groups, columns, features, size).transpose(0, 1)
 
 
-def gram(out: Tensor, inp: Rows) -> Tensor:
-    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
-    columns, samples, positions, groups, features = out.shape
-    size, count = inp.shape[3], columns * samples
-    if _is_empty(out, inp):
-        return out.new_zeros(columns, samples, columns, samples)
-    rows, pairs = samples * positions, (count * positions) ** 2
-    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
-    if is_cheaper and pairs * out.element_size() <= memory_budget():
-        return _gram_by_positions(out, inp[:])
-    total = out.new_zeros(count, count)
-    step = max(1, memory_budget() // (count * groups * size * out.element_size()))
-    for start in range(0, features, step):
-        some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
-        total = torch.addmm(total, some, some.T)
-    return total.reshape(columns, samples, columns, samples)
-
-
 def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, slice, Tensor]]:
     """``M`` for some columns of some samples at a time, in one buffer: use a piece before the next.
 
@@ -219,7 +206,7 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
     """
     columns, samples, _, groups, features = out.shape
     size = inp.shape[3]
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return
     single = groups * features * size * out.element_size()
     limit = min(limit, memory_budget())
@@ -230,7 +217,21 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
             piece = inp.product(out[some, rows], rows)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
         return
-    few = max(1, limit // (single * columns))
+    few = even_size(samples, max(1, limit // (single * columns)))
+    if columns == groups == 1 and isinstance(inp, Tensor) and not torch.is_grad_enabled():
+        buffer = out.new_empty(few, features, size)
+        factors = _batched(out).split(few), _right(inp).split(few)  # views
+        for rows, left, right in zip(slices(samples, few), *factors, strict=True):
+            piece = torch.bmm(left, right, out=buffer[: len(left)])
+            yield slice(0, 1), rows, piece.view(-1, 1, 1, features, size)
+        return
+    yield from _steps(out, inp, few, most)
+
+
+def _steps(out: Tensor, inp: Rows, few: int, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """The pieces of ``most`` columns of ``few`` samples, whose inputs are made on the way."""
+    columns, samples, _, groups, features = out.shape
+    size = inp.shape[3]
     buffer: Tensor | None = None
     for rows in row_steps(inp, out.element_size(), few):
         right = _right(inp[rows])
@@ -257,7 +258,7 @@ def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[sli
     return slices(samples, fitting if most is None else min(most, fitting))
 
 
-def _is_empty(out: Tensor, inp: Rows) -> bool:
+def is_empty(out: Tensor, inp: Rows) -> bool:
     """Whether there is nothing to add up: no sample, column, position or feature."""
     return not out.numel() or not inp.shape.numel()
 
@@ -293,12 +294,6 @@ def _sum_of_squares(out: Tensor) -> Tensor:
     return out[0].square() if len(out) == 1 else out.square().sum(0)
 
 
-def _squared_norm_of(piece: Tensor) -> Tensor:
-    """``[n, G, v, O, I] → [v, n]``, of entries that are next to each other."""
-    samples, groups, columns = piece.shape[:3]
-    return square_norm_of(piece.reshape(samples, groups, columns, -1)).sum(1).T
-
-
 def square_norm_of(mat: Tensor) -> Tensor:
     """``Σ_k mat[..., k]²``, without writing squares where autograd records nothing."""
     if torch.is_grad_enabled():
@@ -315,36 +310,13 @@ def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
     parts = []
     for rows in row_steps(inp, out.element_size()):
-        right = inp[rows].transpose(1, 2)  # [n, G, S, I]
-        left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
-        inner = right @ right.mT
-        parts.append(torch.stack([((x @ x.mT) * inner).sum((1, 2, 3)) for x in left]))
-    return torch.cat(parts, 1)
-
-
-def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
-    """``Σ_g Σ_s Σ_t ⟨out[v, n, s], out[w, m, t]⟩ ⟨inp[n, s], inp[m, t]⟩``."""
-    columns, samples, positions, groups, _ = out.shape
-    total = out.new_zeros(columns, samples, columns, samples)
-    for group in range(groups):
-        left, right = out[:, :, :, group].flatten(0, 2), inp[:, :, group].flatten(0, 1)
-        outer = (left @ left.T).reshape(2 * (columns, samples, positions))
-        inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
-        total = total + (outer * inner).sum((2, 5))
-    return total
-
-
-def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
-    """``Σ_s Σ_t ⟨out_s, out'_t⟩ ⟨inp_s, inp'_t⟩`` of two products of one form. Shape ``[V, N]``."""
-    if _is_empty(out, inp) or _is_empty(other_out, other_inp):
-        return out.new_zeros(out.shape[:2])
-    parts = []
-    for rows in row_steps(inp, out.element_size()):
-        right = inp[rows].transpose(1, 2) @ other_inp[rows].permute(0, 2, 3, 1)  # [n, G, S, T]
-        left, other = out[:, rows].transpose(2, 3), other_out[:, rows].transpose(2, 3)
-        parts.append(
-            torch.stack(
-                [((x @ y.mT) * right).sum((1, 2, 3)) for x, y in zip(left, other, strict=True)]
-            )
-        )
+        right = _right(inp[rows])  # [n·G, S, I]
+        inner = torch.bmm(right, right.mT)
+        norms = []
+        for column in out[:, rows]:
+            left = _right(column)
+            pairs = torch.bmm(left, left.mT)
+            pairs = pairs * inner if torch.is_grad_enabled() else pairs.mul_(inner)
+            norms.append(pairs.view(len(column), -1).sum(1))
+        parts.append(torch.stack(norms))
     return torch.cat(parts, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
-from backpack_core.contract import contractions
+from backpack_core.contract import contractions, grams
 from backpack_core.contract.rows import JoinedRows
 from tests.contract.products import Lazy
 from tests.oracle import assert_close
@@ -26,7 +26,7 @@ CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     contractions.per_sample_square_sum: lambda m: m.square().sum(0),
     contractions.squared_norm: lambda m: m.square().sum((2, 3, 4)),
     contractions.sums: lambda m: m.sum(1),
-    contractions.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
+    grams.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
     lambda out, inp: contractions.moments(out, inp)[0]: lambda m: m.sum(1),
     lambda out, inp: contractions.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
     lambda out, inp: contractions.moments(out, inp, norm=True)[2]: (
@@ -139,7 +139,7 @@ def test_inner_products_of_two(
     (out, inp), (other, seen) = _factors(shape), _factors((columns, samples, positions + 2, *rest))
     expected = (products(out, inp) * products(other, seen)).sum((2, 3, 4))
     with torch.set_grad_enabled(differentiable):
-        assert_close(contractions.inner(out, inp, other, seen), expected)
+        assert_close(grams.inner(out, inp, other, seen), expected)
 
 
 @pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
