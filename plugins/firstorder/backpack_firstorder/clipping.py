@@ -27,18 +27,31 @@ from backpack_core.contract.operations import (
 )
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
-from backpack_firstorder.norms import in_single, norm, scale_of
+from backpack_firstorder.norms import are_in_range, in_single, is_seen, norm, scale_of
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What the clipped sum of one parameter needs, kept until all norms are known."""
+    """What the clipped sum of one parameter needs, kept until all norms are known.
+
+    Attributes:
+        product: The individual gradients.
+        module: Whose they are.
+        squares: Their squared norms, ``[N]``, if they are of use: who is to see whether they left
+            the range of numbers looks at those of all parameters at once.
+        norms: Else, their norms.
+    """
 
     product: SampleProduct
-    norm: Tensor  # [N]
     module: Module | None
+    squares: Tensor | None
+    norms: Tensor | None = None
+
+    def norm(self) -> Tensor:
+        """The norms, whatever their size. ``[N]``."""
+        return norm(self.product).squeeze(0) if self.norms is None else self.norms
 
 
 class _Kept(threading.local):
@@ -127,19 +140,22 @@ class ClippedSumGrad(FirstOrderExtension):
 
     def read(self, product: SampleProduct) -> Handle:
         """The norms, and what the sum will need."""
-        single = in_single(product)
-        if not torch.is_grad_enabled() and not is_formed(single):
+        single, is_recorded = in_single(product), torch.is_grad_enabled()
+        if not is_recorded and not is_formed(single):
             self._form(single)
-        norms = norm(product).squeeze(0)
         # What the weights will multiply, and nothing of what it was made of.
         kept = as_formed(single) if is_formed(single) else single
-        return Handle(kept, norms, product.module)
+        if is_recorded or not is_seen(single.like):
+            return Handle(kept, product.module, None, norm(product).squeeze(0))
+        squares = kept.results[(squared_norm,)] = squared_norm(single)
+        return Handle(kept, product.module, squares.squeeze(0))
 
     def _form(self, product: SampleProduct) -> None:
         """Form individual gradients to be kept, where that costs less and there is room."""
         size = product.samples * prod(product.shape) * product.like.element_size()
-        room = memory_budget() - _kept.size()
-        if size <= product.like.nbytes or (size <= room and is_cheaper_kept(product)):
+        if size <= product.like.nbytes or (
+            is_cheaper_kept(product) and size <= memory_budget() - _kept.size()
+        ):
             _kept.add(dense(product))
 
     def finish(self, values: Mapping[Tensor, Handle]) -> dict[Tensor, Tensor]:
@@ -151,32 +167,45 @@ class ClippedSumGrad(FirstOrderExtension):
         Returns:
             The clipped sum for each parameter.
         """
-        groups: dict[Module | None, list[Tensor]] = {}
+        groups: dict[Module | None, list[Handle]] = {}
         for handle in values.values():
-            groups.setdefault(self._group(handle), []).append(handle.norm)
-        weights = {key: self._weights(norms) for key, norms in groups.items()}
+            groups.setdefault(self._group(handle), []).append(handle)
+        weights = {key: self._weights(handles) for key, handles in groups.items()}
         return {
-            parameter: self._sum(handle, weights[self._group(handle)]).to(parameter.dtype)
+            parameter: _sum(handle.product, weights[self._group(handle)]).to(parameter.dtype)
             for parameter, handle in values.items()
         }
 
     def _group(self, handle: Handle) -> Module | None:
         return None if self.clipping == "flat" else handle.module
 
-    def _weights(self, norms: list[Tensor]) -> Tensor:
-        """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[N]``."""
-        dtype = reduce(torch.promote_types, (norm.dtype for norm in norms))
-        each = torch.stack([norm.to(dtype) for norm in norms], 1)  # [N, parameters]
-        # Squares of large or tiny norms leave the range of single precision.
-        scale = scale_of(each, 1)
-        total = (each / scale.unsqueeze(-1)).square().sum(1).sqrt()
+    def _weights(self, handles: Sequence[Handle]) -> Tensor:
+        """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[1, 1, N]``."""
+        bound, known = (
+            self.max_norm * self.scale,
+            [h.squares for h in handles if h.squares is not None],
+        )
+        squares = _stacked(known) if len(known) == len(handles) else None
+        if squares is not None and squares.numel() and are_in_range(squares, len(squares)):
+            quotients = bound / squares.sum(0).sqrt()
+        else:
+            each = _stacked([handle.norm() for handle in handles])
+            # Squares of large or tiny norms leave the range of single precision.
+            scale = scale_of(each.T, 1)
+            quotients = bound / scale / (each / scale).square().sum(0).sqrt()
         # A gradient of zero is left alone, whatever the bound.
-        return (self.max_norm * self.scale / scale / total).clamp(max=1.0) / self.scale
+        return (quotients.clamp(max=1.0) / self.scale)[None, None]
 
-    @staticmethod
-    def _sum(handle: Handle, weights: Tensor) -> Tensor:
-        product = handle.product  # in single precision: a factor may be tiny where the sum is not
-        return weighted_sum(product, weights.to(product.like.dtype)[None, None]).squeeze(0)
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """``[N]`` each, of any precision, to ``[parameters, N]``."""
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    return torch.stack([value.to(dtype) for value in values])
+
+
+def _sum(product: SampleProduct, weights: Tensor) -> Tensor:
+    # In single precision: a factor may be tiny where the sum is not.
+    return weighted_sum(product, weights.to(product.like.dtype)).squeeze(0)
 
 
 @singledispatch
