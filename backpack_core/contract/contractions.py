@@ -62,6 +62,10 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+    if len(out) == 1 and not (torch.is_grad_enabled() or is_empty(out, inp)):
+        squares = moments(out, inp, False).squares
+        assert squares is not None
+        return squares
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
         result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
@@ -86,6 +90,8 @@ def moments(
             square_sum(out, inp) if square else None,
             squared_norm(out, inp) if norm else None,
         )
+    if len(out) == out.shape[3] == 1 and isinstance(inp, Tensor):
+        return _moments_of_column(out, inp, sum_, square, norm)
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
@@ -99,6 +105,37 @@ def moments(
             if squares is not None:
                 add_squares(squares, flat)
     return Moments(total, squares, None if norms is None else norms.square_())
+
+
+def _moments_of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
+    """The same of one column without groups: by views that are cut once."""
+    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
+    single = features * size * out.element_size()
+    few = even_size(samples, max(1, min(SHARED, memory_budget()) // single))
+    left = out.reshape(samples, positions, features).mT.split(few)
+    right = inp.reshape(samples, positions, size).split(few)
+    buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
+    total = out.new_zeros(features * size) if sum_ else None
+    squares = out.new_zeros(features * size) if square else None
+    norms: list[Tensor] = []
+    for some, seen in zip(left, right, strict=True):
+        count = len(some)
+        piece = torch.bmm(some, seen, out=buffer if count == few else buffer[:count])
+        rows = piece.view(count, -1)
+        if norm:
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
+        if total is not None:
+            total.addmv_(rows.T, ones[:count])
+        if squares is not None and count > 1:  # the last to read the piece
+            squares.addmv_(rows.square_().T, ones[:count])
+        elif squares is not None:
+            squares.addcmul_(rows[0], rows[0])
+    shape = (1, features, size)
+    return Moments(
+        None if total is None else total.view(1, *shape),
+        None if squares is None else squares.view(shape),
+        torch.cat(norms).square_().unsqueeze(0) if norm else None,
+    )
 
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
@@ -218,20 +255,6 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
         return
     few = even_size(samples, max(1, limit // (single * columns)))
-    if columns == groups == 1 and isinstance(inp, Tensor) and not torch.is_grad_enabled():
-        buffer = out.new_empty(few, features, size)
-        factors = _batched(out).split(few), _right(inp).split(few)  # views
-        for rows, left, right in zip(slices(samples, few), *factors, strict=True):
-            piece = torch.bmm(left, right, out=buffer[: len(left)])
-            yield slice(0, 1), rows, piece.view(-1, 1, 1, features, size)
-        return
-    yield from _steps(out, inp, few, most)
-
-
-def _steps(out: Tensor, inp: Rows, few: int, most: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """The pieces of ``most`` columns of ``few`` samples, whose inputs are made on the way."""
-    columns, samples, _, groups, features = out.shape
-    size = inp.shape[3]
     buffer: Tensor | None = None
     for rows in row_steps(inp, out.element_size(), few):
         right = _right(inp[rows])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -173,22 +174,30 @@ def test_a_sum_along_with_products(shape: tuple[int, ...], budget: int | None) -
     assert_close(total, 1 + expected.sum(1) if shape[2] > 1 else torch.ones_like(total))
 
 
-def test_moments_take_pieces_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, inp = _factors((1, 6, 9, 1, 3, 2))
-    limits = []
-    whole = contractions.pieces
+@pytest.mark.parametrize("make", [lambda inp: inp, Lazy], ids=["tensor", "lazy"])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_moments_take_pieces_of_their_own_size(
+    columns: int, make: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, inp = _factors((columns, 7, 9, 1, 3, 2))
+    monkeypatch.setattr(contractions, "SHARED", 2 * columns * 3 * 2 * 8)  # four pieces
+    counts, bmm = [], torch.bmm
 
-    def pieces(out: Tensor, inp: Tensor, limit: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        limits.append(limit)
-        for columns, rows, piece in whole(out, inp, 2 * 3 * 2 * 8):
-            assert len(piece) <= 2
-            yield columns, rows, piece
+    def counted(*args: Tensor, **options: Tensor) -> Tensor:
+        counts.append(len(args[0]))
+        return bmm(*args, **options)
 
-    monkeypatch.setattr(contractions, "pieces", pieces)
+    monkeypatch.setattr(torch, "bmm", counted)
     with torch.no_grad():
-        sums, squares, norms = contractions.moments(out, inp, norm=True)
+        sums, squares, norms = contractions.moments(out, make(inp), norm=True)
+    assert counts == [2, 2, 2, 1]
     mat = products(out, inp)
-    assert limits == [contractions.SHARED]
     assert_close(sums, mat.sum(1))
     assert_close(squares, mat.square().sum((0, 1)))
     assert_close(norms, mat.flatten(2).square().sum(2))
+
+
+def test_the_square_sum_of_nothing() -> None:
+    out, inp = _factors((1, 0, 9, 1, 3, 2))
+    with torch.no_grad():
+        assert not contractions.square_sum(out, inp).any()
