@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.rows import DirectRows, Rows
-from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, SHARED, even_size, memory_budget
+from backpack_core.tuning import CACHE, DIRECT, LARGE, PIECE, READ, SHARED, even_size, memory_budget
 
 
 def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
@@ -62,8 +62,8 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
-    if len(out) == 1 and not (torch.is_grad_enabled() or is_empty(out, inp)):
-        squares = moments(out, inp, False).squares
+    if _is_column(inp, out) and not is_empty(out, inp):
+        squares = _moments_of_column(out, inp, False, True, False).squares
         assert squares is not None
         return squares
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
@@ -90,7 +90,7 @@ def moments(
             square_sum(out, inp) if square else None,
             squared_norm(out, inp) if norm else None,
         )
-    if len(out) == out.shape[3] == 1 and isinstance(inp, Tensor):
+    if _is_column(inp, out):
         return _moments_of_column(out, inp, sum_, square, norm)
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
@@ -107,11 +107,17 @@ def moments(
     return Moments(total, squares, None if norms is None else norms.square_())
 
 
+def _is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one column without groups, and factors that are views."""
+    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
+    return is_one and not torch.is_grad_enabled()
+
+
 def _moments_of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
     """The same of one column without groups: by views that are cut once."""
     (_, samples, positions, _, features), size = out.shape, inp.shape[3]
     single = features * size * out.element_size()
-    few = even_size(samples, max(1, min(SHARED, memory_budget()) // single))
+    few = even_size(samples, max(1, min(PIECE, memory_budget()) // single))
     left = out.reshape(samples, positions, features).mT.split(few)
     right = inp.reshape(samples, positions, size).split(few)
     buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
@@ -217,8 +223,7 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
     if columns == groups == 1 and isinstance(inp, Tensor):
-        whole = out.reshape(-1, features).T @ inp.reshape(-1, size)
-        return whole.view(1, 1, features, size)
+        return (out.reshape(-1, features).T @ inp.reshape(-1, size)).view(1, 1, features, size)
     total: Tensor | None = None
     if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
         total = inp.total(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -180,7 +180,8 @@ def test_moments_take_pieces_of_their_own_size(
     columns: int, make: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, inp = _factors((columns, 7, 9, 1, 3, 2))
-    monkeypatch.setattr(contractions, "SHARED", 2 * columns * 3 * 2 * 8)  # four pieces
+    for limit in ("SHARED", "PIECE"):
+        monkeypatch.setattr(contractions, limit, 2 * columns * 3 * 2 * 8)  # four pieces
     counts, bmm = [], torch.bmm
 
     def counted(*args: Tensor, **options: Tensor) -> Tensor:
