@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce, singledispatch
 from math import inf, prod
@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
 from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.operations import (
     as_formed,
@@ -25,11 +26,15 @@ from backpack_core.contract.operations import (
     squared_norm,
     weighted_sum,
 )
+from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
 from backpack_firstorder.norms import are_in_range, in_single, is_seen, norm, scale_of
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
+
+# Numbers of a parameter up to which norms and sums are read together with those of others.
+_SMALL = 2**12
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,15 +44,20 @@ class Handle:
     Attributes:
         product: The individual gradients.
         module: Whose they are.
-        squares: Their squared norms, ``[N]``, if they are of use: who is to see whether they left
-            the range of numbers looks at those of all parameters at once.
-        norms: Else, their norms.
+        squares: Their squared norms ``[N]``, where it is seen later whether they left the range.
+        norms: Their norms ``[N]``, where nobody may look. If both are missing, few numbers were
+            formed, which are read together with others.
     """
 
     product: SampleProduct
     module: Module | None
-    squares: Tensor | None
+    squares: Tensor | None = None
     norms: Tensor | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether norm and sum are read together with those of others."""
+        return self.squares is self.norms is None
 
     def norm(self) -> Tensor:
         """The norms, whatever their size. ``[N]``."""
@@ -147,6 +157,8 @@ class ClippedSumGrad(FirstOrderExtension):
         kept = as_formed(single) if is_formed(single) else single
         if is_recorded or not is_seen(single.like):
             return Handle(kept, product.module, None, norm(product).squeeze(0))
+        if isinstance(kept, DenseProduct) and prod(product.shape) <= _SMALL:
+            return Handle(kept, product.module)
         squares = kept.results[(squared_norm,)] = squared_norm(single)
         return Handle(kept, product.module, squares.squeeze(0))
 
@@ -167,26 +179,38 @@ class ClippedSumGrad(FirstOrderExtension):
         Returns:
             The clipped sum for each parameter.
         """
-        groups: dict[Module | None, list[Handle]] = {}
-        for handle in values.values():
-            groups.setdefault(self._group(handle), []).append(handle)
-        weights = {key: self._weights(handles) for key, handles in groups.items()}
-        return {
-            parameter: _sum(handle.product, weights[self._group(handle)]).to(parameter.dtype)
-            for parameter, handle in values.items()
-        }
+        groups: dict[Module | None, dict[Tensor, Handle]] = {}
+        for parameter, handle in values.items():
+            key = None if self.clipping == "flat" else handle.module
+            groups.setdefault(key, {})[parameter] = handle
+        found: dict[Tensor, Tensor] = {}
+        for handles in groups.values():
+            found.update(self._sums(handles))
+        return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
 
-    def _group(self, handle: Handle) -> Module | None:
-        return None if self.clipping == "flat" else handle.module
+    def _sums(self, handles: Mapping[Tensor, Handle]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The sum of each parameter, with the weights that all of them make."""
+        small = [parameter for parameter, handle in handles.items() if handle.is_small]
+        table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
+        weights = self._weights([*handles.values()], table)
+        for parameter, handle in handles.items():
+            if not handle.is_small:  # in single precision: a factor may be tiny where it is not
+                some = weights.to(handle.product.like.dtype)[None, None]
+                yield parameter, weighted_sum(handle.product, some).squeeze(0)
+        if table is not None:
+            total = weights.to(table.dtype) @ table
+            parts = total.split([parameter.numel() for parameter in small])
+            for parameter, part in zip(small, parts, strict=True):
+                yield parameter, part.view(parameter.shape).clone()
 
-    def _weights(self, handles: Sequence[Handle]) -> Tensor:
-        """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[1, 1, N]``."""
-        bound, known = (
-            self.max_norm * self.scale,
-            [h.squares for h in handles if h.squares is not None],
-        )
-        squares = _stacked(known) if len(known) == len(handles) else None
-        if squares is not None and squares.numel() and are_in_range(squares, len(squares)):
+    def _weights(self, handles: Sequence[Handle], table: Tensor | None) -> Tensor:
+        """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[N]``."""
+        bound = self.max_norm * self.scale
+        known = [handle.squares for handle in handles if handle.squares is not None]
+        known += [] if table is None else [square_norm_of(table)]
+        is_known = all(handle.norms is None for handle in handles) and known[0].numel()
+        squares = _stacked(known) if is_known else None
+        if squares is not None and are_in_range(squares, len(squares)):
             quotients = bound / squares.sum(0).sqrt()
         else:
             each = _stacked([handle.norm() for handle in handles])
@@ -194,18 +218,20 @@ class ClippedSumGrad(FirstOrderExtension):
             scale = scale_of(each.T, 1)
             quotients = bound / scale / (each / scale).square().sum(0).sqrt()
         # A gradient of zero is left alone, whatever the bound.
-        return (quotients.clamp(max=1.0) / self.scale)[None, None]
+        return quotients.clamp(max=1.0) / self.scale
+
+
+def _rows(product: SampleProduct) -> Tensor:
+    """What was formed of one column. ``[N, P]``."""
+    assert isinstance(product, DenseProduct)
+    assert product.values is not None
+    return product.values.reshape(product.samples, prod(product.shape))
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:
     """``[N]`` each, of any precision, to ``[parameters, N]``."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.stack([value.to(dtype) for value in values])
-
-
-def _sum(product: SampleProduct, weights: Tensor) -> Tensor:
-    # In single precision: a factor may be tiny where the sum is not.
-    return weighted_sum(product, weights.to(product.like.dtype)).squeeze(0)
 
 
 @singledispatch
