@@ -33,12 +33,6 @@ def norm(product: SampleProduct) -> Tensor:
     return careful_norm(wide) if is_doubtful(product) else squared_norm(wide).sqrt()
 
 
-@Operation
-def safe_squared_norm(product: SampleProduct) -> Tensor:
-    """``‖M[v, n]‖²``, in single precision at least: from the norm where that is more exact."""
-    return norm(product).square() if is_doubtful(product) else squared_norm(in_single(product))
-
-
 def is_doubtful(product: SampleProduct) -> bool:
     """Whether squares by the usual contraction may not do, or may not be looked at."""
     known: bool | None = product.results.get("doubtful")
