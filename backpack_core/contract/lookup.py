@@ -85,7 +85,7 @@ def batch_sum_lookup(product: LookupProduct) -> Tensor:
 def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
     """Of weighted columns."""
     if len(weights) == product.columns == 1:
-        out = product.out * weights[..., None, None]
+        out = product.out * weights[0, :, :, None, None]
     else:
         out = torch.einsum("kvn,vnsd->knsd", weights, product.out)
     return batch_sum(LookupProduct(out, product.row, product.shape))
