@@ -190,14 +190,11 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
         return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
     if is_gram_cheaper(out, inp):
         return _squared_norm_by_gram(out, inp)
-    if not torch.is_grad_enabled():
-        norms = moments(out, inp, sum_=False, square=False, norm=True).norms
-        assert norms is not None
-        return norms
-    parts: dict[int, list[Tensor]] = {}
-    for _, rows, piece in pieces(out, inp):
-        parts.setdefault(rows.start, []).append(piece.square().sum((1, 3, 4)))
-    return torch.cat([torch.cat(found, 1) for found in parts.values()]).T
+    if torch.is_grad_enabled():  # whose graph has all pieces anyway
+        return products(out, inp).flatten(2).square().sum(2)
+    norms = moments(out, inp, sum_=False, square=False, norm=True).norms
+    assert norms is not None
+    return norms
 
 
 def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
