@@ -16,10 +16,12 @@ CACHE: Final = 4 * 2**20
 DIRECT: Final = 5 * 2**19
 # The same for pieces that several read of first order: as fast, and less at the peak of a pass.
 SHARED: Final = 2 * 2**20
+# The same for pieces of one column whose factors are there: half of a core's own cache.
+PIECE: Final = 2**20
 # Entries of one product from which on adding its square by itself beats a reduction over several.
 LARGE: Final = 2**14
 # Multiply-adds that one reading of a number costs, which was written to the cache.
-READ: Final = 16
+READ: Final = 12
 # The same for one that is written to be kept, to fresh memory.
 WRITE: Final = 96
 # Positions from which on adding up what was formed costs less than a product for the sum.

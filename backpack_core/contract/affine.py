@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract import contractions
+from backpack_core.contract import contractions, grams
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import (
     as_formed,
@@ -228,8 +228,8 @@ def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
 
 @for_weights(gram)
 def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.gram`."""
-    return contractions.gram(product.out, inp)
+    """By :func:`grams.gram`."""
+    return grams.gram(product.out, inp)
 
 
 @for_weights(weighted_sum)
@@ -256,4 +256,4 @@ def inner_affine(product: AffineProduct, other: SampleProduct) -> Tensor | None:
         return None
     if product.inp is None or other.inp is None:
         return None
-    return contractions.inner(product.out, product.inp, other.out, other.inp)
+    return grams.inner(product.out, product.inp, other.out, other.inp)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.rows import DirectRows, Rows
-from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, SHARED, even_size, memory_budget
+from backpack_core.tuning import CACHE, DIRECT, LARGE, PIECE, READ, SHARED, even_size, memory_budget
 
 
 def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
@@ -32,7 +32,7 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
     """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
         return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
@@ -58,10 +58,14 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
 
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
-    if out.shape[2] == 1 and not _is_empty(out, inp):
+    if out.shape[2] == 1 and not is_empty(out, inp):
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+    if _is_column(inp, out) and not is_empty(out, inp):
+        squares = _moments_of_column(out, inp, False, True, False).squares
+        assert squares is not None
+        return squares
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
         result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
@@ -80,30 +84,70 @@ def moments(
     out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
 ) -> Moments:
     """Sum over samples, that of squares, and squared norms, all from the same pieces."""
-    if out.shape[2] == 1 or torch.is_grad_enabled() or _is_empty(out, inp):
+    if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
         return Moments(
             sums(out, inp) if sum_ else None,
             square_sum(out, inp) if square else None,
             squared_norm(out, inp) if norm else None,
         )
+    if _is_column(inp, out):
+        return _moments_of_column(out, inp, sum_, square, norm)
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
     for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
+        for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
+            flat = part.reshape(len(part), -1)  # [n, G·O·I]
+            if norms is not None:
+                torch.linalg.vector_norm(flat, dim=1, out=norms[column, rows])
+            if total is not None:
+                add(total[column], flat)
+            if squares is not None:
+                add_squares(squares, flat)
+    return Moments(total, squares, None if norms is None else norms.square_())
+
+
+def _is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one column without groups, and factors that are views."""
+    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
+    return is_one and not torch.is_grad_enabled()
+
+
+def _moments_of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
+    """The same of one column without groups: by views that are cut once."""
+    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
+    single = features * size * out.element_size()
+    few = even_size(samples, max(1, min(PIECE, memory_budget()) // single))
+    left = out.reshape(samples, positions, features).mT.split(few)
+    right = inp.reshape(samples, positions, size).split(few)
+    buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
+    total = out.new_zeros(features * size) if sum_ else None
+    squares = out.new_zeros(features * size) if square else None
+    norms: list[Tensor] = []
+    for some, seen in zip(left, right, strict=True):
+        count = len(some)
+        piece = torch.bmm(some, seen, out=buffer if count == few else buffer[:count])
+        rows = piece.view(count, -1)
+        if norm:
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
         if total is not None:
-            for target, part in zip(total[some], piece.permute(2, 0, 1, 3, 4), strict=True):
-                add(target, part)
-        if squares is not None:
-            add_squares(squares, piece.transpose(1, 2).flatten(0, 1))
-        if norms is not None:
-            norms[some, rows] = _squared_norm_of(piece)
-    return Moments(total, squares, norms)
+            total.addmv_(rows.T, ones[:count])
+        if squares is not None and count > 1:  # the last to read the piece
+            squares.addmv_(rows.square_().T, ones[:count])
+        elif squares is not None:
+            squares.addcmul_(rows[0], rows[0])
+    shape = (1, features, size)
+    return Moments(
+        None if total is None else total.view(1, *shape),
+        None if squares is None else squares.view(shape),
+        torch.cat(norms).square_().unsqueeze(0) if norm else None,
+    )
 
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v M²``. Shape ``[N, G, O, I]``."""
     columns, samples, positions, groups, features = out.shape
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(samples, groups, features, inp.shape[3])
     if positions == 1:
         left = _sum_of_squares(out).squeeze(1)
@@ -131,28 +175,26 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
         return total + rows.square().sum(0)
     if total.numel() < LARGE:
         return add(total, rows.square())
-    for row in rows:
-        total.addcmul_(row, row)
+    flat = total.view(-1)
+    for row in rows.reshape(len(rows), -1):
+        flat.addcmul_(row, row)
     return total
 
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(out.shape[:2])
     if out.shape[2] == 1:
         left = out.square().sum(-1).squeeze(2)
         return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
     if is_gram_cheaper(out, inp):
         return _squared_norm_by_gram(out, inp)
-    if not torch.is_grad_enabled():
-        norms = moments(out, inp, sum_=False, square=False, norm=True).norms
-        assert norms is not None
-        return norms
-    parts: dict[int, list[Tensor]] = {}
-    for _, rows, piece in pieces(out, inp):
-        parts.setdefault(rows.start, []).append(piece.square().sum((1, 3, 4)))
-    return torch.cat([torch.cat(found, 1) for found in parts.values()]).T
+    if torch.is_grad_enabled():  # whose graph has all pieces anyway
+        return products(out, inp).flatten(2).square().sum(2)
+    norms = moments(out, inp, sum_=False, square=False, norm=True).norms
+    assert norms is not None
+    return norms
 
 
 def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
@@ -175,8 +217,10 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
+    if columns == groups == 1 and isinstance(inp, Tensor):
+        return (out.reshape(-1, features).T @ inp.reshape(-1, size)).view(1, 1, features, size)
     total: Tensor | None = None
     if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
         total = inp.total(out)
@@ -190,24 +234,6 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     return total.reshape(groups, columns, features, size).transpose(0, 1)
 
 
-def gram(out: Tensor, inp: Rows) -> Tensor:
-    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
-    columns, samples, positions, groups, features = out.shape
-    size, count = inp.shape[3], columns * samples
-    if _is_empty(out, inp):
-        return out.new_zeros(columns, samples, columns, samples)
-    rows, pairs = samples * positions, (count * positions) ** 2
-    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
-    if is_cheaper and pairs * out.element_size() <= memory_budget():
-        return _gram_by_positions(out, inp[:])
-    total = out.new_zeros(count, count)
-    step = max(1, memory_budget() // (count * groups * size * out.element_size()))
-    for start in range(0, features, step):
-        some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
-        total = torch.addmm(total, some, some.T)
-    return total.reshape(columns, samples, columns, samples)
-
-
 def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, slice, Tensor]]:
     """``M`` for some columns of some samples at a time, in one buffer: use a piece before the next.
 
@@ -219,7 +245,7 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
     """
     columns, samples, _, groups, features = out.shape
     size = inp.shape[3]
-    if _is_empty(out, inp):
+    if is_empty(out, inp):
         return
     single = groups * features * size * out.element_size()
     limit = min(limit, memory_budget())
@@ -230,7 +256,7 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
             piece = inp.product(out[some, rows], rows)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
         return
-    few = max(1, limit // (single * columns))
+    few = even_size(samples, max(1, limit // (single * columns)))
     buffer: Tensor | None = None
     for rows in row_steps(inp, out.element_size(), few):
         right = _right(inp[rows])
@@ -257,7 +283,7 @@ def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[sli
     return slices(samples, fitting if most is None else min(most, fitting))
 
 
-def _is_empty(out: Tensor, inp: Rows) -> bool:
+def is_empty(out: Tensor, inp: Rows) -> bool:
     """Whether there is nothing to add up: no sample, column, position or feature."""
     return 0 in out.shape or 0 in inp.shape
 
@@ -293,12 +319,6 @@ def _sum_of_squares(out: Tensor) -> Tensor:
     return out[0].square() if out.shape[0] == 1 else out.square().sum(0)
 
 
-def _squared_norm_of(piece: Tensor) -> Tensor:
-    """``[n, G, v, O, I] → [v, n]``, of entries that are next to each other."""
-    samples, groups, columns = piece.shape[:3]
-    return square_norm_of(piece.reshape(samples, groups, columns, -1)).sum(1).T
-
-
 def square_norm_of(mat: Tensor) -> Tensor:
     """``Σ_k mat[..., k]²``, without writing squares where autograd records nothing."""
     if torch.is_grad_enabled():
@@ -315,36 +335,13 @@ def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
     parts = []
     for rows in row_steps(inp, out.element_size()):
-        right = inp[rows].transpose(1, 2)  # [n, G, S, I]
-        left = out[:, rows].transpose(2, 3)  # [V, n, G, S, O]
-        inner = right @ right.mT
-        parts.append(torch.stack([((x @ x.mT) * inner).sum((1, 2, 3)) for x in left]))
-    return torch.cat(parts, 1)
-
-
-def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
-    """``Σ_g Σ_s Σ_t ⟨out[v, n, s], out[w, m, t]⟩ ⟨inp[n, s], inp[m, t]⟩``."""
-    columns, samples, positions, groups, _ = out.shape
-    total = out.new_zeros(columns, samples, columns, samples)
-    for group in range(groups):
-        left, right = out[:, :, :, group].flatten(0, 2), inp[:, :, group].flatten(0, 1)
-        outer = (left @ left.T).reshape(2 * (columns, samples, positions))
-        inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
-        total = total + (outer * inner).sum((2, 5))
-    return total
-
-
-def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
-    """``Σ_s Σ_t ⟨out_s, out'_t⟩ ⟨inp_s, inp'_t⟩`` of two products of one form. Shape ``[V, N]``."""
-    if _is_empty(out, inp) or _is_empty(other_out, other_inp):
-        return out.new_zeros(out.shape[:2])
-    parts = []
-    for rows in row_steps(inp, out.element_size()):
-        right = inp[rows].transpose(1, 2) @ other_inp[rows].permute(0, 2, 3, 1)  # [n, G, S, T]
-        left, other = out[:, rows].transpose(2, 3), other_out[:, rows].transpose(2, 3)
-        parts.append(
-            torch.stack(
-                [((x @ y.mT) * right).sum((1, 2, 3)) for x, y in zip(left, other, strict=True)]
-            )
-        )
+        right = _right(inp[rows])  # [n·G, S, I]
+        inner = torch.bmm(right, right.mT)
+        norms = []
+        for column in out[:, rows]:
+            left = _right(column)
+            pairs = torch.bmm(left, left.mT)
+            pairs = pairs * inner if torch.is_grad_enabled() else pairs.mul_(inner)
+            norms.append(pairs.view(len(column), -1).sum(1))
+        parts.append(torch.stack(norms))
     return torch.cat(parts, 1)

@@ -84,7 +84,10 @@ def batch_sum_lookup(product: LookupProduct) -> Tensor:
 @weighted_sum.register
 def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
     """Of weighted columns."""
-    out = torch.einsum("kvn,vnsd->knsd", weights, product.out)
+    if len(weights) == product.columns == 1:
+        out = product.out * weights[0, :, :, None, None]
+    else:
+        out = torch.einsum("kvn,vnsd->knsd", weights, product.out)
     return batch_sum(LookupProduct(out, product.row, product.shape))
 
 

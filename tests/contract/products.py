@@ -169,6 +169,7 @@ FORMS: dict[str, Callable[[], Formed]] = {
     "gain": gain,
     "offset": offset,
     "table": table,
+    "table, one column": lambda: table(columns=1),
     "affine twice": lambda: total(affine(1, (1, 6, 2)), affine(2, (1, 6, 2))),
     "affine in two forms": lambda: total(affine(2, (1, 6, 2)), transposed(3)),
     "affine, arranged twice": lambda: total(transposed(2), transposed(1)),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
-from backpack_core.contract import contractions
+from backpack_core.contract import contractions, grams
 from backpack_core.contract.rows import JoinedRows
 from tests.contract.products import Lazy
 from tests.oracle import assert_close
@@ -26,7 +27,7 @@ CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     contractions.per_sample_square_sum: lambda m: m.square().sum(0),
     contractions.squared_norm: lambda m: m.square().sum((2, 3, 4)),
     contractions.sums: lambda m: m.sum(1),
-    contractions.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
+    grams.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
     lambda out, inp: contractions.moments(out, inp)[0]: lambda m: m.sum(1),
     lambda out, inp: contractions.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
     lambda out, inp: contractions.moments(out, inp, norm=True)[2]: (
@@ -139,7 +140,7 @@ def test_inner_products_of_two(
     (out, inp), (other, seen) = _factors(shape), _factors((columns, samples, positions + 2, *rest))
     expected = (products(out, inp) * products(other, seen)).sum((2, 3, 4))
     with torch.set_grad_enabled(differentiable):
-        assert_close(contractions.inner(out, inp, other, seen), expected)
+        assert_close(grams.inner(out, inp, other, seen), expected)
 
 
 @pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
@@ -173,22 +174,31 @@ def test_a_sum_along_with_products(shape: tuple[int, ...], budget: int | None) -
     assert_close(total, 1 + expected.sum(1) if shape[2] > 1 else torch.ones_like(total))
 
 
-def test_moments_take_pieces_of_their_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, inp = _factors((1, 6, 9, 1, 3, 2))
-    limits = []
-    whole = contractions.pieces
+@pytest.mark.parametrize("make", [lambda inp: inp, Lazy], ids=["tensor", "lazy"])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_moments_take_pieces_of_their_own_size(
+    columns: int, make: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, inp = _factors((columns, 7, 9, 1, 3, 2))
+    for limit in ("SHARED", "PIECE"):
+        monkeypatch.setattr(contractions, limit, 2 * columns * 3 * 2 * 8)  # four pieces
+    counts, bmm = [], torch.bmm
 
-    def pieces(out: Tensor, inp: Tensor, limit: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        limits.append(limit)
-        for columns, rows, piece in whole(out, inp, 2 * 3 * 2 * 8):
-            assert len(piece) <= 2
-            yield columns, rows, piece
+    def counted(*args: Tensor, **options: Tensor) -> Tensor:
+        counts.append(len(args[0]))
+        return bmm(*args, **options)
 
-    monkeypatch.setattr(contractions, "pieces", pieces)
+    monkeypatch.setattr(torch, "bmm", counted)
     with torch.no_grad():
-        sums, squares, norms = contractions.moments(out, inp, norm=True)
+        sums, squares, norms = contractions.moments(out, make(inp), norm=True)
+    assert counts == [2, 2, 2, 1]
     mat = products(out, inp)
-    assert limits == [contractions.SHARED]
     assert_close(sums, mat.sum(1))
     assert_close(squares, mat.square().sum((0, 1)))
     assert_close(norms, mat.flatten(2).square().sum(2))
+
+
+def test_the_square_sum_of_nothing() -> None:
+    out, inp = _factors((1, 0, 9, 1, 3, 2))
+    with torch.no_grad():
+        assert not contractions.square_sum(out, inp).any()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import gc
 import pickle
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack, memory_budget, set_memory_budget
+from backpack_core import backpack, extend, memory_budget, set_memory_budget
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
 from backpack_core.record.call import live_calls
 from backpack_firstorder import clipping
 from tests.firstorder.problems import NETS, gradients, make
+from tests.oracle import assert_close
 
 
 def clipped(grads: list[Tensor], groups: list[int], bound: float) -> list[Tensor]:
@@ -26,7 +28,7 @@ def clipped(grads: list[Tensor], groups: list[int], bound: float) -> list[Tensor
         squares[group] = squares[group] + norms if group in squares else norms
     sums = []
     for g, group in zip(grads, groups, strict=True):
-        factors = [min(1.0, bound / float(square) ** 0.5) for square in squares[group]]
+        factors = [bound / max(bound, float(square) ** 0.5) for square in squares[group]]
         sums.append(sum(factor * row for factor, row in zip(factors, g, strict=True)))
     return sums
 
@@ -64,6 +66,33 @@ def test_per_layer(net: str) -> None:
     bound = 0.7 * middle(grads)
     problem.run(ClippedSumGrad(bound, clipping="per_layer"))
     problem.compare("grad_clipped", clipped(grads, layers, bound))
+
+
+@pytest.mark.parametrize("small", [0, 2**12])
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+@pytest.mark.parametrize("clipping_", ["flat", "per_layer"])
+def test_norms_of_any_size(
+    small: int, scale: float, clipping_: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In single precision, where squares leave the range of numbers; one sample has none."""
+    monkeypatch.setattr(clipping, "_SMALL", small)
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Flatten(), nn.Linear(30, 2)
+    model, x = nn.Sequential(*layers).float(), torch.randn(5, 5, 4, dtype=torch.float32)
+    factors = torch.tensor([1.0, 2.0, 0.0, 3.0, 0.5]).double()
+    double = deepcopy(model).double()
+    grads = [torch.zeros(5, *p.shape, dtype=torch.double) for p in double.parameters()]
+    for n in range(5):
+        loss = factors[n] * double(x[n : n + 1].double()).square().sum() / 2
+        for stored, g in zip(grads, torch.autograd.grad(loss, [*double.parameters()]), strict=True):
+            stored[n] = g
+    groups = [0] * 6 if clipping_ == "flat" else [0, 0, 1, 1, 2, 2]
+    bound = middle(grads)
+    loss = (extend(model)(x).square().sum(1) * factors.float()).sum() / 2 * scale
+    with backpack(ClippedSumGrad(bound * scale, clipping=clipping_)):
+        loss.backward()
+    for p, expected in zip(model.parameters(), clipped(grads, groups, bound), strict=True):
+        assert_close(p.grad_clipped.double() / scale, expected, rtol=1e-5)
 
 
 FORMS = {"kept": 0.0, "contracted": 1e9}  # what it costs to write what is kept

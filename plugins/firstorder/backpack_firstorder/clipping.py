@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce, singledispatch
 from math import inf, prod
@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
 from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.operations import (
     as_formed,
@@ -25,20 +26,42 @@ from backpack_core.contract.operations import (
     squared_norm,
     weighted_sum,
 )
+from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
-from backpack_firstorder.norms import in_single, norm, scale_of
+from backpack_firstorder.norms import are_in_range, in_single, is_seen, norm, scale_of
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
+
+# Numbers of a parameter up to which norms and sums are read together with those of others.
+_SMALL = 2**12
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What the clipped sum of one parameter needs, kept until all norms are known."""
+    """What the clipped sum of one parameter needs, kept until all norms are known.
+
+    Attributes:
+        product: The individual gradients.
+        module: Whose they are.
+        squares: Their squared norms ``[N]``, where it is seen later whether they left the range.
+        norms: Their norms ``[N]``, where nobody may look. If both are missing, few numbers were
+            formed, which are read together with others.
+    """
 
     product: SampleProduct
-    norm: Tensor  # [N]
     module: Module | None
+    squares: Tensor | None = None
+    norms: Tensor | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether norm and sum are read together with those of others."""
+        return self.squares is self.norms is None
+
+    def norm(self) -> Tensor:
+        """The norms, whatever their size. ``[N]``."""
+        return norm(self.product).squeeze(0) if self.norms is None else self.norms
 
 
 class _Kept(threading.local):
@@ -127,19 +150,24 @@ class ClippedSumGrad(FirstOrderExtension):
 
     def read(self, product: SampleProduct) -> Handle:
         """The norms, and what the sum will need."""
-        single = in_single(product)
-        if not torch.is_grad_enabled() and not is_formed(single):
+        single, is_recorded = in_single(product), torch.is_grad_enabled()
+        if not is_recorded and not is_formed(single):
             self._form(single)
-        norms = norm(product).squeeze(0)
         # What the weights will multiply, and nothing of what it was made of.
         kept = as_formed(single) if is_formed(single) else single
-        return Handle(kept, norms, product.module)
+        if is_recorded or not is_seen(single.like):
+            return Handle(kept, product.module, None, norm(product).squeeze(0))
+        if isinstance(kept, DenseProduct) and prod(product.shape) <= _SMALL:
+            return Handle(kept, product.module)
+        squares = kept.results[(squared_norm,)] = squared_norm(single)
+        return Handle(kept, product.module, squares.squeeze(0))
 
     def _form(self, product: SampleProduct) -> None:
         """Form individual gradients to be kept, where that costs less and there is room."""
         size = product.samples * prod(product.shape) * product.like.element_size()
-        room = memory_budget() - _kept.size()
-        if size <= product.like.nbytes or (size <= room and is_cheaper_kept(product)):
+        if size <= product.like.nbytes or (
+            is_cheaper_kept(product) and size <= memory_budget() - _kept.size()
+        ):
             _kept.add(dense(product))
 
     def finish(self, values: Mapping[Tensor, Handle]) -> dict[Tensor, Tensor]:
@@ -151,32 +179,59 @@ class ClippedSumGrad(FirstOrderExtension):
         Returns:
             The clipped sum for each parameter.
         """
-        groups: dict[Module | None, list[Tensor]] = {}
-        for handle in values.values():
-            groups.setdefault(self._group(handle), []).append(handle.norm)
-        weights = {key: self._weights(norms) for key, norms in groups.items()}
-        return {
-            parameter: self._sum(handle, weights[self._group(handle)]).to(parameter.dtype)
-            for parameter, handle in values.items()
-        }
+        groups: dict[Module | None, dict[Tensor, Handle]] = {}
+        for parameter, handle in values.items():
+            key = None if self.clipping == "flat" else handle.module
+            groups.setdefault(key, {})[parameter] = handle
+        found: dict[Tensor, Tensor] = {}
+        for handles in groups.values():
+            found.update(self._sums(handles))
+        return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
 
-    def _group(self, handle: Handle) -> Module | None:
-        return None if self.clipping == "flat" else handle.module
+    def _sums(self, handles: Mapping[Tensor, Handle]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The sum of each parameter, with the weights that all of them make."""
+        small = [parameter for parameter, handle in handles.items() if handle.is_small]
+        table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
+        weights = self._weights([*handles.values()], table)
+        for parameter, handle in handles.items():
+            if not handle.is_small:  # in single precision: a factor may be tiny where it is not
+                some = weights.to(handle.product.like.dtype)[None, None]
+                yield parameter, weighted_sum(handle.product, some).squeeze(0)
+        if table is not None:
+            total = weights.to(table.dtype) @ table
+            parts = total.split([parameter.numel() for parameter in small])
+            for parameter, part in zip(small, parts, strict=True):
+                yield parameter, part.view(parameter.shape).clone()
 
-    def _weights(self, norms: list[Tensor]) -> Tensor:
+    def _weights(self, handles: Sequence[Handle], table: Tensor | None) -> Tensor:
         """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[N]``."""
-        dtype = reduce(torch.promote_types, (norm.dtype for norm in norms))
-        each = torch.stack([norm.to(dtype) for norm in norms], 1)  # [N, parameters]
-        # Squares of large or tiny norms leave the range of single precision.
-        scale = scale_of(each, 1)
-        total = (each / scale.unsqueeze(-1)).square().sum(1).sqrt()
+        bound = self.max_norm * self.scale
+        known = [handle.squares for handle in handles if handle.squares is not None]
+        known += [] if table is None else [square_norm_of(table)]
+        is_known = all(handle.norms is None for handle in handles) and known[0].numel()
+        squares = _stacked(known) if is_known else None
+        if squares is not None and are_in_range(squares, len(squares)):
+            quotients = bound / squares.sum(0).sqrt()
+        else:
+            each = _stacked([handle.norm() for handle in handles])
+            # Squares of large or tiny norms leave the range of single precision.
+            scale = scale_of(each.T, 1)
+            quotients = bound / scale / (each / scale).square().sum(0).sqrt()
         # A gradient of zero is left alone, whatever the bound.
-        return (self.max_norm * self.scale / scale / total).clamp(max=1.0) / self.scale
+        return quotients.clamp(max=1.0) / self.scale
 
-    @staticmethod
-    def _sum(handle: Handle, weights: Tensor) -> Tensor:
-        product = handle.product  # in single precision: a factor may be tiny where the sum is not
-        return weighted_sum(product, weights.to(product.like.dtype)[None, None]).squeeze(0)
+
+def _rows(product: SampleProduct) -> Tensor:
+    """What was formed of one column. ``[N, P]``."""
+    assert isinstance(product, DenseProduct)
+    assert product.values is not None
+    return product.values.reshape(product.samples, prod(product.shape))
+
+
+def _stacked(values: Sequence[Tensor]) -> Tensor:
+    """``[N]`` each, of any precision, to ``[parameters, N]``."""
+    dtype = reduce(torch.promote_types, (value.dtype for value in values))
+    return torch.stack([value.to(dtype) for value in values])
 
 
 @singledispatch

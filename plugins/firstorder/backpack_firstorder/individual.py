@@ -7,7 +7,7 @@ from torch import Tensor
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.merging import SUM
 from backpack_core.contract.operations import dense, gram, squared_norm
-from backpack_firstorder.norms import in_single, is_doubtful, norm, safe_squared_norm
+from backpack_firstorder.norms import in_single, is_doubtful, norm
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
 
 
@@ -53,9 +53,10 @@ class BatchL2Grad(SquaresExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """A contraction per sample."""
-        squares = safe_squared_norm(product)
-        if is_doubtful(product):
-            self._warn(product, squares)
+        if not is_doubtful(product):
+            return squared_norm(in_single(product)).squeeze(0)
+        squares = norm(product).square()
+        self._warn(product, squares)
         return squares.squeeze(0)
 
     def _warn(self, product: SampleProduct, squares: Tensor) -> None:

@@ -33,12 +33,6 @@ def norm(product: SampleProduct) -> Tensor:
     return careful_norm(wide) if is_doubtful(product) else squared_norm(wide).sqrt()
 
 
-@Operation
-def safe_squared_norm(product: SampleProduct) -> Tensor:
-    """``‖M[v, n]‖²``, in single precision at least: from the norm where that is more exact."""
-    return norm(product).square() if is_doubtful(product) else squared_norm(in_single(product))
-
-
 def is_doubtful(product: SampleProduct) -> bool:
     """Whether squares by the usual contraction may not do, or may not be looked at."""
     known: bool | None = product.results.get("doubtful")
@@ -51,15 +45,25 @@ def _is_doubtful(product: SampleProduct) -> bool:
     """Whether a square is not finite, or tiny where the product need not be zero."""
     if is_symbolic(product.like) or not product.columns * product.samples:
         return False
-    if product.like.device.type != "cpu":
+    if not is_seen(product.like):
         return True
     squares = squared_norm(product).detach()
-    numbers = torch.finfo(squares.dtype)
-    low, high = map(float, squares.aminmax())
-    if low >= numbers.tiny * _MARGIN and high <= numbers.max:
+    if are_in_range(squares):
         return False
-    small = squares < numbers.tiny * _MARGIN
+    small = squares < torch.finfo(squares.dtype).tiny * _MARGIN
     return any_of(~squares.isfinite() | (small & _may_differ_from_zero(product)))
+
+
+def is_seen(like: Tensor) -> bool:
+    """Whether values of a tensor's device may be looked at without waiting for them."""
+    return like.device.type == "cpu" and not is_symbolic(like)
+
+
+def are_in_range(squares: Tensor, count: int = 1) -> bool:
+    """Whether no square on a CPU is tiny, and ``count`` of them add up to a finite number."""
+    numbers = torch.finfo(squares.dtype)
+    low, high = torch.aminmax(squares)
+    return low.item() >= numbers.tiny * _MARGIN and high.item() * count <= numbers.max
 
 
 def _may_differ_from_zero(product: SampleProduct) -> Tensor:

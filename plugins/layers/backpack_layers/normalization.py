@@ -116,7 +116,7 @@ class NormalizationRule(ProductRule):
         if not rows.numel():  # of which torch warns
             return rows.new_zeros(*rows.shape[:-1], 1), rows.new_ones(*rows.shape[:-1], 1)
         if not self.centred:
-            return rows.new_zeros(()), (_mean(rows**2) + eps).rsqrt()
+            return rows.new_zeros(()), (_mean_square(rows) + eps).rsqrt()
         saved = self._saved_statistics(view, rows)
         if saved is not None:
             return saved
@@ -272,6 +272,13 @@ class BatchNormRule(NormalizationRule):
 
 def _mean(rows: Tensor) -> Tensor:
     return rows.mean(-1, keepdim=True)
+
+
+def _mean_square(rows: Tensor) -> Tensor:
+    if torch.is_grad_enabled() or rows.element_size() < 4:  # a sum may leave the range of halves
+        return _mean(rows**2)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # writes no squares
+    return norms.square_().div_(max(1, rows.shape[-1]))
 
 
 def _layer_norm_backward(g: Tensor, rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
