@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -133,6 +133,14 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # of an inference tensor
         return 0
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The same of several."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
 
 
 def profiler_runs() -> bool:

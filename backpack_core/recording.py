@@ -8,10 +8,10 @@ hooks are globals of this file, so that extended modules can be copied and pickl
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -20,32 +20,28 @@ from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core._hooks import ModuleHooks, hook_first
-from backpack_core._torch import Node, cached_tensor, parametrizations_of, version_of
+from backpack_core._torch import Node, cached_tensor, parametrizations_of, version_of, versions_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import (
-    Call,
-    Edge,
-    Layout,
-    Stored,
-    attach,
-    attach_viewed,
-)
+from backpack_core.record.call import NOTHING, Call, Edge, Layout, Stored, attach, attach_viewed
 from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
+    TRAITS_ATTRIBUTE,
     Owned,
+    Settings,
     State,
+    Traits,
     computed_in_hooks,
     settings_of,
     states_inside,
     tensors_of,
 )
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
-from backpack_core.record.switch import is_off, is_recording
+from backpack_core.record.switch import is_recording
 
 
 class _Hook:
@@ -81,28 +77,18 @@ class _Hook:
         return self._function.__name__
 
 
-# Where executions of a module are noted, on the module: what does not end must not outlive it.
-_EXECUTIONS = "_backpack_executions"
-# The same on what computes one of its parameters, with the name of that.
+# On what computes a parameter of a module: the execution of that, and the name.
 _COMPUTES = "_backpack_computes"
 
 
-def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The forward pre-hook: notes what only this moment can tell."""
-    if not is_recording() or not ModuleHooks.come_first(module):
-        return
-    tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
-    execution = Execution(module.training, tensors)
-    attributes = module.__dict__
-    known = attributes.get(_EXECUTIONS)
-    if known is None:
-        attributes[_EXECUTIONS] = [execution]
-    else:
-        _forget_interrupted(module, known)
-        known.append(execution)
+def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
+    if not is_recording() or not ModuleHooks.take_places(module, before_hooks_of_all):
+        return None
+    execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
     for name, computing in parametrizations_of(module).items():
         computing.__dict__[_COMPUTES] = (execution, name)
-    ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
+    return args, execution
 
 
 @_Hook
@@ -110,17 +96,24 @@ def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The forward hook: records the call on every differentiable output."""
-    execution = _running(module)
-    if execution is None:
-        return None
-    attributes = module.__dict__
-    executions: list[Execution] = attributes[_EXECUTIONS]
-    executions.remove(execution)
-    if not executions:
-        del attributes[_EXECUTIONS]
     for computing in parametrizations_of(module).values():
         computing.__dict__.pop(_COMPUTES, None)
-    return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
+    return before_hooks_of_all(module, args, kwargs, result)
+
+
+def before_hooks_of_all(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """The same before hooks of all modules, which may change what this one returned."""
+    if not isinstance(kwargs, Execution):
+        if not is_recording() or not ModuleHooks.are_installed(module):
+            return None
+        # A pre-hook of the user's, which had just been put behind ours, changed the keywords.
+        kwargs = Execution(kwargs, ())
+    if kwargs.is_recorded or not torch.is_grad_enabled():
+        return None
+    kwargs.is_recorded = True
+    return _record(module, args, result, kwargs)
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,52 +159,13 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
         )
 
 
-def before_hooks_of_all(
-    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
-    """The same before hooks of all modules, which may change what this one returned."""
-    execution = _running(module)
-    if execution is None:
-        return None
-    execution.is_recorded = True
-    return _record(module, args, kwargs, result, execution)
-
-
-def _running(module: Module) -> Execution | None:
-    """The innermost execution of this thread; ``None`` if recording was off when it began."""
-    known: list[Execution] | None = module.__dict__.get(_EXECUTIONS)
-    if known is None:
-        return None
-    thread = threading.get_ident()
-    for execution in reversed(known):
-        if execution.thread == thread:
-            return execution
-    return None
-
-
-def _forget_interrupted(module: Module, known: list[Execution]) -> None:
-    """Drop executions that an exception ended which no hook hears of, as KeyboardInterrupt."""
-    thread, running = threading.get_ident(), _torch.running_calls(module) - 1
-    mine = [e for e in known if e.thread == thread]
-    for stale in mine[running:]:
-        known.remove(stale)
-
-
-def _record(
-    module: Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-    execution: Execution,
-) -> Any:
+def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
-    if is_off() or not torch.is_grad_enabled():
-        return None
-    resolved = registry.resolve(module)
-    node = simple_node(args, kwargs, result, execution)
+    resolved, settings = _known(module)
+    node = simple_node(args, result, execution)
     if node is not None:
-        found = _Found(args, kwargs, args, execution.edges, execution.versions, (result,))
-        _attach(_call(module, resolved, found, execution), 0, result, node)
+        found = _Found(args, {}, args, execution.edges, execution.versions, (result,))
+        _attach(_call(module, resolved, settings, found, execution), 0, result, node)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -220,15 +174,14 @@ def _record(
     own = aliases(live, execution)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
-    if kwargs:
-        kwargs = in_order(module, kwargs)
+    kwargs = in_order(module, execution) if execution else {}
     received = Received(execution, outputs, own.values())
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
     if received.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
     edges, versions = received.edges, received.versions
     found = _Found(args, kwargs, inputs, edges, versions, outputs, received.is_rewired)
-    call = _call(module, resolved, found, execution)
+    call = _call(module, resolved, settings, found, execution)
     for index, output in enumerate(outputs):
         if is_made(output):
             shown = own.get(id(output), output)
@@ -250,31 +203,47 @@ class _Found(NamedTuple):
     is_rewired: bool = False
 
 
-def _call(module: Module, resolved: Resolved, found: _Found, execution: Execution) -> Call:
+def _known(module: Module) -> tuple[Resolved, Settings]:
+    """The rule that speaks for a module, and its settings."""
+    traits: Traits | None = module.__dict__.get(TRAITS_ATTRIBUTE)
+    if traits is not None and traits.generation == registry.generation:
+        settings = traits.settings(module)
+        if settings is not None:
+            return traits.resolved, settings
+    resolved = registry.resolve(module)
+    module.__dict__[TRAITS_ATTRIBUTE] = None  # it is one of the attributes
+    module.__dict__[TRAITS_ATTRIBUTE] = Traits(module, resolved, registry.generation)
+    return resolved, settings_of(module)
+
+
+def _call(
+    module: Module, resolved: Resolved, settings: Settings, found: _Found, execution: Execution
+) -> Call:
     args, kwargs, inputs, edges, versions, outputs, is_rewired = found
     detached = tuple([o.detach() for o in outputs])
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside: tuple[State, ...] = ()
     if module._modules and _runs_again(module, resolved):
         inside = states_inside(module, owned)
-    known = (*versions, *[version_of(o) for o in detached])
+    known = (*versions, *versions_of(detached))
     stored = Stored(args, kwargs, inputs, detached, known, owned, parameters, computed)
-    is_readable = not _torch.has_saving_hooks()
-    run = run_of_model(module)
+    thread = get_ident()
+    run, is_readable = run_of_model(module, thread), not _torch.has_saving_hooks()
+    if not is_readable:
+        stored = through_hooks(stored)
+        run = run.shown_by(inputs, stored.inputs)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
         tuple(edges),
-        stored if is_readable else through_hooks(stored),
-        execution.thread,
-        execution.training,
-        settings_of(module),
+        stored,
+        thread,
+        settings,
         is_rewired,
         is_readable,
         inside,
-        run.sizes,
-        run.receives(inputs),
+        run,
         _torch.is_distributed(),
     )
 
@@ -305,21 +274,21 @@ def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution)
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
-) -> tuple[Owned, tuple[str, ...], dict[str, tuple[Tensor, ...]]]:
+) -> tuple[Owned, tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters; and those that were computed, from what."""
+    if not module._modules and module.__dict__.keys().isdisjoint(resolved.params):
+        return *tensors_of(module), NOTHING
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []
         more = tuple(n for n in inside if n.startswith("parametrizations."))
-        return *tensors_of(module, more), {}
+        return *tensors_of(module, more), NOTHING
     owned, parameters = tensors_of(module, _nested(resolved.params))
     found = computed_in_hooks(module, resolved.params)
     for name in computing:
         tensor = execution.computed.get(name, cached_tensor(module, name))
         if tensor is not None:
             found[name] = tensor
-    if not found:
-        return owned, parameters, {}
     computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
     owned.update((name, (tensor, version_of(tensor))) for name, tensor in found.items())

@@ -80,6 +80,7 @@ class Registry:
         default_factory=dict
     )
     preferred: dict[str, str] = field(default_factory=dict)
+    generation: int = 0  # of the answers
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
@@ -89,7 +90,7 @@ class Registry:
             if _kind(value) not in [_kind(claim.value) for claim in claims]:
                 # The same class under two entry points is one claim.
                 claims.append(Claim(value, provenance))
-        self._rule_cache.clear()
+        self._forget()
 
     def remove(self, provenance: Provenance) -> None:
         """Take back everything that came from one plugin."""
@@ -98,13 +99,17 @@ class Registry:
                 table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
-        self._rule_cache.clear()
+        self._forget()
 
     def clear(self) -> None:
         """Take back everything that came from plugins; preferences stay."""
         for table in self._tables:
             table.clear()
+        self._forget()
+
+    def _forget(self) -> None:
         self._rule_cache.clear()
+        self.generation += 1
 
     @property
     def _tables(self) -> tuple[dict[Any, list[Any]], ...]:
@@ -224,7 +229,7 @@ class Registry:
         """See :func:`backpack_core.prefer`."""
         for key in keys or ("*",):
             self.preferred[_spelled_out(key)] = distribution
-        self._rule_cache.clear()
+        self._forget()
 
 
 def _kind(value: Any) -> type:

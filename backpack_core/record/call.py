@@ -19,10 +19,11 @@ from torch.nn import Module
 from backpack_core._checkpoints import SavedTensor
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
-from backpack_core.record.state import State
+from backpack_core.record.owner import NO_RUN, Run
+from backpack_core.record.state import Settings, State
 
 PATH_ATTRIBUTE: Final = "_backpack_path"
-_SITES: Final = "backpack_core.sites"
+SITES: Final = "backpack_core.sites"
 _VIEWED: Final = "backpack_core.viewed"
 
 
@@ -65,6 +66,9 @@ class Layout(NamedTuple):
         return flat.as_strided((len(mat), *self.size), (span, *self.stride), self.offset)
 
 
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
 class Stored(NamedTuple):
     """The tensors of a call.
 
@@ -90,7 +94,7 @@ class Stored(NamedTuple):
     versions: tuple[int, ...]
     owned: dict[str, tuple[Tensor, int]]
     parameters: tuple[str, ...]
-    computed: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({})
+    computed: Mapping[str, tuple[Tensor, ...]] = NOTHING
     saved: tuple[SavedTensor | None, ...] = ()
 
 
@@ -122,8 +126,7 @@ class Call:
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
-        sizes: How long axis 0 of the tensors was that the model received, if it ran as a whole.
-        receives_input: Whether any of them is among what the module received, or a view of one.
+        run: What the model received, if it ran as a whole.
         is_distributed: It ran inside of DistributedDataParallel.
         goes_inside: Whether what arrives at an output goes on through the node that made it.
         stored: The tensors; once they are freed, asking for them raises.
@@ -141,10 +144,9 @@ class Call:
         "is_rewired",
         "module",
         "provenance",
-        "receives_input",
         "rule",
+        "run",
         "settings",
-        "sizes",
         "stored",
         "thread",
         "training",
@@ -158,13 +160,11 @@ class Call:
         edges: tuple[Edge | None, ...],
         stored: Stored,
         thread: int,
-        training: bool,
-        settings: tuple[tuple[str, ...], tuple[Any, ...]],
+        settings: Settings,
         is_rewired: bool,
         is_readable: bool,
         inside: tuple[State, ...] = (),
-        sizes: tuple[int, ...] = (),
-        receives_input: bool = False,
+        run: Run = NO_RUN,
         is_distributed: bool = False,
     ) -> None:
         self.module: Final = module
@@ -172,13 +172,12 @@ class Call:
         self.provenance: Final = provenance
         self.edges: Final = edges
         self.thread: Final = thread
-        self.training: Final = training
+        self.training: Final = module.training
         self.settings: Final = settings
         self.is_rewired: Final = is_rewired
         self.is_readable: Final = is_readable
         self.inside: Final = inside
-        self.sizes: Final = sizes
-        self.receives_input: Final = receives_input
+        self.run: Final = run
         self.is_distributed: Final = is_distributed
         self.goes_inside: Final = is_rewired or bool(rule.transparent)
         self.stored = stored
@@ -209,6 +208,11 @@ class Call:
     def path(self) -> str:
         """Where the module sits in the model that was extended, for messages."""
         return path_of(self.module)
+
+    @property
+    def receives_input(self) -> bool:
+        """Whether the module received a tensor that the model did, or a view of one."""
+        return self.run.receives(self.stored.inputs)
 
     def __repr__(self) -> str:
         """The module and the shapes."""
@@ -266,7 +270,7 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
     """Record a call on an output of a node; there is one at most."""
-    table = node.metadata.setdefault(_SITES, {})  # type: ignore[attr-defined]
+    table = node.metadata.setdefault(SITES, {})  # type: ignore[attr-defined]
     table[output_nr] = (call, index)
 
 
@@ -278,13 +282,13 @@ def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
 
 def has_site(node: Node, output_nr: int) -> bool:
     """Whether a call is recorded on an output of a node."""
-    table = node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table = node.metadata.get(SITES)  # type: ignore[attr-defined]
     return table is not None and output_nr in table
 
 
 def calls_at(node: Node) -> list[Call]:
     """The calls that are recorded on the outputs of a node."""
-    table: Any = node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table: Any = node.metadata.get(SITES)  # type: ignore[attr-defined]
     return [call for call, _ in table.values()] if table else []
 
 
@@ -294,14 +298,14 @@ def site_at(edge: Edge) -> Site | None:
     if level > 0:
         call, index, layout = viewed_at(node, output_nr)[level - 1]
         return Site(call, index, edge, layout)
-    table = None if level == INSIDE else node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table = None if level == INSIDE else node.metadata.get(SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
     return None if found is None else Site(found[0], found[1], edge)
 
 
 def edge_at(call: Call, index: int, node: Node) -> Edge | None:
     """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
-    table: Any = node.metadata.get(_SITES, {})  # type: ignore[attr-defined]
+    table: Any = node.metadata.get(SITES, {})  # type: ignore[attr-defined]
     places = (nr for nr, found in table.items() if found == (call, index))
     return next((Edge(node, nr) for nr in places), None)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Mapping
+from itertools import compress
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,7 @@ class State(NamedTuple):
     values: tuple[Any, ...]
 
 
-def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[str, ...]]:
+def tensors_of(module: Module, nested: tuple[str, ...] = ()) -> tuple[Owned, tuple[str, ...]]:
     """Parameters and buffers of a module, as this forward pass used them.
 
     Args:
@@ -41,16 +43,20 @@ def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[st
     Returns:
         The tensors, and which of them are parameters.
     """
-    owned: Owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
-    for name in nested:
-        tensor = _nested(module, name)
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
+    owned = _counted(module._parameters)
+    if nested:
+        owned.update(_counted({name: _nested(module, name) for name in nested}))
     parameters = tuple(owned)
-    for name, tensor in module._buffers.items():
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
+    if module._buffers:
+        owned.update(_counted(module._buffers))
     return owned, parameters
+
+
+def _counted(tensors: Mapping[str, Tensor | None], prefix: str = "") -> Owned:
+    try:
+        return {prefix + n: (t, t._version) for n, t in tensors.items() if t is not None}
+    except RuntimeError:  # of inference tensors, nobody counts
+        return {prefix + n: (t, version_of(t)) for n, t in tensors.items() if t is not None}
 
 
 def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
@@ -61,8 +67,7 @@ def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
             continue
         states.append(State(part, part.training, *settings_of(part)))
         kept = {n: t for n, t in part._buffers.items() if t is not None and t.grad_fn is None}
-        kept.update({n: t for n, t in part._parameters.items() if t is not None})
-        owned.update({f"{path}.{n}": (t, version_of(t)) for n, t in kept.items()})
+        owned.update(_counted({**kept, **part._parameters}, f"{path}."))
     return tuple(states)
 
 
@@ -85,13 +90,67 @@ def _nested(module: Module, name: str) -> Tensor | None:
 
 _PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
 _OF_ALL = frozenset(vars(Module()))
+_OURS = "_backpack_"
+TRAITS_ATTRIBUTE = "_backpack_traits"
 
 
 def settings_of(module: Module) -> Settings:
     """Names and values of a module's plain attributes."""
     attributes = module.__dict__
-    names = [n for n in attributes if n not in _OF_ALL and isinstance(attributes[n], _PLAIN)]
+    own = [n for n in attributes if n not in _OF_ALL and not n.startswith(_OURS)]
+    names = [n for n in own if isinstance(attributes[n], _PLAIN)]
     return tuple(names), tuple([attributes[name] for name in names])
+
+
+class Traits:
+    """What hangs on a module's class, and on which attributes it has: the same at every call.
+
+    Attributes:
+        resolved: The rule that speaks for it.
+        generation: Of the registry that said so.
+    """
+
+    __slots__ = (
+        "_attributes",
+        "_count",
+        "_is_plain",
+        "_kind",
+        "_names",
+        "_types",
+        "generation",
+        "resolved",
+    )
+
+    def __init__(self, module: Module, resolved: Any, generation: int) -> None:
+        attributes = module.__dict__
+        own = [n for n in attributes if n not in _OF_ALL and not n.startswith(_OURS)]
+        self.resolved, self.generation = resolved, generation
+        self._kind, self._count = type(module), len(attributes)
+        self._attributes = itemgetter("training", *own, "training")  # of one it is no tuple
+        values = self._attributes(attributes)
+        self._types = tuple(map(type, values))
+        self._is_plain = (False, *(isinstance(v, _PLAIN) for v in values[1:-1]), False)
+        self._names = tuple(compress(("", *own), self._is_plain))
+
+    def settings(self, module: Module) -> Settings | None:
+        """Names and values of its plain attributes; ``None`` if it is another module by now."""
+        attributes = module.__dict__
+        try:
+            values = self._attributes(attributes)
+        except KeyError:
+            return None
+        is_same = type(module) is self._kind and len(attributes) == self._count
+        if not is_same or tuple(map(type, values)) != self._types:
+            return None
+        return self._names, tuple(compress(values, self._is_plain))
+
+    def __deepcopy__(self, memo: Any) -> Traits:
+        """Those of a copy."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a file, nothing."""
+        return type(None), ()
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
