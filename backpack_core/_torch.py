@@ -135,12 +135,12 @@ def version_of(tensor: Tensor) -> int:
         return 0
 
 
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The same of several."""
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The same of several, less those that are ``None``."""
     try:
-        return [tensor._version for tensor in tensors]
+        return [tensor._version for tensor in tensors if tensor is not None]
     except RuntimeError:
-        return [version_of(tensor) for tensor in tensors]
+        return [version_of(tensor) for tensor in tensors if tensor is not None]
 
 
 def profiler_runs() -> bool:

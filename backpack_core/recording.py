@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -25,7 +25,16 @@ from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, Call, Edge, Layout, Stored, attach, attach_viewed
+from backpack_core.record.call import (
+    NOTHING,
+    Call,
+    Edge,
+    Layout,
+    Stored,
+    attach,
+    attach_viewed,
+    stored_simply,
+)
 from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
@@ -44,19 +53,11 @@ from backpack_core.record.structure import in_order, iter_tensors, map_tensors, 
 from backpack_core.record.switch import is_recording
 
 
-class _Hook:
+class _Hook(partial[Any]):
     """A hook that says what to do when ``torch.jit.script`` wants to compile it.
 
     It is looked up by its name when it is copied or pickled, as a plain function is.
     """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the hook."""
-        return self._function(*args)
 
     @property
     def __name__(self) -> str:
@@ -70,11 +71,11 @@ class _Hook:
                 "torch.jit.script compiles every hook of a module, and those of extend() are no "
                 "code it knows: call unextend(model) first, or script a copy of the model."
             )
-        return self._function.__name__
+        return self.func.__name__
 
     def __reduce__(self) -> str:
         """A global of this file."""
-        return self._function.__name__
+        return self.func.__name__
 
 
 # On what computes a parameter of a module: the execution of that, and the name.
@@ -96,24 +97,28 @@ def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The forward hook: records the call on every differentiable output."""
-    for computing in parametrizations_of(module).values():
-        computing.__dict__.pop(_COMPUTES, None)
-    return before_hooks_of_all(module, args, kwargs, result)
+    if module._modules:
+        for computing in parametrizations_of(module).values():
+            computing.__dict__.pop(_COMPUTES, None)
+    if type(kwargs) is not Execution:
+        if not is_recording():
+            return None
+        # A pre-hook of the user's, which had just been put behind ours, changed the keywords.
+        kwargs = Execution(kwargs, ())
+    if kwargs.is_recorded or not torch.is_grad_enabled():
+        return None
+    return _record(module, args, result, kwargs)
 
 
 def before_hooks_of_all(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The same before hooks of all modules, which may change what this one returned."""
-    if not isinstance(kwargs, Execution):
-        if not is_recording() or not ModuleHooks.are_installed(module):
-            return None
-        # A pre-hook of the user's, which had just been put behind ours, changed the keywords.
-        kwargs = Execution(kwargs, ())
-    if kwargs.is_recorded or not torch.is_grad_enabled():
+    if type(kwargs) is not Execution:
         return None
+    replaced = after_forward(module, args, kwargs, result)
     kwargs.is_recorded = True
-    return _record(module, args, result, kwargs)
+    return replaced
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -161,17 +166,19 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
-    resolved, settings = _known(module)
     node = simple_node(args, result, execution)
-    if node is not None:
-        found = _Found(args, {}, args, execution.edges, execution.versions, (result,))
-        _attach(_call(module, resolved, settings, found, execution), 0, result, node)
-        return None
+    if node is not None and not module._modules and not _torch.has_saving_hooks():
+        resolved, settings = _known(module)
+        if module.__dict__.keys().isdisjoint(resolved.params):
+            call = _simple_call(module, resolved, settings, args, result, execution)
+            _attach(call, 0, result, node)
+            return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
     if not live:
         return None
     own = aliases(live, execution)
+    resolved, settings = _known(module)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
     kwargs = in_order(module, execution) if execution else {}
@@ -216,6 +223,32 @@ def _known(module: Module) -> tuple[Resolved, Settings]:
     return resolved, settings_of(module)
 
 
+def _simple_call(
+    module: Module,
+    resolved: Resolved,
+    settings: Settings,
+    args: tuple[Any, ...],
+    output: Tensor,
+    execution: Execution,
+) -> Call:
+    """What nearly all calls are, of which the rest is put in order when it is asked for."""
+    parameters, buffers, thread = module._parameters, module._buffers, get_ident()
+    owned = {**parameters, **buffers}
+    counts = versions_of([output, *owned.values()])
+    received = args, output.detach(), len(parameters), owned, execution.versions, counts
+    return Call(
+        module,
+        resolved.rule,
+        resolved.provenance,
+        tuple(execution.edges),
+        partial(stored_simply, *received),
+        thread,
+        settings,
+        run_of_model(module, thread),
+        _torch.is_distributed(),
+    )
+
+
 def _call(
     module: Module, resolved: Resolved, settings: Settings, found: _Found, execution: Execution
 ) -> Call:
@@ -237,14 +270,14 @@ def _call(
         resolved.rule,
         resolved.provenance,
         tuple(edges),
-        stored,
+        lambda: stored,
         thread,
         settings,
+        run,
+        _torch.is_distributed(),
         is_rewired,
         is_readable,
         inside,
-        run,
-        _torch.is_distributed(),
     )
 
 
@@ -276,8 +309,6 @@ def _tensors(
     module: Module, resolved: Resolved, execution: Execution
 ) -> tuple[Owned, tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters; and those that were computed, from what."""
-    if not module._modules and module.__dict__.keys().isdisjoint(resolved.params):
-        return *tensors_of(module), NOTHING
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []

@@ -8,7 +8,9 @@ inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
+from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -98,16 +100,39 @@ class Stored(NamedTuple):
     saved: tuple[SavedTensor | None, ...] = ()
 
 
-class _Count:
-    """How many calls were made, and how many are gone."""
+def stored_simply(
+    args: tuple[Tensor],
+    output: Tensor,
+    parameters: int,
+    owned: dict[str, Tensor | None],
+    received: list[int],
+    counts: list[int],
+) -> Stored:
+    """What a call stores that received one tensor and returned another.
 
-    made = 0
-    gone = 0
+    Args:
+        args: What it received.
+        output: What it returned, detached.
+        parameters: How many of what the module owns are parameters: the first.
+        owned: What it owns.
+        received: How often what it received had been changed in place.
+        counts: The same for the output, and for all that the module owns.
+    """
+    there = {name: tensor for name, tensor in owned.items() if tensor is not None}
+    names = tuple(name for name in islice(owned, parameters) if name in there)
+    counted = dict(zip(there, zip(there.values(), counts[1:], strict=True), strict=True))
+    return Stored(args, {}, args, (output,), (received[0], counts[0]), counted, names)
+
+
+_ALIVE: Final = object()  # every call holds it
 
 
 def live_calls() -> int:
     """How many calls are alive in this process: zero once every graph is gone."""
-    return _Count.made - _Count.gone
+    return getrefcount(_ALIVE) - _OTHERS
+
+
+_OTHERS: Final = getrefcount(_ALIVE)
 
 
 class Call:
@@ -129,12 +154,15 @@ class Call:
         run: What the model received, if it ran as a whole.
         is_distributed: It ran inside of DistributedDataParallel.
         goes_inside: Whether what arrives at an output goes on through the node that made it.
-        stored: The tensors; once they are freed, asking for them raises.
+        stored: The tensors, put in order when they are first asked for; once they are freed, asking
+            for them raises.
         is_released: Whether they were freed.
     """
 
     __slots__ = (
         "__weakref__",
+        "_alive",
+        "_make",
         "edges",
         "goes_inside",
         "inside",
@@ -158,46 +186,46 @@ class Call:
         rule: Any,  # a LayerRule, whose contract speaks of calls
         provenance: Any,
         edges: tuple[Edge | None, ...],
-        stored: Stored,
+        make: Callable[[], Stored],
         thread: int,
         settings: Settings,
-        is_rewired: bool,
-        is_readable: bool,
-        inside: tuple[State, ...] = (),
         run: Run = NO_RUN,
         is_distributed: bool = False,
+        is_rewired: bool = False,
+        is_readable: bool = True,
+        inside: tuple[State, ...] = (),
     ) -> None:
         self.module: Final = module
         self.rule: Final = rule
         self.provenance: Final = provenance
         self.edges: Final = edges
+        self._make: Callable[[], Stored] | None = make
         self.thread: Final = thread
         self.training: Final = module.training
         self.settings: Final = settings
+        self.run: Final = run
+        self.is_distributed: Final = is_distributed
         self.is_rewired: Final = is_rewired
         self.is_readable: Final = is_readable
         self.inside: Final = inside
-        self.run: Final = run
-        self.is_distributed: Final = is_distributed
-        self.goes_inside: Final = is_rewired or bool(rule.transparent)
-        self.stored = stored
+        self.goes_inside: Final = is_rewired or rule.transparent
         self.is_released = False
-        _Count.made += 1
-
-    def __del__(self) -> None:
-        """Count."""
-        _Count.gone += 1
+        self._alive = _ALIVE
 
     def release(self) -> None:
         """Free the tensors; any later use raises :class:`ReleasedIOError`."""
-        if not self.is_released:
-            del self.stored
-            self.is_released = True
+        self._make = self.stored = None
+        del self.stored
+        self.is_released = True
 
     def __getattr__(self, name: str) -> Any:
         # Asked of what is not there only, so that what is costs nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        if self._make is not None:
+            self.stored = self._make()
+            self._make = None
+            return self.stored
         raise ReleasedIOError(
             f"{self.path}: the inputs and outputs of this forward pass were freed by an "
             "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
@@ -262,16 +290,22 @@ INNER: Final = -1
 INSIDE: Final = -2
 
 
+_new: Final = tuple.__new__  # a third of the time that the constructor takes
+
+
 def edge_of(tensor: Tensor) -> Edge | None:
     """The edge of a tensor, or ``None`` for a leaf or a constant: nothing behind them wants any."""
     node = tensor.grad_fn
-    return None if node is None else Edge(node, tensor.output_nr)
+    return None if node is None else _new(Edge, (node, tensor.output_nr, 0))
 
 
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
     """Record a call on an output of a node; there is one at most."""
-    table = node.metadata.setdefault(SITES, {})  # type: ignore[attr-defined]
-    table[output_nr] = (call, index)
+    metadata = node.metadata  # type: ignore[attr-defined]
+    if SITES in metadata:
+        metadata[SITES][output_nr] = (call, index)
+    else:
+        metadata[SITES] = {output_nr: (call, index)}
 
 
 def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
