@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,13 @@ GLOBAL_KEY = -2
 MODEL_KEY = -3
 
 
-def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
+class _Hooks(dict[int, Any]):
+    """The hooks of a tensor, which handles of hooks refer to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
+def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
     """Put a tensor hook on a tensor, before all others, and return the table of its hooks.
 
     Args:
@@ -32,12 +37,12 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> OrderedDict[int, Any]:
     table: Any = output._backward_hooks
     if table is None:
         # What Tensor.register_hook does, without its checks, which take nine tenths of the time.
-        output._backward_hooks = table = OrderedDict(((KEY, hook),))
+        output._backward_hooks = table = _Hooks(((KEY, hook),))
         node._register_hook_dict(output)
     else:
         table[KEY] = hook
         _move_first(table, KEY)
-    found: OrderedDict[int, Any] = table
+    found: dict[int, Any] = table
     return found
 
 
@@ -49,7 +54,7 @@ def hook_leaf_first(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return handle
 
 
-def _move_first(table: OrderedDict[int, Any], key: int) -> None:
+def _move_first(table: dict[int, Any], key: int) -> None:
     """Autograd reads the table as a plain dict, to which ``move_to_end`` makes no difference."""
     others = [(other, hook) for other, hook in table.items() if other != key]
     hook = table[key]

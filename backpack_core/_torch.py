@@ -116,9 +116,10 @@ def has_saving_hooks() -> bool:
         return True
 
 
-def is_distributed() -> bool:
-    """Whether the forward pass of a DistributedDataParallel is running."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+def is_distributed(module: Module | None = None) -> bool:
+    """Whether the forward pass of a DistributedDataParallel is running, or is about to."""
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return running is not None or isinstance(module, DistributedDataParallel)
 
 
 def metadata_of(node: Node, output_nr: int) -> Any:

@@ -16,8 +16,7 @@ from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import PATH_ATTRIBUTE
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, model_runs
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
 from backpack_core.record.state import TRAITS_ATTRIBUTE
 from backpack_core.recording import (
     after_forward,

@@ -9,10 +9,10 @@ hooks are globals of this file, so that extended modules can be copied and pickl
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache, partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core._hooks import ModuleHooks, hook_first
-from backpack_core._torch import Node, cached_tensor, parametrizations_of, version_of, versions_of
+from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
@@ -33,19 +33,17 @@ from backpack_core.record.call import (
     Stored,
     attach,
     attach_viewed,
-    stored_simply,
+    stored_of,
 )
 from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
-    Owned,
     Settings,
     State,
     Traits,
     computed_in_hooks,
-    settings_of,
     states_inside,
     tensors_of,
 )
@@ -87,8 +85,9 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_recording() or not ModuleHooks.take_places(module, before_hooks_of_all):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
-    for name, computing in parametrizations_of(module).items():
-        computing.__dict__[_COMPUTES] = (execution, name)
+    if module._modules:
+        for name, computing in parametrizations_of(module).items():
+            computing.__dict__[_COMPUTES] = (execution, name)
     return args, execution
 
 
@@ -155,6 +154,8 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
     execution, name = module.__dict__.get(_COMPUTES, (None, ""))
     if execution is None or not isinstance(result, Tensor):
         return
+    if execution.computed is None:
+        execution.computed = {}
     known = execution.computed.setdefault(name, result)
     if known is not result and not torch.equal(known, result):
         raise UnsupportedError(
@@ -166,19 +167,18 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
+    traits = _traits(module)
+    resolved, settings = traits.resolved, traits.settings
     node = simple_node(args, result, execution)
-    if node is not None and not module._modules and not _torch.has_saving_hooks():
-        resolved, settings = _known(module)
-        if module.__dict__.keys().isdisjoint(resolved.params):
-            call = _simple_call(module, resolved, settings, args, result, execution)
-            _attach(call, 0, result, node)
-            return None
+    if node is not None:
+        kept: _Kept = (args, {}, args, (result,))
+        _attach(_call(module, resolved, settings, kept, execution, execution), 0, result, node)
+        return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
     if not live:
         return None
     own = aliases(live, execution)
-    resolved, settings = _known(module)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
     kwargs = in_order(module, execution) if execution else {}
@@ -186,9 +186,8 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
     if received.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
-    edges, versions = received.edges, received.versions
-    found = _Found(args, kwargs, inputs, edges, versions, outputs, received.is_rewired)
-    call = _call(module, resolved, settings, found, execution)
+    kept = args, kwargs, inputs, outputs
+    call = _call(module, resolved, settings, kept, received, execution)
     for index, output in enumerate(outputs):
         if is_made(output):
             shown = own.get(id(output), output)
@@ -198,84 +197,54 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
-class _Found(NamedTuple):
-    """What a call received, as it is stored, and what it returned."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[Tensor, ...]
-    edges: list[Edge | None]
-    versions: list[int]
-    outputs: tuple[Tensor, ...]
-    is_rewired: bool = False
-
-
-def _known(module: Module) -> tuple[Resolved, Settings]:
+def _traits(module: Module) -> Traits:
     """The rule that speaks for a module, and its settings."""
-    traits: Traits | None = module.__dict__.get(TRAITS_ATTRIBUTE)
-    if traits is not None and traits.generation == registry.generation:
-        settings = traits.settings(module)
-        if settings is not None:
-            return traits.resolved, settings
-    resolved = registry.resolve(module)
-    module.__dict__[TRAITS_ATTRIBUTE] = None  # it is one of the attributes
-    module.__dict__[TRAITS_ATTRIBUTE] = Traits(module, resolved, registry.generation)
-    return resolved, settings_of(module)
+    attributes = module.__dict__
+    traits: Traits | None = attributes.get(TRAITS_ATTRIBUTE)
+    if traits is None or traits.generation != registry.generation or not traits.hold(module):
+        attributes[TRAITS_ATTRIBUTE] = None  # it is one of the attributes
+        traits = Traits(module, registry.resolve(module), registry.generation)
+        attributes[TRAITS_ATTRIBUTE] = traits
+    return traits
 
 
-def _simple_call(
-    module: Module,
-    resolved: Resolved,
-    settings: Settings,
-    args: tuple[Any, ...],
-    output: Tensor,
-    execution: Execution,
-) -> Call:
-    """What nearly all calls are, of which the rest is put in order when it is asked for."""
-    parameters, buffers, thread = module._parameters, module._buffers, get_ident()
-    owned = {**parameters, **buffers}
-    counts = versions_of([output, *owned.values()])
-    received = args, output.detach(), len(parameters), owned, execution.versions, counts
-    return Call(
-        module,
-        resolved.rule,
-        resolved.provenance,
-        tuple(execution.edges),
-        partial(stored_simply, *received),
-        thread,
-        settings,
-        run_of_model(module, thread),
-        _torch.is_distributed(),
-    )
+_Kept = tuple[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def _call(
-    module: Module, resolved: Resolved, settings: Settings, found: _Found, execution: Execution
+    module: Module,
+    resolved: Resolved,
+    settings: Settings,
+    kept: _Kept,
+    received: Execution | Received,
+    execution: Execution,
 ) -> Call:
-    args, kwargs, inputs, edges, versions, outputs, is_rewired = found
-    detached = tuple([o.detach() for o in outputs])
+    args, kwargs, inputs, outputs = kept
     owned, parameters, computed = _tensors(module, resolved, execution)
     inside: tuple[State, ...] = ()
     if module._modules and _runs_again(module, resolved):
         inside = states_inside(module, owned)
-    known = (*versions, *versions_of(detached))
-    stored = Stored(args, kwargs, inputs, detached, known, owned, parameters, computed)
-    thread = get_ident()
+    thread, detached = get_ident(), tuple([o.detach() for o in outputs])
     run, is_readable = run_of_model(module, thread), not _torch.has_saving_hooks()
+    counts = versions_of(owned.values())
+    versions = [*received.versions, *versions_of(detached)]
+    make: Any = partial(
+        stored_of, args, kwargs, inputs, detached, versions, owned, counts, parameters, computed
+    )
     if not is_readable:
-        stored = through_hooks(stored)
-        run = run.shown_by(inputs, stored.inputs)
+        stored = through_hooks(make())
+        run, make = run.shown_by(inputs, stored.inputs), partial(tuple.__new__, Stored, stored)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
-        tuple(edges),
-        lambda: stored,
+        tuple(received.edges),
+        make,
         thread,
+        module.training,
         settings,
         run,
-        _torch.is_distributed(),
-        is_rewired,
+        received.is_rewired,
         is_readable,
         inside,
     )
@@ -307,8 +276,10 @@ def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution)
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
-) -> tuple[Owned, tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
+) -> tuple[dict[str, Tensor | None], tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters; and those that were computed, from what."""
+    if not module._modules and module.__dict__.keys().isdisjoint(resolved.params):
+        return *tensors_of(module), NOTHING
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []
@@ -317,13 +288,13 @@ def _tensors(
     owned, parameters = tensors_of(module, _nested(resolved.params))
     found = computed_in_hooks(module, resolved.params)
     for name in computing:
-        tensor = execution.computed.get(name, cached_tensor(module, name))
+        tensor = (execution.computed or {}).get(name, cached_tensor(module, name))
         if tensor is not None:
             found[name] = tensor
     computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
-    owned.update((name, (tensor, version_of(tensor))) for name, tensor in found.items())
-    remaining = tuple(n for n in parameters if id(owned[n][0]) not in behind)
+    owned.update(found)
+    remaining = tuple(n for n in parameters if id(owned[n]) not in behind)
     return owned, (*remaining, *computed), computed
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from backpack_core.record.call import PATH_ATTRIBUTE, Call
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+from backpack_core.record.call import Call
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 
 
 def declared_axis(call: Call) -> int:

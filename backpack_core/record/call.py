@@ -9,7 +9,7 @@ inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import islice
+from dataclasses import dataclass, field
 from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -21,10 +21,9 @@ from torch.nn import Module
 from backpack_core._checkpoints import SavedTensor
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
-from backpack_core.record.owner import NO_RUN, Run
+from backpack_core.record.owner import NO_RUN, PATH_ATTRIBUTE, Run
 from backpack_core.record.state import Settings, State
 
-PATH_ATTRIBUTE: Final = "_backpack_path"
 SITES: Final = "backpack_core.sites"
 _VIEWED: Final = "backpack_core.viewed"
 
@@ -100,28 +99,34 @@ class Stored(NamedTuple):
     saved: tuple[SavedTensor | None, ...] = ()
 
 
-def stored_simply(
-    args: tuple[Tensor],
-    output: Tensor,
-    parameters: int,
+def stored_of(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    versions: list[int],
     owned: dict[str, Tensor | None],
-    received: list[int],
     counts: list[int],
+    parameters: tuple[str, ...],
+    computed: Mapping[str, tuple[Tensor, ...]],
 ) -> Stored:
-    """What a call stores that received one tensor and returned another.
+    """What is stored of a call, from what is noted of it.
 
     Args:
-        args: What it received.
-        output: What it returned, detached.
-        parameters: How many of what the module owns are parameters: the first.
-        owned: What it owns.
-        received: How often what it received had been changed in place.
-        counts: The same for the output, and for all that the module owns.
+        args: See :class:`Stored`; so are the others.
+        kwargs: Keyword arguments.
+        inputs: The tensors among them.
+        outputs: What was returned.
+        versions: Of inputs and outputs.
+        owned: Parameters and buffers; ``None`` for those that are not there.
+        counts: The versions of those that are.
+        parameters: Which of them are parameters.
+        computed: Which of them were computed, from what.
     """
     there = {name: tensor for name, tensor in owned.items() if tensor is not None}
-    names = tuple(name for name in islice(owned, parameters) if name in there)
-    counted = dict(zip(there, zip(there.values(), counts[1:], strict=True), strict=True))
-    return Stored(args, {}, args, (output,), (received[0], counts[0]), counted, names)
+    names = tuple([name for name in parameters if name in there])
+    counted = dict(zip(there, zip(there.values(), counts, strict=True), strict=True))
+    return Stored(args, kwargs, inputs, outputs, tuple(versions), counted, names, computed)
 
 
 _ALIVE: Final = object()  # every call holds it
@@ -135,11 +140,13 @@ def live_calls() -> int:
 _OTHERS: Final = getrefcount(_ALIVE)
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Call:
     """What a module received and returned in one forward execution.
 
     Attributes:
         module: The module.
+        make: Makes what is stored, when it is first asked for.
         rule: The layer rule that speaks for it (of the automatic one where there is none).
         provenance: Who provided the rule.
         edges: Where each input came from, before the forward; ``None`` for constants and leaves.
@@ -152,79 +159,44 @@ class Call:
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
         run: What the model received, if it ran as a whole.
-        is_distributed: It ran inside of DistributedDataParallel.
-        goes_inside: Whether what arrives at an output goes on through the node that made it.
-        stored: The tensors, put in order when they are first asked for; once they are freed, asking
-            for them raises.
+        stored: The tensors; once they are freed, asking for them raises.
         is_released: Whether they were freed.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_alive",
-        "_make",
-        "edges",
-        "goes_inside",
-        "inside",
-        "is_distributed",
-        "is_readable",
-        "is_released",
-        "is_rewired",
-        "module",
-        "provenance",
-        "rule",
-        "run",
-        "settings",
-        "stored",
-        "thread",
-        "training",
-    )
+    module: Module
+    rule: Any  # a LayerRule, whose contract speaks of calls
+    provenance: Any
+    edges: tuple[Edge | None, ...]
+    make: Callable[[], Stored] | None
+    thread: int
+    training: bool
+    settings: Settings
+    run: Run = NO_RUN
+    is_rewired: bool = False
+    is_readable: bool = True
+    inside: tuple[State, ...] = ()
+    is_released: bool = False
+    stored: Stored = field(init=False)
+    _alive: object = _ALIVE
 
-    def __init__(
-        self,
-        module: Module,
-        rule: Any,  # a LayerRule, whose contract speaks of calls
-        provenance: Any,
-        edges: tuple[Edge | None, ...],
-        make: Callable[[], Stored],
-        thread: int,
-        settings: Settings,
-        run: Run = NO_RUN,
-        is_distributed: bool = False,
-        is_rewired: bool = False,
-        is_readable: bool = True,
-        inside: tuple[State, ...] = (),
-    ) -> None:
-        self.module: Final = module
-        self.rule: Final = rule
-        self.provenance: Final = provenance
-        self.edges: Final = edges
-        self._make: Callable[[], Stored] | None = make
-        self.thread: Final = thread
-        self.training: Final = module.training
-        self.settings: Final = settings
-        self.run: Final = run
-        self.is_distributed: Final = is_distributed
-        self.is_rewired: Final = is_rewired
-        self.is_readable: Final = is_readable
-        self.inside: Final = inside
-        self.goes_inside: Final = is_rewired or rule.transparent
-        self.is_released = False
-        self._alive = _ALIVE
+    @property
+    def goes_inside(self) -> bool:
+        """Whether what arrives at an output goes on through the node that made it."""
+        return self.is_rewired or bool(self.rule.transparent)
 
     def release(self) -> None:
         """Free the tensors; any later use raises :class:`ReleasedIOError`."""
-        self._make = self.stored = None
-        del self.stored
-        self.is_released = True
+        if not self.is_released:
+            if self.make is None:
+                del self.stored
+            self.make, self.is_released = None, True
 
     def __getattr__(self, name: str) -> Any:
         # Asked of what is not there only, so that what is costs nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        if self._make is not None:
-            self.stored = self._make()
-            self._make = None
+        if self.make is not None:
+            self.stored, self.make = self.make(), None
             return self.stored
         raise ReleasedIOError(
             f"{self.path}: the inputs and outputs of this forward pass were freed by an "
@@ -301,7 +273,7 @@ def edge_of(tensor: Tensor) -> Edge | None:
 
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
     """Record a call on an output of a node; there is one at most."""
-    metadata = node.metadata  # type: ignore[attr-defined]
+    metadata: Any = node.metadata
     if SITES in metadata:
         metadata[SITES][output_nr] = (call, index)
     else:

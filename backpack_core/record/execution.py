@@ -30,15 +30,16 @@ class Execution(dict[str, Any]):
     """
 
     __slots__ = ("computed", "edges", "is_recorded", "tensors", "versions")
+    is_rewired = False  # which what it received tells
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
         if kwargs:
             self.update(kwargs)
         self.tensors = tensors
-        self.versions = versions_of(tensors)
         self.edges = [edge_of(t) for t in tensors]
+        self.versions = versions_of(tensors)
         self.is_recorded = False
-        self.computed: dict[str, Tensor] = {}
+        self.computed: dict[str, Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
         """One that never ended: an exception that hooks do not hear of came in between."""
@@ -136,19 +137,17 @@ def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Nod
     # Tensors are the arguments themselves where nothing else was found among them.
     if args is not execution.tensors or not args or not isinstance(result, Tensor):
         return None
-    received, edge, node = args[0], execution.edges[0], result.grad_fn
-    if (
-        node is None
-        or node is received.grad_fn
-        or (edge is not None and node is edge.node)
-        or result.layout is not torch.strided
-        or result._is_view()
-        or result.is_complex()
-        or received.is_complex()
-        or SITES in node.metadata  # type: ignore[attr-defined]
-    ):
-        return None
-    return node
+    received, edge = args[0], execution.edges[0]
+    node: Any = result.grad_fn
+    is_simple = (
+        node is not None
+        and node is not received.grad_fn
+        and (edge is None or node is not edge[0])
+        and result.layout is torch.strided
+        and not (result._is_view() or result.is_complex() or received.is_complex())
+        and SITES not in node.metadata
+    )
+    return node if is_simple else None
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:

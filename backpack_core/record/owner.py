@@ -10,10 +10,12 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core import _torch
 from backpack_core._torch import memory_of, running_calls
 from backpack_core.errors import UsageError
 
-OWNER_ATTRIBUTE = "_backpack_owner"
+OWNER_ATTRIBUTE: Final = "_backpack_owner"
+PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
 
 
 class Run(NamedTuple):
@@ -22,10 +24,12 @@ class Run(NamedTuple):
     Attributes:
         sizes: How long axis 0 of each tensor is; one of them is the number of samples.
         memories: Where the tensors lie.
+        is_distributed: It runs inside of DistributedDataParallel.
     """
 
     sizes: tuple[int, ...] = ()
     memories: frozenset[int] = frozenset()
+    is_distributed: bool = False
 
     def receives(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of some tensors lies in the memory of one of these."""
@@ -33,7 +37,7 @@ class Run(NamedTuple):
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
         """The same for a call whose tensors others stand for, in memory of their own."""
-        return Run(self.sizes, _memories(stands) if self.receives(tensors) else frozenset())
+        return self._replace(memories=_memories(stands if self.receives(tensors) else ()))
 
 
 def _memories(tensors: Iterable[Tensor]) -> frozenset[int]:
@@ -93,7 +97,8 @@ class Owner:
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
                 )
-            run = Run(tuple([t.shape[axis] for t in received]), _memories(received))
+            sizes, is_distributed = [t.shape[axis] for t in received], _torch.is_distributed
+            run = Run(tuple(sizes), _memories(received), is_distributed(self.module))
         _still_running()
         _running.setdefault(get_ident(), []).append((self, run))
 
@@ -173,4 +178,4 @@ def run_of_model(module: Module, thread: int) -> Run:
         for owner, run in reversed(known):
             if owner is mine:
                 return run
-    return NO_RUN
+    return NO_RUN._replace(is_distributed=True) if _torch.is_distributed() else NO_RUN
