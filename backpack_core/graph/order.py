@@ -18,15 +18,23 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
     while todo:
         item = todo.pop()
         yield item
-        new = [other for other in dict.fromkeys(further(item)) if other not in seen]
-        seen.update(new)
-        todo += new
+        for other in further(item):
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
 
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
     """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
-    first = [child for node in starts if node is not None for child in children_of(node)]
-    return set(reached(first, children_of))
+    todo = [node for node in starts if node is not None]
+    seen: set[Node | None] = {None}
+    while todo:
+        for child, _ in todo.pop().next_functions:
+            if child not in seen:
+                seen.add(child)
+                todo.append(child)  # type: ignore[arg-type] # None is among the seen
+    seen.discard(None)
+    return seen  # type: ignore[return-value]
 
 
 def children_of(node: Node) -> list[Node]:

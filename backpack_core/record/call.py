@@ -123,10 +123,10 @@ def stored_of(
         parameters: Which of them are parameters.
         computed: Which of them were computed, from what.
     """
-    there = {name: tensor for name, tensor in owned.items() if tensor is not None}
+    count = iter(counts)
+    there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
     names = tuple([name for name in parameters if name in there])
-    counted = dict(zip(there, zip(there.values(), counts, strict=True), strict=True))
-    return Stored(args, kwargs, inputs, outputs, tuple(versions), counted, names, computed)
+    return Stored(args, kwargs, inputs, outputs, tuple(versions), there, names, computed)
 
 
 _ALIVE: Final = object()  # every call holds it

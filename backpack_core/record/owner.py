@@ -123,7 +123,7 @@ class Owner:
 
     def axis_of(self, path: str) -> int:
         """Where the samples of a part are said to lie."""
-        while path and path not in self.axes:
+        while self.axes and path and path not in self.axes:
             path = path.rpartition(".")[0]
         return self.axes.get(path, 0)
 
