@@ -55,6 +55,9 @@ peek_transform: Callable[[], Any] = getattr(
 _will_execute: Callable[[Node], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
+_keeps_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled
+)
 # Whether autocast is on for any device; where torch does not tell, each has to be asked.
 casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -82,8 +85,7 @@ def at_end_of_pass(function: Callable[[], None]) -> None:
 def keeps_graph() -> bool:
     """Whether the graph outlives the backward pass under way."""
     # With create_graph=True, grad mode is on inside hooks.
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled)
-    return torch.is_grad_enabled() or bool(asked())
+    return torch.is_grad_enabled() or _keeps_graph()
 
 
 def is_inside_function() -> bool:

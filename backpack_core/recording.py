@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import cache, partial
+from itertools import islice
 from threading import get_ident
 from typing import Any
 
@@ -25,16 +26,7 @@ from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import (
-    NOTHING,
-    Call,
-    Edge,
-    Layout,
-    Stored,
-    attach,
-    attach_viewed,
-    stored_of,
-)
+from backpack_core.record.call import NOTHING, Call, Edge, Layout, Stored, attach, attach_viewed
 from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
@@ -212,39 +204,50 @@ _Kept = tuple[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...], tuple[Tensor,
 
 
 def _call(
-    module: Module,
-    resolved: Resolved,
-    settings: Settings,
-    kept: _Kept,
-    received: Execution | Received,
-    execution: Execution,
+    module: Module, resolved: Resolved, settings: Settings, kept: _Kept, what: Any, of: Execution
 ) -> Call:
+    """A call of which everything is noted that may be another thing later.
+
+    Args:
+        module: The module.
+        resolved: Its rule.
+        settings: Its plain attributes.
+        kept: Its arguments, the tensors among them, and what it returned.
+        what: What is known of what it received: all of it before the forward, or more.
+        of: What was known before the forward.
+    """
     args, kwargs, inputs, outputs = kept
-    owned, parameters, computed = _tensors(module, resolved, execution)
+    received = what.versions  # which alone is held: the rest has tensors with the graph
+    owned, parameters, computed = _tensors(module, resolved, of)
     inside: tuple[State, ...] = ()
     if module._modules and _runs_again(module, resolved):
         inside = states_inside(module, owned)
-    thread, detached = get_ident(), tuple([o.detach() for o in outputs])
-    run, is_readable = run_of_model(module, thread), not _torch.has_saving_hooks()
-    counts = versions_of(owned.values())
-    versions = [*received.versions, *versions_of(detached)]
-    make: Any = partial(
-        stored_of, args, kwargs, inputs, detached, versions, owned, counts, parameters, computed
-    )
+    detached = tuple([o.detach() for o in outputs])
+    counts = versions_of([*detached, *owned.values()])
+
+    def make() -> Stored:  # put in order when it is first asked for: of most calls, nobody does
+        count = iter(counts)
+        versions = *received, *islice(count, len(detached))
+        there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
+        names = tuple([name for name in parameters if name in there])
+        return Stored(args, kwargs, inputs, detached, versions, there, names, computed)
+
+    thread, is_readable = get_ident(), not _torch.has_saving_hooks()
+    run = run_of_model(module, thread)
     if not is_readable:
         stored = through_hooks(make())
-        run, make = run.shown_by(inputs, stored.inputs), partial(tuple.__new__, Stored, stored)
+        run, make = run.shown_by(inputs, stored.inputs), stored._replace
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
-        tuple(received.edges),
+        tuple(what.edges),
         make,
         thread,
         module.training,
         settings,
         run,
-        received.is_rewired,
+        what.is_rewired,
         is_readable,
         inside,
     )

@@ -26,15 +26,8 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
     """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
-    todo = [node for node in starts if node is not None]
-    seen: set[Node | None] = {None}
-    while todo:
-        for child, _ in todo.pop().next_functions:
-            if child not in seen:
-                seen.add(child)
-                todo.append(child)  # type: ignore[arg-type] # None is among the seen
-    seen.discard(None)
-    return seen  # type: ignore[return-value]
+    first = [child for node in starts if node is not None for child in children_of(node)]
+    return set(reached(first, children_of))
 
 
 def children_of(node: Node) -> list[Node]:

@@ -99,36 +99,6 @@ class Stored(NamedTuple):
     saved: tuple[SavedTensor | None, ...] = ()
 
 
-def stored_of(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    inputs: tuple[Tensor, ...],
-    outputs: tuple[Tensor, ...],
-    versions: list[int],
-    owned: dict[str, Tensor | None],
-    counts: list[int],
-    parameters: tuple[str, ...],
-    computed: Mapping[str, tuple[Tensor, ...]],
-) -> Stored:
-    """What is stored of a call, from what is noted of it.
-
-    Args:
-        args: See :class:`Stored`; so are the others.
-        kwargs: Keyword arguments.
-        inputs: The tensors among them.
-        outputs: What was returned.
-        versions: Of inputs and outputs.
-        owned: Parameters and buffers; ``None`` for those that are not there.
-        counts: The versions of those that are.
-        parameters: Which of them are parameters.
-        computed: Which of them were computed, from what.
-    """
-    count = iter(counts)
-    there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
-    names = tuple([name for name in parameters if name in there])
-    return Stored(args, kwargs, inputs, outputs, tuple(versions), there, names, computed)
-
-
 _ALIVE: Final = object()  # every call holds it
 
 
