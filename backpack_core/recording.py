@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import cache, partial
-from itertools import islice
 from threading import get_ident
 from typing import Any
 
@@ -26,7 +25,15 @@ from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, Call, Edge, Layout, Stored, attach, attach_viewed
+from backpack_core.record.call import (
+    NOTHING,
+    Call,
+    Edge,
+    Layout,
+    attach,
+    attach_viewed,
+    put_in_order,
+)
 from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
@@ -217,32 +224,24 @@ def _call(
         of: What was known before the forward.
     """
     args, kwargs, inputs, outputs = kept
-    received = what.versions  # which alone is held: the rest has tensors with the graph
-    owned, parameters, computed = _tensors(module, resolved, of)
+    tensors = _tensors(module, resolved, of)
     inside: tuple[State, ...] = ()
     if module._modules and _runs_again(module, resolved):
-        inside = states_inside(module, owned)
+        inside = states_inside(module, tensors[0])
     detached = tuple([o.detach() for o in outputs])
-    counts = versions_of([*detached, *owned.values()])
-
-    def make() -> Stored:  # put in order when it is first asked for: of most calls, nobody does
-        count = iter(counts)
-        versions = *received, *islice(count, len(detached))
-        there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
-        names = tuple([name for name in parameters if name in there])
-        return Stored(args, kwargs, inputs, detached, versions, there, names, computed)
-
+    counts = versions_of([*detached, *tensors[0].values()])
+    noted: Any = (args, kwargs, inputs, detached, what.versions, counts, *tensors)
     thread, is_readable = get_ident(), not _torch.has_saving_hooks()
     run = run_of_model(module, thread)
     if not is_readable:
-        stored = through_hooks(make())
-        run, make = run.shown_by(inputs, stored.inputs), stored._replace
+        noted = through_hooks(put_in_order(noted))
+        run = run.shown_by(inputs, noted.inputs)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
-        tuple(what.edges),
-        make,
+        what.edges,
+        noted,
         thread,
         module.training,
         settings,

@@ -54,4 +54,4 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
     stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
     thread, settings = threading.get_ident(), settings_of(module)
     training = module.training
-    return Call(module, _RULE, provenance, (), lambda: stored, thread, training, settings)
+    return Call(module, _RULE, provenance, (), stored, thread, training, settings)

@@ -8,8 +8,9 @@ inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -99,6 +100,16 @@ class Stored(NamedTuple):
     saved: tuple[SavedTensor | None, ...] = ()
 
 
+def put_in_order(noted: Any) -> Stored:
+    """What a call stores, from what was noted of it when it was made; that has to be quick."""
+    args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
+    count = iter(counts)
+    versions = *received, *islice(count, len(outputs))
+    there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
+    names = tuple([name for name in parameters if name in there])
+    return Stored(args, kwargs, inputs, outputs, versions, there, names, computed)
+
+
 _ALIVE: Final = object()  # every call holds it
 
 
@@ -116,7 +127,7 @@ class Call:
 
     Attributes:
         module: The module.
-        make: Makes what is stored, when it is first asked for.
+        noted: What is stored, or what it is put in order from when it is first asked for.
         rule: The layer rule that speaks for it (of the automatic one where there is none).
         provenance: Who provided the rule.
         edges: Where each input came from, before the forward; ``None`` for constants and leaves.
@@ -137,7 +148,7 @@ class Call:
     rule: Any  # a LayerRule, whose contract speaks of calls
     provenance: Any
     edges: tuple[Edge | None, ...]
-    make: Callable[[], Stored] | None
+    noted: Any
     thread: int
     training: bool
     settings: Settings
@@ -157,16 +168,18 @@ class Call:
     def release(self) -> None:
         """Free the tensors; any later use raises :class:`ReleasedIOError`."""
         if not self.is_released:
-            if self.make is None:
+            if self.noted is None:
                 del self.stored
-            self.make, self.is_released = None, True
+            self.noted, self.is_released = None, True
 
     def __getattr__(self, name: str) -> Any:
         # Asked of what is not there only, so that what is costs nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        if self.make is not None:
-            self.stored, self.make = self.make(), None
+        noted = self.noted
+        if noted is not None:
+            self.stored = noted if isinstance(noted, Stored) else put_in_order(noted)
+            self.noted = None
             return self.stored
         raise ReleasedIOError(
             f"{self.path}: the inputs and outputs of this forward pass were freed by an "

@@ -36,7 +36,7 @@ class Execution(dict[str, Any]):
         if kwargs:
             self.update(kwargs)
         self.tensors = tensors
-        self.edges = [edge_of(t) for t in tensors]
+        self.edges = (edge_of(tensors[0]),) if len(tensors) == 1 else tuple(map(edge_of, tensors))
         self.versions = versions_of(tensors)
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
@@ -72,7 +72,7 @@ class Received:
         self._execution = execution
         self._nodes = [node for o in outputs if (node := o.grad_fn) is not None]
         self._bases = [base for o in (*outputs, *own) if (base := base_of(o)) is not None]
-        self.edges: list[Edge | None] = []
+        self.edges: tuple[Edge | None, ...] = ()
         self.versions: list[int] = []
         self.replaced: dict[int, Tensor] = {}
         self.is_rewired = False
@@ -96,7 +96,7 @@ class Received:
         elif edge is not None and self._bases and self._is_seen(tensor):
             # Whoever changes the output in place rewrites the input, too, into its own future.
             tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
-        self.edges.append(was[0])
+        self.edges = (*self.edges, was[0])
         self.versions.append(was[1])
         return tensor
 
