@@ -170,7 +170,7 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     resolved, settings = traits.resolved, traits.settings
     node = simple_node(args, result, execution)
     if node is not None:
-        kept: _Kept = (args, {}, args, (result,))
+        kept: Any = (args, {}, args, (result,))
         _attach(_call(module, resolved, settings, kept, execution, execution), 0, result, node)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
@@ -207,11 +207,8 @@ def _traits(module: Module) -> Traits:
     return traits
 
 
-_Kept = tuple[tuple[Any, ...], dict[str, Any], tuple[Tensor, ...], tuple[Tensor, ...]]
-
-
 def _call(
-    module: Module, resolved: Resolved, settings: Settings, kept: _Kept, what: Any, of: Execution
+    module: Module, resolved: Resolved, settings: Settings, kept: Any, what: Any, of: Execution
 ) -> Call:
     """A call of which everything is noted that may be another thing later.
 

@@ -187,13 +187,11 @@ class Survey:
         if trained is None:
             trained = self.trained[call] = trained_in(call)
         for name, parameter, _, _ in trained:
-            use = self.uses.get(id(parameter))
-            if use is None:
-                if parameter.is_complex():
-                    raise complex_parameter(f"{name!r} of {call.path}")
-                use = self.uses[id(parameter)] = Use(parameter)
+            use = self.uses.setdefault(id(parameter), Use(parameter))
             if use.count:
                 self.is_shared = True
+            elif parameter.is_complex():
+                raise complex_parameter(f"{name!r} of {call.path}")
             else:
                 self.weights += parameter.nbytes
             use.count += 1
@@ -283,8 +281,7 @@ class Survey:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
-        if declared_axis(call):
-            self.is_declared = True
+        self.is_declared |= declared_axis(call) > 0
         self.widest = max(self.widest, *[t.nbytes for t in tensors])
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))

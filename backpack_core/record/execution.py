@@ -33,8 +33,7 @@ class Execution(dict[str, Any]):
     is_rewired = False  # which what it received tells
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
-        if kwargs:
-            self.update(kwargs)
+        dict.__init__(self, kwargs)
         self.tensors = tensors
         self.edges = (edge_of(tensors[0]),) if len(tensors) == 1 else tuple(map(edge_of, tensors))
         self.versions = versions_of(tensors)

@@ -172,10 +172,8 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
 
 def run_of_model(module: Module, thread: int) -> Run:
     """What the extended model of a part received, if it runs as a whole on this thread."""
-    known = _running.get(thread)
-    if known:
-        mine = module.__dict__.get(OWNER_ATTRIBUTE)
-        for owner, run in reversed(known):
-            if owner is mine:
-                return run
+    mine = module.__dict__.get(OWNER_ATTRIBUTE)
+    for owner, run in reversed(_running.get(thread, ())):
+        if owner is mine:
+            return run
     return NO_RUN._replace(is_distributed=True) if _torch.is_distributed() else NO_RUN
