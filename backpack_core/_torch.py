@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -57,6 +57,9 @@ _will_execute: Callable[[Node], bool] = getattr(
 )
 # Whether a profiler of torch's notes what happens.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+_keeps_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled
+)
 # Whether autocast is on for any device; where torch does not tell, each has to be asked.
 casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
@@ -84,8 +87,7 @@ def at_end_of_pass(function: Callable[[], None]) -> None:
 def keeps_graph() -> bool:
     """Whether the graph outlives the backward pass under way."""
     # With create_graph=True, grad mode is on inside hooks.
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled)
-    return torch.is_grad_enabled() or bool(asked())
+    return torch.is_grad_enabled() or _keeps_graph()
 
 
 def is_inside_function() -> bool:
@@ -118,9 +120,10 @@ def has_saving_hooks() -> bool:
         return True
 
 
-def is_distributed() -> bool:
-    """Whether the forward pass of a DistributedDataParallel is running."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+def is_distributed(module: Module | None = None) -> bool:
+    """Whether the forward pass of a DistributedDataParallel is running, or is about to."""
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return running is not None or isinstance(module, DistributedDataParallel)
 
 
 def metadata_of(node: Node, output_nr: int) -> Any:
@@ -135,6 +138,14 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # of an inference tensor
         return 0
+
+
+def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The same of several, less those that are ``None``."""
+    try:
+        return [tensor._version for tensor in tensors if tensor is not None]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors if tensor is not None]
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -16,8 +16,8 @@ from backpack_core.engine.trust import forget
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import PATH_ATTRIBUTE
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, model_runs
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
+from backpack_core.record.state import TRAITS_ATTRIBUTE
 from backpack_core.recording import (
     after_forward,
     after_model,
@@ -93,6 +93,7 @@ def unextend(module: M) -> M:
         ModuleHooks.remove(part, MODEL_KEY)
         part.__dict__.pop(PATH_ATTRIBUTE, None)
         part.__dict__.pop(OWNER_ATTRIBUTE, None)
+        part.__dict__.pop(TRAITS_ATTRIBUTE, None)
         forget(part)
     return module
 
@@ -129,6 +130,7 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
             if path:
                 module.__dict__[PATH_ATTRIBUTE] = path
         module.__dict__[OWNER_ATTRIBUTE] = owner
+        module.__dict__.setdefault(TRAITS_ATTRIBUTE)
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)
     for part in parametrizations_of(module).values():

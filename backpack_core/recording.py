@@ -8,11 +8,11 @@ hooks are globals of this file, so that extended modules can be copied and pickl
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from functools import cache, partial
+from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,47 +20,41 @@ from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core._hooks import ModuleHooks, hook_first
-from backpack_core._torch import Node, cached_tensor, parametrizations_of, version_of
+from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
 from backpack_core.record.call import (
+    NOTHING,
     Call,
     Edge,
     Layout,
-    Stored,
     attach,
     attach_viewed,
+    put_in_order,
 )
 from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
-    Owned,
+    TRAITS_ATTRIBUTE,
+    Settings,
     State,
+    Traits,
     computed_in_hooks,
-    settings_of,
     states_inside,
     tensors_of,
 )
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
-from backpack_core.record.switch import is_off, is_recording
+from backpack_core.record.switch import is_recording
 
 
-class _Hook:
+class _Hook(partial[Any]):
     """A hook that says what to do when ``torch.jit.script`` wants to compile it.
 
     It is looked up by its name when it is copied or pickled, as a plain function is.
     """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        self.__doc__ = function.__doc__
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the hook."""
-        return self._function(*args)
 
     @property
     def __name__(self) -> str:
@@ -74,35 +68,26 @@ class _Hook:
                 "torch.jit.script compiles every hook of a module, and those of extend() are no "
                 "code it knows: call unextend(model) first, or script a copy of the model."
             )
-        return self._function.__name__
+        return self.func.__name__
 
     def __reduce__(self) -> str:
         """A global of this file."""
-        return self._function.__name__
+        return self.func.__name__
 
 
-# Where executions of a module are noted, on the module: what does not end must not outlive it.
-_EXECUTIONS = "_backpack_executions"
-# The same on what computes one of its parameters, with the name of that.
+# On what computes a parameter of a module: the execution of that, and the name.
 _COMPUTES = "_backpack_computes"
 
 
-def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The forward pre-hook: notes what only this moment can tell."""
-    if not is_recording() or not ModuleHooks.come_first(module):
-        return
-    tensors = tensors_in(args, in_order(module, kwargs) if kwargs else kwargs)
-    execution = Execution(module.training, tensors)
-    attributes = module.__dict__
-    known = attributes.get(_EXECUTIONS)
-    if known is None:
-        attributes[_EXECUTIONS] = [execution]
-    else:
-        _forget_interrupted(module, known)
-        known.append(execution)
-    for name, computing in parametrizations_of(module).items():
-        computing.__dict__[_COMPUTES] = (execution, name)
-    ModuleHooks.precede_hooks_of_all(before_hooks_of_all)
+def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
+    if not is_recording() or not ModuleHooks.take_places(module, before_hooks_of_all):
+        return None
+    execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
+    if module._modules:
+        for name, computing in parametrizations_of(module).items():
+            computing.__dict__[_COMPUTES] = (execution, name)
+    return args, execution
 
 
 @_Hook
@@ -110,17 +95,28 @@ def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The forward hook: records the call on every differentiable output."""
-    execution = _running(module)
-    if execution is None:
+    if module._modules:
+        for computing in parametrizations_of(module).values():
+            computing.__dict__.pop(_COMPUTES, None)
+    if type(kwargs) is not Execution:
+        if not is_recording():
+            return None
+        # A pre-hook of the user's, which had just been put behind ours, changed the keywords.
+        kwargs = Execution(kwargs, ())
+    if kwargs.is_recorded or not torch.is_grad_enabled():
         return None
-    attributes = module.__dict__
-    executions: list[Execution] = attributes[_EXECUTIONS]
-    executions.remove(execution)
-    if not executions:
-        del attributes[_EXECUTIONS]
-    for computing in parametrizations_of(module).values():
-        computing.__dict__.pop(_COMPUTES, None)
-    return None if execution.is_recorded else _record(module, args, kwargs, result, execution)
+    return _record(module, args, result, kwargs)
+
+
+def before_hooks_of_all(
+    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """The same before hooks of all modules, which may change what this one returned."""
+    if type(kwargs) is not Execution:
+        return None
+    replaced = after_forward(module, args, kwargs, result)
+    kwargs.is_recorded = True
+    return replaced
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -157,6 +153,8 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
     execution, name = module.__dict__.get(_COMPUTES, (None, ""))
     if execution is None or not isinstance(result, Tensor):
         return
+    if execution.computed is None:
+        execution.computed = {}
     known = execution.computed.setdefault(name, result)
     if known is not result and not torch.equal(known, result):
         raise UnsupportedError(
@@ -166,52 +164,14 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
         )
 
 
-def before_hooks_of_all(
-    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
-    """The same before hooks of all modules, which may change what this one returned."""
-    execution = _running(module)
-    if execution is None:
-        return None
-    execution.is_recorded = True
-    return _record(module, args, kwargs, result, execution)
-
-
-def _running(module: Module) -> Execution | None:
-    """The innermost execution of this thread; ``None`` if recording was off when it began."""
-    known: list[Execution] | None = module.__dict__.get(_EXECUTIONS)
-    if known is None:
-        return None
-    thread = threading.get_ident()
-    for execution in reversed(known):
-        if execution.thread == thread:
-            return execution
-    return None
-
-
-def _forget_interrupted(module: Module, known: list[Execution]) -> None:
-    """Drop executions that an exception ended which no hook hears of, as KeyboardInterrupt."""
-    thread, running = threading.get_ident(), _torch.running_calls(module) - 1
-    mine = [e for e in known if e.thread == thread]
-    for stale in mine[running:]:
-        known.remove(stale)
-
-
-def _record(
-    module: Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    result: Any,
-    execution: Execution,
-) -> Any:
+def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
-    if is_off() or not torch.is_grad_enabled():
-        return None
-    resolved = registry.resolve(module)
-    node = simple_node(args, kwargs, result, execution)
+    traits = _traits(module)
+    resolved, settings = traits.resolved, traits.settings
+    node = simple_node(args, result, execution)
     if node is not None:
-        found = _Found(args, kwargs, args, execution.edges, execution.versions, (result,))
-        _attach(_call(module, resolved, found, execution), 0, result, node)
+        kept: Any = (args, {}, args, (result,))
+        _attach(_call(module, resolved, settings, kept, execution, execution), 0, result, node)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -220,15 +180,13 @@ def _record(
     own = aliases(live, execution)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
         resolved = FALLBACK  # rules are formulas for real numbers
-    if kwargs:
-        kwargs = in_order(module, kwargs)
+    kwargs = in_order(module, execution) if execution else {}
     received = Received(execution, outputs, own.values())
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
     if received.replaced:
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
-    edges, versions = received.edges, received.versions
-    found = _Found(args, kwargs, inputs, edges, versions, outputs, received.is_rewired)
-    call = _call(module, resolved, found, execution)
+    kept = args, kwargs, inputs, outputs
+    call = _call(module, resolved, settings, kept, received, execution)
     for index, output in enumerate(outputs):
         if is_made(output):
             shown = own.get(id(output), output)
@@ -238,44 +196,56 @@ def _record(
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
-class _Found(NamedTuple):
-    """What a call received, as it is stored, and what it returned."""
+def _traits(module: Module) -> Traits:
+    """The rule that speaks for a module, and its settings."""
+    attributes = module.__dict__
+    traits: Traits | None = attributes.get(TRAITS_ATTRIBUTE)
+    if traits is None or traits.generation != registry.generation or not traits.hold(module):
+        attributes[TRAITS_ATTRIBUTE] = None  # it is one of the attributes
+        traits = Traits(module, registry.resolve(module), registry.generation)
+        attributes[TRAITS_ATTRIBUTE] = traits
+    return traits
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[Tensor, ...]
-    edges: list[Edge | None]
-    versions: list[int]
-    outputs: tuple[Tensor, ...]
-    is_rewired: bool = False
 
+def _call(
+    module: Module, resolved: Resolved, settings: Settings, kept: Any, what: Any, of: Execution
+) -> Call:
+    """A call of which everything is noted that may be another thing later.
 
-def _call(module: Module, resolved: Resolved, found: _Found, execution: Execution) -> Call:
-    args, kwargs, inputs, edges, versions, outputs, is_rewired = found
-    detached = tuple([o.detach() for o in outputs])
-    owned, parameters, computed = _tensors(module, resolved, execution)
+    Args:
+        module: The module.
+        resolved: Its rule.
+        settings: Its plain attributes.
+        kept: Its arguments, the tensors among them, and what it returned.
+        what: What is known of what it received: all of it before the forward, or more.
+        of: What was known before the forward.
+    """
+    args, kwargs, inputs, outputs = kept
+    tensors = _tensors(module, resolved, of)
     inside: tuple[State, ...] = ()
     if module._modules and _runs_again(module, resolved):
-        inside = states_inside(module, owned)
-    known = (*versions, *[version_of(o) for o in detached])
-    stored = Stored(args, kwargs, inputs, detached, known, owned, parameters, computed)
-    is_readable = not _torch.has_saving_hooks()
-    run = run_of_model(module)
+        inside = states_inside(module, tensors[0])
+    detached = tuple([o.detach() for o in outputs])
+    counts = versions_of([*detached, *tensors[0].values()])
+    noted: Any = (args, kwargs, inputs, detached, what.versions, counts, *tensors)
+    thread, is_readable = get_ident(), not _torch.has_saving_hooks()
+    run = run_of_model(module, thread)
+    if not is_readable:
+        noted = through_hooks(put_in_order(noted))
+        run = run.shown_by(inputs, noted.inputs)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
-        tuple(edges),
-        stored if is_readable else through_hooks(stored),
-        execution.thread,
-        execution.training,
-        settings_of(module),
-        is_rewired,
+        what.edges,
+        noted,
+        thread,
+        module.training,
+        settings,
+        run,
+        what.is_rewired,
         is_readable,
         inside,
-        run.sizes,
-        run.receives(inputs),
-        _torch.is_distributed(),
     )
 
 
@@ -305,25 +275,25 @@ def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution)
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
-) -> tuple[Owned, tuple[str, ...], dict[str, tuple[Tensor, ...]]]:
+) -> tuple[dict[str, Tensor | None], tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters; and those that were computed, from what."""
+    if not module._modules and module.__dict__.keys().isdisjoint(resolved.params):
+        return *tensors_of(module), NOTHING
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []
         more = tuple(n for n in inside if n.startswith("parametrizations."))
-        return *tensors_of(module, more), {}
+        return *tensors_of(module, more), NOTHING
     owned, parameters = tensors_of(module, _nested(resolved.params))
     found = computed_in_hooks(module, resolved.params)
     for name in computing:
-        tensor = execution.computed.get(name, cached_tensor(module, name))
+        tensor = (execution.computed or {}).get(name, cached_tensor(module, name))
         if tensor is not None:
             found[name] = tensor
-    if not found:
-        return owned, parameters, {}
     computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
-    owned.update((name, (tensor, version_of(tensor))) for name, tensor in found.items())
-    remaining = tuple(n for n in parameters if id(owned[n][0]) not in behind)
+    owned.update(found)
+    remaining = tuple(n for n in parameters if id(owned[n]) not in behind)
     return owned, (*remaining, *computed), computed
 
 

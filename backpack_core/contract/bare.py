@@ -53,6 +53,5 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
     value = parameter.detach()
     stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
     thread, settings = threading.get_ident(), settings_of(module)
-    return Call(
-        module, _RULE, provenance, (), stored, thread, module.training, settings, False, True
-    )
+    training = module.training
+    return Call(module, _RULE, provenance, (), stored, thread, training, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 from backpack_core._torch import shards_in
 from backpack_core.contract.extension import Extension
@@ -16,8 +17,9 @@ def clear(survey: Survey, extensions: Iterable[Extension]) -> None:
     for model in owners_of(call.module for call in survey.trained):
         shards = shards_in(model)
         survey.shards.update(shards)
-        for parameter in (*model.parameters(), *shards.values()):
-            for field in fields:
+        tables = (module._parameters.values() for module in model.modules())
+        for parameter in chain(*tables, shards.values()):
+            for field in fields if parameter is not None else ():
                 parameter.__dict__.pop(field, None)
 
 

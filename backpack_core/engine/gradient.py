@@ -211,7 +211,7 @@ def without_gradients(
     Raises:
         UsageError: The model is inside DistributedDataParallel.
     """
-    if any(call.is_distributed for call in survey.trained):
+    if any(call.run.is_distributed for call in survey.trained):
         raise UsageError(
             "gradient='none' leaves gradients out, and DistributedDataParallel waits for them: use "
             "gradient='shared', or pass the model itself, which it wraps, its inputs."

@@ -123,12 +123,13 @@ def _is_table(survey: Survey, site: Site) -> bool:
     if (
         survey.batch_size == 1
         or call.rule.is_loss
-        or not call.sizes
+        or call.is_released
+        or not call.run.sizes
         or call.receives_input
         or not survey.trained[call]
     ):
         return False
-    if call.is_released or any(edge is not None for edge in call.edges):
+    if any(edge is not None for edge in call.edges):
         return False
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
     return is_small or _is_of_buffers(call)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from backpack_core.record.call import PATH_ATTRIBUTE, Call
-from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner
+from backpack_core.record.call import Call
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 
 
 def declared_axis(call: Call) -> int:
@@ -37,7 +37,7 @@ def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
     if not sizes:
         return 0
     candidates = dict.fromkeys(
-        n for call, _ in received if not call.rule.is_loss for n in call.sizes
+        n for call, _ in received if not call.rule.is_loss for n in call.run.sizes
     )
     candidates.pop(0, None)
     if not candidates or ({*sizes} == {sizes[0]} and sizes[0] in candidates):

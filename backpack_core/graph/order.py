@@ -18,9 +18,10 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
     while todo:
         item = todo.pop()
         yield item
-        new = [other for other in dict.fromkeys(further(item)) if other not in seen]
-        seen.update(new)
-        todo += new
+        for other in further(item):
+            if other not in seen:
+                seen.add(other)
+                todo.append(other)
 
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:

@@ -35,11 +35,11 @@ class Trained(NamedTuple):
 
 def trained_in(call: Call) -> tuple[Trained, ...]:
     """The parameters that a call reads off."""
-    stored, found = call.stored, []
+    stored, covers, found = call.stored, call.rule.covers, []
     for name in stored.parameters:
         tensor, _ = stored.owned[name]
         if tensor.requires_grad:
-            is_covered = call.rule.covers(call.module, name)
+            is_covered = covers(call.module, name)
             for parameter in stored.computed.get(name, (tensor,)):
                 found.append(Trained(name, parameter, tensor, is_covered))
     return tuple(found)

@@ -176,22 +176,25 @@ class Survey:
         self.sites[call, index] = site
         self._regions[call] = region
         self._note_uses(call)
-        self._check(call, index)
+        self._check(site)
         if self.goes_inside(call):
             return [(site.below, Region(call, region))]
         return [(edge, region) for edge in call.edges if edge is not None]
 
     def _note_uses(self, call: Call) -> None:
         """Note which parameters a call uses."""
-        if call not in self.trained:
-            self.trained[call] = trained_in(call)
-        for name, parameter, *_ in self.trained[call]:
-            if parameter.is_complex():
-                raise complex_parameter(f"{name!r} of {call.path}")
+        trained = self.trained.get(call)
+        if trained is None:
+            trained = self.trained[call] = trained_in(call)
+        for name, parameter, _, _ in trained:
             use = self.uses.setdefault(id(parameter), Use(parameter))
-            self.weights += 0 if use.count else parameter.nbytes
+            if use.count:
+                self.is_shared = True
+            elif parameter.is_complex():
+                raise complex_parameter(f"{name!r} of {call.path}")
+            else:
+                self.weights += parameter.nbytes
             use.count += 1
-            self.is_shared |= use.count > 1
 
     def _pass(self, node: Node, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
         """Go through a node between calls."""
@@ -269,25 +272,27 @@ class Survey:
                 if any(id(p) in self.bare for *_, p in owned) and self.trained[call]:
                     self.disown(call)
 
-    def _check(self, call: Call, index: int) -> None:
-        view, rule = View(call, index), call.rule
-        if True in [t.is_nested for t in (call.stored.outputs[index], *call.stored.inputs)]:
-            raise faults.nested_tensor(f"What {call.path} received or returned")
-        stored, axis = view.stored, rule.batch_axis(view, index)
-        self.axes[call, index] = axis
-        self.is_declared |= declared_axis(call) > 0
+    def _check(self, site: Site) -> None:
+        call, index = site.call, site.index
+        rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        self.widest = max(self.widest, output.nbytes, *(t.nbytes for t in inputs))
-        if call.module._modules and not rule.transparent:
-            self._fault(faults.uncovered(call))
+        tensors = (output, *inputs)
+        if True in [t.is_nested for t in tensors]:
+            raise faults.nested_tensor(f"What {call.path} received or returned")
+        view = View(call, index)
+        self.axes[call, index] = axis = rule.batch_axis(view, index)
+        self.is_declared |= declared_axis(call) > 0
+        self.widest = max(self.widest, *[t.nbytes for t in tensors])
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
-        if not (rule.is_loss or output.dim() == 0) and output.shape[axis : axis + 1] != (size,):
+        if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
             size = -1
         self.received[call, index] = size
-        if None in call.edges or call.module._modules:
-            self.unusual.append(Site(call, index, self.sites[call, index].edge))
+        if module._modules and not rule.transparent:
+            self._fault(faults.uncovered(call))
+        if module._modules or None in call.edges:
+            self.unusual.append(site)
 
     def _fault(self, error: BackpackError | None) -> None:
         if error is not None:

@@ -78,6 +78,7 @@ class Registry:
     overrides: dict[tuple[type[Extension], ModuleType], list[Claim[CarrierOf]]] = field(
         default_factory=dict
     )
+    generation: int = 0  # of the answers
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
@@ -107,6 +108,7 @@ class Registry:
     def forget(self) -> None:
         """Look up every module anew."""
         self._rule_cache.clear()
+        self.generation += 1
 
     @property
     def _tables(self) -> tuple[dict[Any, list[Any]], ...]:

@@ -9,6 +9,9 @@ inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes b
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -19,10 +22,10 @@ from torch.nn import Module
 from backpack_core._checkpoints import SavedTensor
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
-from backpack_core.record.state import State
+from backpack_core.record.owner import NO_RUN, PATH_ATTRIBUTE, Run
+from backpack_core.record.state import Settings, State
 
-PATH_ATTRIBUTE: Final = "_backpack_path"
-_SITES: Final = "backpack_core.sites"
+SITES: Final = "backpack_core.sites"
 _VIEWED: Final = "backpack_core.viewed"
 
 
@@ -65,6 +68,9 @@ class Layout(NamedTuple):
         return flat.as_strided((len(mat), *self.size), (span, *self.stride), self.offset)
 
 
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
 class Stored(NamedTuple):
     """The tensors of a call.
 
@@ -90,27 +96,38 @@ class Stored(NamedTuple):
     versions: tuple[int, ...]
     owned: dict[str, tuple[Tensor, int]]
     parameters: tuple[str, ...]
-    computed: Mapping[str, tuple[Tensor, ...]] = MappingProxyType({})
+    computed: Mapping[str, tuple[Tensor, ...]] = NOTHING
     saved: tuple[SavedTensor | None, ...] = ()
 
 
-class _Count:
-    """How many calls were made, and how many are gone."""
+def put_in_order(noted: Any) -> Stored:
+    """What a call stores, from what was noted of it when it was made; that has to be quick."""
+    args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
+    count = iter(counts)
+    versions = *received, *islice(count, len(outputs))
+    there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
+    names = tuple([name for name in parameters if name in there])
+    return Stored(args, kwargs, inputs, outputs, versions, there, names, computed)
 
-    made = 0
-    gone = 0
+
+_ALIVE: Final = object()  # every call holds it
 
 
 def live_calls() -> int:
     """How many calls are alive in this process: zero once every graph is gone."""
-    return _Count.made - _Count.gone
+    return getrefcount(_ALIVE) - _OTHERS
 
 
+_OTHERS: Final = getrefcount(_ALIVE)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Call:
     """What a module received and returned in one forward execution.
 
     Attributes:
         module: The module.
+        noted: What is stored, or what it is put in order from when it is first asked for.
         rule: The layer rule that speaks for it (of the automatic one where there is none).
         provenance: Who provided the rule.
         edges: Where each input came from, before the forward; ``None`` for constants and leaves.
@@ -122,83 +139,48 @@ class Call:
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
-        sizes: How long axis 0 of the tensors was that the model received, if it ran as a whole.
-        receives_input: Whether any of them is among what the module received, or a view of one.
-        is_distributed: It ran inside of DistributedDataParallel.
-        goes_inside: Whether what arrives at an output goes on through the node that made it.
+        run: What the model received, if it ran as a whole.
         stored: The tensors; once they are freed, asking for them raises.
         is_released: Whether they were freed.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "edges",
-        "goes_inside",
-        "inside",
-        "is_distributed",
-        "is_readable",
-        "is_released",
-        "is_rewired",
-        "module",
-        "provenance",
-        "receives_input",
-        "rule",
-        "settings",
-        "sizes",
-        "stored",
-        "thread",
-        "training",
-    )
+    module: Module
+    rule: Any  # a LayerRule, whose contract speaks of calls
+    provenance: Any
+    edges: tuple[Edge | None, ...]
+    noted: Any
+    thread: int
+    training: bool
+    settings: Settings
+    run: Run = NO_RUN
+    is_rewired: bool = False
+    is_readable: bool = True
+    inside: tuple[State, ...] = ()
+    is_released: bool = False
+    stored: Stored = field(init=False)
+    _alive: object = _ALIVE
 
-    def __init__(
-        self,
-        module: Module,
-        rule: Any,  # a LayerRule, whose contract speaks of calls
-        provenance: Any,
-        edges: tuple[Edge | None, ...],
-        stored: Stored,
-        thread: int,
-        training: bool,
-        settings: tuple[tuple[str, ...], tuple[Any, ...]],
-        is_rewired: bool,
-        is_readable: bool,
-        inside: tuple[State, ...] = (),
-        sizes: tuple[int, ...] = (),
-        receives_input: bool = False,
-        is_distributed: bool = False,
-    ) -> None:
-        self.module: Final = module
-        self.rule: Final = rule
-        self.provenance: Final = provenance
-        self.edges: Final = edges
-        self.thread: Final = thread
-        self.training: Final = training
-        self.settings: Final = settings
-        self.is_rewired: Final = is_rewired
-        self.is_readable: Final = is_readable
-        self.inside: Final = inside
-        self.sizes: Final = sizes
-        self.receives_input: Final = receives_input
-        self.is_distributed: Final = is_distributed
-        self.goes_inside: Final = is_rewired or bool(rule.transparent)
-        self.stored = stored
-        self.is_released = False
-        _Count.made += 1
-
-    def __del__(self) -> None:
-        """Count."""
-        _Count.gone += 1
+    @property
+    def goes_inside(self) -> bool:
+        """Whether what arrives at an output goes on through the node that made it."""
+        return self.is_rewired or bool(self.rule.transparent)
 
     def release(self) -> None:
         """Free the tensors; any later use raises :class:`ReleasedIOError`."""
         if not self.is_released:
-            del self.stored
-            self.is_released = True
+            if self.noted is None:
+                del self.stored
+            self.noted, self.is_released = None, True
 
     def __getattr__(self, name: str) -> Any:
         # Asked of what is not there only, so that what is costs nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        noted = self.noted
+        if noted is not None:
+            self.stored = noted if isinstance(noted, Stored) else put_in_order(noted)
+            self.noted = None
+            return self.stored
         raise ReleasedIOError(
             f"{self.path}: the inputs and outputs of this forward pass were freed by an "
             "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
@@ -209,6 +191,11 @@ class Call:
     def path(self) -> str:
         """Where the module sits in the model that was extended, for messages."""
         return path_of(self.module)
+
+    @property
+    def receives_input(self) -> bool:
+        """Whether the module received a tensor that the model did, or a view of one."""
+        return self.run.receives(self.stored.inputs)
 
     def __repr__(self) -> str:
         """The module and the shapes."""
@@ -261,13 +248,18 @@ INSIDE: Final = -2
 def edge_of(tensor: Tensor) -> Edge | None:
     """The edge of a tensor, or ``None`` for a leaf or a constant: nothing behind them wants any."""
     node = tensor.grad_fn
-    return None if node is None else Edge(node, tensor.output_nr)
+    return (
+        None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
+    )  # much faster than Edge(...)
 
 
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
     """Record a call on an output of a node; there is one at most."""
-    table = node.metadata.setdefault(_SITES, {})  # type: ignore[attr-defined]
-    table[output_nr] = (call, index)
+    metadata: Any = node.metadata
+    if SITES in metadata:
+        metadata[SITES][output_nr] = (call, index)
+    else:
+        metadata[SITES] = {output_nr: (call, index)}
 
 
 def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
@@ -278,13 +270,13 @@ def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
 
 def has_site(node: Node, output_nr: int) -> bool:
     """Whether a call is recorded on an output of a node."""
-    table = node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table = node.metadata.get(SITES)  # type: ignore[attr-defined]
     return table is not None and output_nr in table
 
 
 def calls_at(node: Node) -> list[Call]:
     """The calls that are recorded on the outputs of a node."""
-    table: Any = node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table: Any = node.metadata.get(SITES)  # type: ignore[attr-defined]
     return [call for call, _ in table.values()] if table else []
 
 
@@ -294,14 +286,14 @@ def site_at(edge: Edge) -> Site | None:
     if level > 0:
         call, index, layout = viewed_at(node, output_nr)[level - 1]
         return Site(call, index, edge, layout)
-    table = None if level == INSIDE else node.metadata.get(_SITES)  # type: ignore[attr-defined]
+    table = None if level == INSIDE else node.metadata.get(SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
     return None if found is None else Site(found[0], found[1], edge)
 
 
 def edge_at(call: Call, index: int, node: Node) -> Edge | None:
     """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
-    table: Any = node.metadata.get(_SITES, {})  # type: ignore[attr-defined]
+    table: Any = node.metadata.get(SITES, {})  # type: ignore[attr-defined]
     places = (nr for nr, found in table.items() if found == (call, index))
     return next((Edge(node, nr) for nr in places), None)
 

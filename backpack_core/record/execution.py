@@ -5,40 +5,40 @@ What a call stores must not hold the nodes of the call's own outputs: that would
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, base_of, version_of
-from backpack_core.record.call import Edge, edge_of, has_site
+from backpack_core._torch import Node, base_of, version_of, versions_of
+from backpack_core.record.call import SITES, Edge, edge_of, has_site
 
 
-class Execution:
-    """What only the moment before the forward can tell.
+class Execution(dict[str, Any]):
+    """The keyword arguments of a module, with what only the moment before the forward can tell.
+
+    The module gets them in the place of its own: so what was noted belongs to this execution and to
+    no other one of the module (in another thread, inside of this one), and is gone with it.
 
     Attributes:
-        training: Whether the module is in train mode.
-        tensors: The tensors among its arguments.
+        tensors: The tensors among all arguments.
         versions: How often each was changed in place.
         edges: Where each came from.
-        thread: The thread.
         is_recorded: Whether the call was made already.
         computed: Parameters that a parametrization computed meanwhile, by name.
     """
 
-    __slots__ = ("computed", "edges", "is_recorded", "tensors", "thread", "training", "versions")
+    __slots__ = ("computed", "edges", "is_recorded", "tensors", "versions")
+    is_rewired = False  # which what it received tells
 
-    def __init__(self, training: bool, tensors: tuple[Tensor, ...]) -> None:
-        self.training = training
+    def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
+        dict.__init__(self, kwargs)
         self.tensors = tensors
-        self.versions = [version_of(t) for t in tensors]
-        self.edges = [edge_of(t) for t in tensors]
-        self.thread = threading.get_ident()
+        self.edges = (edge_of(tensors[0]),) if len(tensors) == 1 else tuple(map(edge_of, tensors))
+        self.versions = versions_of(tensors)
         self.is_recorded = False
-        self.computed: dict[str, Tensor] = {}
+        self.computed: dict[str, Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> None:
         """One that never ended: an exception that hooks do not hear of came in between."""
@@ -71,16 +71,15 @@ class Received:
         self._execution = execution
         self._nodes = [node for o in outputs if (node := o.grad_fn) is not None]
         self._bases = [base for o in (*outputs, *own) if (base := base_of(o)) is not None]
-        self.edges: list[Edge | None] = []
+        self.edges: tuple[Edge | None, ...] = ()
         self.versions: list[int] = []
         self.replaced: dict[int, Tensor] = {}
         self.is_rewired = False
 
     def store(self, tensor: Tensor) -> Tensor:
         """The tensor, or what takes its place."""
-        node, version = tensor.grad_fn, version_of(tensor)
-        edge = None if node is None else Edge(node, tensor.output_nr)
-        is_own = node in self._nodes
+        edge, version = edge_of(tensor), version_of(tensor)
+        is_own = tensor.grad_fn in self._nodes
         was, known = (edge, version), self._execution
         for slot, other in enumerate(known.tensors):
             if other is tensor:
@@ -93,10 +92,10 @@ class Received:
             # The module rewrote its input. Where it came from before, a pre-hook saw.
             self.is_rewired |= base_of(tensor) is not None and version != was[1]
             tensor = self._replace(tensor, tensor.detach())
-        elif node is not None and self._bases and self._is_seen(tensor):
+        elif edge is not None and self._bases and self._is_seen(tensor):
             # Whoever changes the output in place rewrites the input, too, into its own future.
             tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
-        self.edges.append(was[0])
+        self.edges = (*self.edges, was[0])
         self.versions.append(was[1])
         return tensor
 
@@ -129,27 +128,25 @@ def is_made(output: Tensor) -> bool:
     return output.grad_fn is not None and output.layout in (torch.strided, torch.jagged)
 
 
-def simple_node(
-    args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, execution: Execution
-) -> Node | None:
+def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Node | None:
     """The node of the output, if a module made one new real tensor of another.
 
     And left everything as it was: what was known before the forward is all that there is to store.
     """
     # Tensors are the arguments themselves where nothing else was found among them.
-    if not args or kwargs or args is not execution.tensors or not isinstance(result, Tensor):
+    if args is not execution.tensors or not args or not isinstance(result, Tensor):
         return None
-    received, edge, node = args[0], execution.edges[0], result.grad_fn
-    if (
+    received, edge = args[0], execution.edges[0]
+    node: Any = result.grad_fn
+    is_simple = (
         node is not None
         and node is not received.grad_fn
-        and (edge is None or node is not edge.node)
+        and (edge is None or node is not edge[0])
         and result.layout is torch.strided
         and not (result._is_view() or result.is_complex() or received.is_complex())
-        and not has_site(node, result.output_nr)
-    ):
-        return node
-    return None
+        and SITES not in node.metadata
+    )
+    return node if is_simple else None
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:

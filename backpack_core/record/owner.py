@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core import _torch
 from backpack_core._torch import memory_of, running_calls
 from backpack_core.errors import UsageError
 
-OWNER_ATTRIBUTE = "_backpack_owner"
+OWNER_ATTRIBUTE: Final = "_backpack_owner"
+PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
 
 
 class Run(NamedTuple):
@@ -22,34 +24,35 @@ class Run(NamedTuple):
     Attributes:
         sizes: How long axis 0 of each tensor is; one of them is the number of samples.
         memories: Where the tensors lie.
+        is_distributed: It runs inside of DistributedDataParallel.
     """
 
     sizes: tuple[int, ...] = ()
     memories: frozenset[int] = frozenset()
+    is_distributed: bool = False
 
     def receives(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of some tensors lies in the memory of one of these."""
-        return bool(self.memories) and any(
-            memory_of(t) in self.memories for t in tensors if not t.is_nested
-        )
+        return bool(self.memories) and not self.memories.isdisjoint(_memories(tensors))
+
+    def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
+        """The same for a call whose tensors others stand for, in memory of their own."""
+        return self._replace(memories=_memories(stands if self.receives(tensors) else ()))
 
 
-_NO_RUN = Run()
-_local = threading.local()
+def _memories(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset([memory_of(t) for t in tensors if not t.is_nested])
+
+
+NO_RUN: Final = Run()
+# Modules that were extended as a whole and run, outermost first, by thread.
+_running: dict[int, list[tuple[Owner, Run]]] = {}
 _models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 
 
-def _running() -> list[tuple[Owner, Run]]:
-    """Modules that were extended as a whole and run on this thread, outermost first."""
-    known: list[tuple[Owner, Run]] | None = getattr(_local, "running", None)
-    if known is None:
-        known = _local.running = []
-    return known
-
-
 def _still_running() -> list[tuple[Owner, Run]]:
-    """Without those that an exception left which no hook hears of, as KeyboardInterrupt."""
-    known = _running()
+    """Those of this thread, less what an exception left that no hook hears of."""
+    known = _running.get(get_ident(), [])
     while known and not running_calls(known[-1][0].module):
         known.pop()
     return known
@@ -57,7 +60,7 @@ def _still_running() -> list[tuple[Owner, Run]]:
 
 def model_runs() -> bool:
     """Whether a module that was extended as a whole runs on this thread, and is recorded."""
-    return any(run is not _NO_RUN for _, run in _still_running())
+    return any(run is not NO_RUN for _, run in _still_running())
 
 
 class Owner:
@@ -85,7 +88,7 @@ class Owner:
         Raises:
             UsageError: None of them has the axis on which samples are said to lie.
         """
-        run = _NO_RUN
+        run = NO_RUN
         if tensors is not None:
             axis, given = self.axes.get("", 0), list(tensors)
             received = [t for t in given if t.dim() > axis and not t.is_nested]
@@ -94,20 +97,20 @@ class Owner:
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
                 )
-            run = Run(tuple([t.shape[axis] for t in received]), frozenset(map(memory_of, received)))
-        _still_running().append((self, run))
+            sizes, is_distributed = [t.shape[axis] for t in received], _torch.is_distributed
+            run = Run(tuple(sizes), _memories(received), is_distributed(self.module))
+        _still_running()
+        _running.setdefault(get_ident(), []).append((self, run))
 
     def end(self) -> None:
         """It is through, or was left by an exception."""
-        running = _running()
-        places = [i for i, (owner, _) in enumerate(running) if owner is self]
+        thread = get_ident()
+        known = _running.get(thread, [])
+        places = [i for i, (owner, _) in enumerate(known) if owner is self]
         if places:
-            del running[places[-1] :]
-
-    @property
-    def run(self) -> Run:
-        """What the module received; nothing if it is not running."""
-        return next((run for owner, run in reversed(_running()) if owner is self), _NO_RUN)
+            del known[places[-1] :]
+        if not known:
+            _running.pop(thread, None)
 
     @property
     def module(self) -> Module | None:
@@ -120,7 +123,7 @@ class Owner:
 
     def axis_of(self, path: str) -> int:
         """Where the samples of a part are said to lie."""
-        while path and path not in self.axes:
+        while self.axes and path and path not in self.axes:
             path = path.rpartition(".")[0]
         return self.axes.get(path, 0)
 
@@ -167,8 +170,10 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
     }
 
 
-def run_of_model(module: Module) -> Run:
-    """What the extended model of a part received, if it runs as a whole."""
-    owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    run: Run = _NO_RUN if owner is None else owner.run
-    return run
+def run_of_model(module: Module, thread: int) -> Run:
+    """What the extended model of a part received, if it runs as a whole on this thread."""
+    mine = module.__dict__.get(OWNER_ATTRIBUTE)
+    for owner, run in reversed(_running.get(thread, ())):
+        if owner is mine:
+            return run
+    return NO_RUN._replace(is_distributed=True) if _torch.is_distributed() else NO_RUN

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import version_of
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
 Settings = tuple[tuple[str, ...], tuple[Any, ...]]  # names, values
@@ -31,7 +31,9 @@ class State(NamedTuple):
     values: tuple[Any, ...]
 
 
-def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[str, ...]]:
+def tensors_of(
+    module: Module, nested: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor | None], tuple[str, ...]]:
     """Parameters and buffers of a module, as this forward pass used them.
 
     Args:
@@ -41,19 +43,15 @@ def tensors_of(module: Module, nested: tuple[str, ...]) -> tuple[Owned, tuple[st
     Returns:
         The tensors, and which of them are parameters.
     """
-    owned: Owned = {n: (t, version_of(t)) for n, t in module._parameters.items() if t is not None}
-    for name in nested:
-        tensor = _nested(module, name)
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
-    parameters = tuple(owned)
-    for name, tensor in module._buffers.items():
-        if tensor is not None:
-            owned[name] = (tensor, version_of(tensor))
-    return owned, parameters
+    owned: dict[str, Tensor | None] = {**module._parameters}
+    if nested:
+        owned.update({name: _nested(module, name) for name in nested})
+    names = tuple(owned)
+    owned.update(module._buffers)
+    return owned, names
 
 
-def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
+def states_inside(module: Module, owned: dict[str, Tensor | None]) -> tuple[State, ...]:
     """What the modules inside are; adds their parameters and buffers to the module's own."""
     states = []
     for path, part in module.named_modules(remove_duplicate=False):
@@ -61,8 +59,7 @@ def states_inside(module: Module, owned: Owned) -> tuple[State, ...]:
             continue
         states.append(State(part, part.training, *settings_of(part)))
         kept = {n: t for n, t in part._buffers.items() if t is not None and t.grad_fn is None}
-        kept.update({n: t for n, t in part._parameters.items() if t is not None})
-        owned.update({f"{path}.{n}": (t, version_of(t)) for n, t in kept.items()})
+        owned.update({f"{path}.{n}": t for n, t in {**kept, **part._parameters}.items()})
     return tuple(states)
 
 
@@ -85,13 +82,64 @@ def _nested(module: Module, name: str) -> Tensor | None:
 
 _PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
 _OF_ALL = frozenset(vars(Module()))
+TRAITS_ATTRIBUTE = "_backpack_traits"
+_OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 
 def settings_of(module: Module) -> Settings:
     """Names and values of a module's plain attributes."""
     attributes = module.__dict__
-    names = [n for n in attributes if n not in _OF_ALL and isinstance(attributes[n], _PLAIN)]
+    names = [
+        name
+        for name, value in attributes.items()
+        if name not in _OF_ALL and isinstance(value, _PLAIN) and name not in _OURS
+    ]
     return tuple(names), tuple([attributes[name] for name in names])
+
+
+class Traits:
+    """What is the same at every call of a module, until an attribute comes, goes or is changed.
+
+    Attributes:
+        settings: Names and values of its plain attributes.
+        resolved: The rule that speaks for it.
+        generation: Of the registry that said so.
+    """
+
+    def __init__(self, module: Module, resolved: Any, generation: int) -> None:
+        attributes = module.__dict__
+        self.resolved, self.generation = resolved, generation
+        self.settings = names, _ = settings_of(module)
+        others = attributes.keys() - _OF_ALL - {*names, *_OURS}
+        # Of a single name, a getter gives no tuple.
+        self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
+        self._others = itemgetter(*others, *["_forward_hooks"] * 2)
+        self._types = self._types_of(attributes) if others else None
+        self._kind, self._count = type(module), len(attributes)
+        self._values = self._plain(attributes)
+
+    def hold(self, module: Module) -> bool:
+        """Whether the module is what it was."""
+        attributes = module.__dict__
+        try:
+            return (
+                len(attributes) == self._count
+                and type(module) is self._kind
+                and bool(self._plain(attributes) == self._values)
+                and (self._types is None or self._types == self._types_of(attributes))
+            )
+        except Exception:  # an attribute is gone, or cannot be compared with a number
+            return False
+
+    def _types_of(self, attributes: dict[str, Any]) -> tuple[type, ...]:
+        return tuple(map(type, self._others(attributes)))
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Of a copy, they are found out anew."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same for what is read from a file."""
+        return type(None), ()
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:

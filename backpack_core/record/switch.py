@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from threading import get_ident
 
 import torch
 
 from backpack_core._checkpoints import is_computed_again
 from backpack_core._torch import peek_transform, tracing_state
 
-_local = threading.local()
+_disabled: dict[int, int] = {}  # how many blocks each thread is in
 
 
 class disable:
@@ -21,22 +21,21 @@ class disable:
 
     def __enter__(self) -> disable:
         """Stop recording."""
-        _local.disabled = getattr(_local, "disabled", 0) + 1
+        thread = get_ident()
+        _disabled[thread] = _disabled.get(thread, 0) + 1
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Record again, unless an outer block says otherwise."""
-        _local.disabled -= 1
+        thread = get_ident()
+        _disabled[thread] -= 1
+        if not _disabled[thread]:
+            del _disabled[thread]
 
 
 def is_disabled() -> bool:
     """Whether this thread is inside ``disable()``."""
-    return getattr(_local, "disabled", 0) > 0
-
-
-def is_off() -> bool:
-    """Whether nothing is recorded; what a checkpoint computes again has to be as it was."""
-    return is_disabled() and not is_computed_again()
+    return bool(_disabled) and get_ident() in _disabled
 
 
 def is_recording() -> bool:
@@ -46,5 +45,6 @@ def is_recording() -> bool:
         and torch.is_grad_enabled()
         and peek_transform() is None
         and tracing_state() is None
-        and not is_off()
+        # What a checkpoint computes again has to be as it was.
+        and not (_disabled and is_disabled() and not is_computed_again())
     )

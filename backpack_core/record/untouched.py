@@ -7,6 +7,7 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from backpack_core._torch import memory_of
 from backpack_core.errors import PluginCodeError
+from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
-# What holds no tensors; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset([int, str, bool, type(None), type, frozenset, torch.Size])
+# What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
+_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, torch.Size, View])
+_HOLDING = (Tensor, dict)
 
 
 def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
@@ -62,11 +65,15 @@ def _shown(view: View) -> list[Tensor]:
 
 def _counted(view: View) -> tuple[list[Tensor], list[int]]:
     """Those whose versions torch counts, with what they were at first."""
-    tensors = [tensor for tensor in _shown(view) if not tensor.is_inference()]
-    found = tensors, [tensor._version for tensor in tensors]
+    tensors = _shown(view)
+    try:
+        versions = [tensor._version for tensor in tensors]
+    except RuntimeError:
+        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
     if view.taken is None:  # of which more is shown by and by
-        view.counted = found
-    return found
+        view.counted = tensors, versions
+    return tensors, versions
 
 
 def _held(given: Iterable[object]) -> list[Tensor]:
@@ -75,14 +82,13 @@ def _held(given: Iterable[object]) -> list[Tensor]:
     for value in given:
         if isinstance(value, Tensor):
             found.append(value)
-            continue
-        for item in getattr(value, "__dict__", {}).values():
-            if type(item) in _PLAIN:
-                continue
-            if isinstance(item, dict):  # results, and what is kept
-                found += [part for part in item.values() if isinstance(part, Tensor)]
-            elif isinstance(item, Tensor):
-                found.append(item)
+        elif type(value) not in _PLAIN:
+            items = getattr(value, "__dict__", NOTHING).values()
+            for item in [i for i in items if type(i) not in _PLAIN and isinstance(i, _HOLDING)]:
+                if isinstance(item, Tensor):
+                    found.append(item)
+                elif item:  # results, and what is kept
+                    found += [part for part in item.values() if isinstance(part, Tensor)]
     return found
 
 

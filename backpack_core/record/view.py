@@ -51,28 +51,6 @@ class View:
         taken: What hooks on saved tensors took of them; ``None`` without such hooks.
     """
 
-    __slots__ = (
-        "_columns",
-        "_module",
-        "_pick",
-        "_tensors",
-        "_whole",
-        "axis",
-        "call",
-        "counted",
-        "dtype",
-        "grad_output",
-        "index",
-        "indices",
-        "is_differentiable",
-        "is_reached",
-        "kept",
-        "node",
-        "positions",
-        "stored",
-        "taken",
-    )
-
     def __init__(
         self,
         call: Call,

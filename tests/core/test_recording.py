@@ -1,0 +1,173 @@
+"""What is noted of a call, and what of it is the same at every call of a module."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend, unextend
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.extensions import BatchGrad
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Call, edge_of, site_at
+
+
+def call_of(output: Tensor) -> Call:
+    edge = edge_of(output)
+    assert edge is not None
+    site = site_at(edge)
+    assert site is not None
+    return site.call
+
+
+class Scaled(nn.Module):
+    """Parameters, and plain attributes that its forward uses."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        vars(self).update(settings)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor: Any = vars(self).get("factor", vars(self).get("other", 1.0))
+        result: Tensor = x * self.weight * factor
+        return result
+
+
+def check(model: nn.Module, x: Tensor, expected: Tensor) -> None:
+    """Individual gradients of the sum of a model's output in its one parameter."""
+    output = model(x)
+    with backpack(BatchGrad(fail_mode="autodiff")):
+        output.sum().backward()
+    parameter: Any = next(model.parameters())
+    torch.testing.assert_close(parameter.grad_batch, expected)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("before", [{"factor": 2.0}, {"factor": torch.tensor(2.0)}, {"other": 2.0}])
+@pytest.mark.parametrize("after", [{"factor": 3.0}, {"factor": torch.tensor(3.0)}, {"other": 3.0}])
+def test_attributes_change_between_calls(before: Any, after: Any) -> None:
+    """Their values, their kinds, and their names, at one number of them."""
+    x, model = torch.randn(4, 3), extend(Scaled(**before))
+    check(model, x, 2 * x)
+    for name in before:
+        del vars(model)[name]
+    vars(model).update(after)
+    check(model, x, 3 * x)
+
+
+def test_attributes_change_before_the_backward_pass() -> None:
+    x, model = torch.randn(4, 3), extend(nn.Dropout(0.5))
+    layer: Any = extend(nn.Linear(3, 3))
+    for p in (0.25, 0.75):
+        model.p = p
+        output = model(layer(x))
+        model.p = 0.5
+        expected = torch.autograd.grad(output.sum(), layer.bias, retain_graph=True)[0]
+        with backpack(BatchGrad()):
+            output.sum().backward()
+        torch.testing.assert_close(layer.bias.grad_batch.sum(0), expected)
+        assert call_of(output).settings == (("p", "inplace"), (p, False))
+
+
+def test_what_the_registry_says_is_not_kept_for_long() -> None:
+    model, x = extend(nn.Linear(3, 3)), torch.randn(2, 3)
+    known = call_of(model(x)).rule
+    claims, registry.rules[nn.Linear] = registry.rules.pop(nn.Linear), []
+    try:
+        registry.add([], "nobody")  # type: ignore[arg-type]
+        assert call_of(model(x)).rule is not known
+    finally:
+        registry.rules[nn.Linear] = claims
+        registry.add([], "nobody")  # type: ignore[arg-type]
+    assert call_of(model(x)).rule is known
+
+
+def test_a_hook_before_the_forward_changes_its_input_in_place() -> None:
+    """What the module gets is what counts. A hook that has just been put there is noticed first."""
+    first: Any = extend(nn.Linear(3, 3))
+    second: Any = extend(nn.Linear(3, 3))
+
+    def double(_: nn.Module, args: Any) -> None:
+        args[0].mul_(2)
+
+    second.register_forward_pre_hook(double)
+
+    def forward(x: Tensor) -> Tensor:
+        return second(first(x) + 0)  # type: ignore[no-any-return]
+
+    x = torch.randn(4, 3)
+    with pytest.raises(OverwrittenInputError), backpack(BatchGrad()):
+        forward(x).sum().backward()
+    for _ in range(2):
+        first.zero_grad()
+        output = forward(x)
+        with backpack(BatchGrad()):
+            output.sum().backward()
+        torch.testing.assert_close(first.weight.grad_batch.sum(0), first.weight.grad)
+        torch.testing.assert_close(
+            second.weight.grad_batch, torch.ones(4, 3, 1) * 2 * first(x).detach().unsqueeze(1)
+        )
+
+
+class Shifting(nn.Module):
+    """Changes a constant that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return x * self.weight * shift.add_(1)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize(("by_name", "has_hook"), [(False, False), (True, False), (True, True)])
+def test_an_argument_that_the_module_changes_is_noticed(by_name: bool, has_hook: bool) -> None:
+    """Versions are those of before the forward, whatever full backward hooks make of positions."""
+    model = extend(Shifting())
+    if has_hook:
+        model.register_full_backward_hook(lambda *_: None)
+    x, shift = torch.randn(4, 3, requires_grad=True), torch.zeros(4, 3)
+    output = model(x, shift=shift) if by_name else model(x, shift)
+    with (
+        pytest.raises(OverwrittenInputError, match="its input was changed in place"),
+        backpack(BatchGrad(fail_mode="autodiff")),
+    ):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_after_a_forward_pass(duplicate: Any) -> None:
+    model, x = extend(nn.Sequential(nn.Linear(3, 3))), torch.randn(4, 3)
+    model(x)
+    other: Any = duplicate(model)
+    output = other(x)
+    assert call_of(output).settings == (("in_features", "out_features"), (3, 3))
+    with backpack(BatchGrad()):
+        output.sum().backward()
+    torch.testing.assert_close(other[0].bias.grad_batch, torch.ones(4, 3))
+
+
+def test_nothing_of_ours_stays_on_a_module() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    before = [set(vars(part)) for part in model.modules()]
+    extend(model)(torch.randn(2, 3))
+    unextend(model)
+    assert [set(vars(part)) for part in model.modules()] == before
+
+
+def test_what_is_stored_is_put_in_order_once() -> None:
+    call = call_of(extend(nn.Linear(3, 2, bias=False))(torch.randn(4, 3)))
+    stored = call.stored
+    assert call.stored is stored
+    assert stored.parameters == ("weight",)
+    (weight,) = call.module.parameters()
+    assert stored.owned == {"weight": (weight, weight._version)}
+    call.release()
+    assert call.is_released
