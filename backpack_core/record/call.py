@@ -288,6 +288,11 @@ def calls_at(node: Node) -> list[Call]:
     return [call for call, _ in table.values()] if table else []
 
 
+def is_noted(node: Node) -> bool:
+    """Whether a call is recorded on an output of a node, or on a view of one."""
+    return not {_SITES, _VIEWED}.isdisjoint(node.metadata)
+
+
 def site_at(edge: Edge) -> Site | None:
     """The call whose output an edge stands for; ``None`` where it is a node between calls."""
     node, output_nr, level = edge
