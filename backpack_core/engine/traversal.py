@@ -63,7 +63,7 @@ class Traversal:
                 view = view.subsample(propagator.subsampling)
             carrier = self._carrier(group, view)
             arrived = self.schedule.take(slot, site)
-            quantity = carrier.arrive(view, _at_output(group, site, view, arrived))
+            quantity = carrier.arrive(view, self._at_output(group, site, view, arrived))
             if view.positions > 1 and view.call.rule.is_loss and propagator.travels:
                 quantity = propagator.split_positions(quantity, view.positions)
             if quantity is None and not view.is_reached:
@@ -131,6 +131,21 @@ class Traversal:
                     wide = propagator.widen(arriving, self.survey.batch_size)
                     positions = self.survey.alignment.positions_at(edge)
                     self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
+
+    def _at_output(self, group: Group, site: Site, view: View, arrived: Waiting) -> Any:
+        """What arrived, as a quantity at the call's output with samples in front."""
+        propagator, (wide, own) = group.propagator, arrived
+        if own is not None and view.axis:
+            own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
+        if wide is None:
+            return own
+        if site.layout is not None:
+            wide = see_through(propagator, wide, site.layout)
+        if view.axis:
+            wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
+        if view.positions or self.survey.alignment.is_apart(site.edge):
+            wide = propagator.narrow(wide)  # else samples lie elsewhere
+        return wide if own is None else propagator.merge(own, wide)
 
     def _sends_apart(self, site: Site, view: View) -> bool:
         """Whether something has to be kept apart by sample behind a call."""
@@ -288,21 +303,6 @@ class Traversal:
                 f"outside of any module, so '{group.extensions[0].savefield}' would miss that "
                 "part. Apply the parameter through a module (nn.Linear with a tied weight, say)."
             )
-
-
-def _at_output(group: Group, site: Site, view: View, arrived: Waiting) -> Any:
-    """What arrived, as a quantity at the call's output with samples in front."""
-    propagator, (wide, own) = group.propagator, arrived
-    if own is not None and view.axis:
-        own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
-    if wide is None:
-        return own
-    if site.layout is not None:
-        wide = see_through(propagator, wide, site.layout)
-    if view.axis:
-        wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
-    narrow = propagator.narrow(wide)
-    return narrow if own is None else propagator.merge(own, narrow)
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:
