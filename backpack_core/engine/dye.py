@@ -52,6 +52,7 @@ class DyePropagator(Propagator):
 
     Attributes:
         settled: Outputs of calls where there is nothing more to learn in passes of this structure.
+        is_cut: Whether a factor of zero let nothing through somewhere: another one may.
     """
 
     per_sample = True
@@ -74,6 +75,7 @@ class DyePropagator(Propagator):
         self._question = question
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()
+        self.is_cut = False
 
     def begin(self, gradient: Tensor) -> Dye:
         """The gradient at a root of the pass, not dyed yet unless it has samples."""
@@ -177,19 +179,15 @@ class DyePropagator(Propagator):
 
     def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
         """Compare at the outputs of a node; whether everything there is known."""
-        where = f"the operation {nodes.described(node)} and its result"
-        known = True
+        known, where = True, f"the operation {nodes.described(node)} and its result"
         for nr, arrived in quantities.items():
-            total = arrived.total()
-            known &= arrived.is_whole and total is not None
-            if not arrived.is_whole or total is None:
-                continue
-            if self._weights.fit(total[0], positions.get(nr, 0)):
-                own = arrived.brought  # of another shape at a tensor that is seen through a view
-                is_same = own is not None and own.shape == total.shape[1:]
-                self._judge(where, arrived, own if is_same else None, positions[nr])
-            else:
+            total = arrived.total() if arrived.is_whole else None
+            if total is None or not self._weights.fit(total[0], positions.get(nr, 0)):
                 known = False
+                continue
+            own = arrived.brought  # of another shape at a tensor that is seen through a view
+            is_same = own is not None and own.shape == total.shape[1:]
+            self._judge(where, arrived, own if is_same else None, positions[nr])
         return known
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
@@ -277,6 +275,8 @@ class DyePropagator(Propagator):
             except Exception:  # as in propagate
                 crossed = []
             if crossed:
+                if nodes.operation_of(node) in nodes.FACTORS:
+                    self.is_cut |= not all(map(largest, (c.mat for _, c in crossed)))
                 size, unit = (max(d.size for d in arrived), max(d.unit for d in arrived))
                 steps = [*(step for dye in arrived for step in dye.way), nodes.described(node)]
                 way = tuple(dict.fromkeys(steps))

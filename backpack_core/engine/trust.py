@@ -27,7 +27,7 @@ class Trust:
     Attributes:
         passes: How many passes had it.
         open_sites: Outputs of calls at which nothing could be compared yet, by their position in
-            the walk; ``None`` before the first pass.
+            the walk, and -1 while a factor was zero; ``None`` before the first pass.
     """
 
     passes: int = 0
@@ -72,6 +72,7 @@ class Measurement:
             for number, place in enumerate(self._survey.sites)
             if place not in self.dye.settled and not place[0].rule.is_loss
         }
+        still |= {-1} if self.dye.is_cut else set()
         self._trust.open_sites = still if before is None else still & before
 
 

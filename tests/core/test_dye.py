@@ -214,12 +214,16 @@ def test_other_lengths_are_the_same_structure(measured: list[int]) -> None:
     assert len(measured) == 3
 
 
-def test_where_nothing_was_compared_it_is_measured_again() -> None:
+@pytest.mark.parametrize("way", ["alone", "beside", "in_the_loss"])
+def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
     """A factor that starts at zero hides what mixes samples behind it."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h = net.a(x)
-        return net.b(net.factor * (h - h.mean(0)) + x)  # type: ignore[no-any-return]
+        mixed = net.factor * (h - h.mean(0))
+        if way == "in_the_loss":
+            return net.b(h) + mixed.square().mean()  # type: ignore[no-any-return]
+        return net.b(mixed + (x if way == "alone" else h))  # type: ignore[no-any-return]
 
     model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     model.factor = 0.0  # type: ignore[assignment]
