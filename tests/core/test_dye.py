@@ -234,6 +234,23 @@ def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
         run(model, squares)
 
 
+def test_after_an_error_it_is_measured_again() -> None:
+    """Who runs a cell once more after an error gets the error again."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        return h + h.roll(net.shift, 0)  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 3))
+    model.shift = 0  # type: ignore[assignment]
+    for _ in range(4):
+        run(model, squares)
+    model.shift = 1  # type: ignore[assignment]
+    for _ in range(5):
+        with pytest.raises(SampleMixingError):
+            run(model, squares)
+
+
 # What it must not do.
 
 
