@@ -200,9 +200,9 @@ class Call:
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         raise ReleasedIOError(
-            f"{self.path}: the inputs and outputs of this forward pass were freed by an "
-            "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
-            "backward()) in every backward pass but the last."
+            f"{self.path}: the inputs and outputs of this forward pass were freed by an earlier "
+            "backward pass. Pass retain_graph=True to backward() in every backward pass but the "
+            "last."
         )
 
     @property
