@@ -66,13 +66,16 @@ class Weights:
         if not size or (tensor.numel() == 1 and size != 1):
             return None
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
-        if axes:
-            found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
-        elif tensor.dim() and not tensor.shape[0] % size:  # [N · k, *] or [k · N, *]
+        found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
+        if (
+            tensor.dim() and not tensor.shape[0] % size and 0 not in axes
+        ):  # [N · k, *] or [k · N, *]
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
-            found = [self._shaped(values, tensor, 0) for values in rows]
-        else:
+            merged = [self._shaped(values, tensor, 0) for values in rows]
+            # Another axis, the classes, may be as long.
+            found = merged if is_first or not found else [*found, merged[0]]
+        if not found:
             return None
         if len(found) > self._guesses:
             return []

@@ -251,6 +251,23 @@ def test_after_an_error_it_is_measured_again() -> None:
             run(model, squares)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_merged_positions_and_as_many_classes_as_samples(whole: bool) -> None:
+    lossfunc = nn.CrossEntropyLoss()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, N))
+    inputs, target = torch.randn(N, 3, 3), torch.randint(0, N, (3 * N,))
+    logits = extend(model)(inputs)
+    loss = (extend(lossfunc) if whole else F.cross_entropy)(logits.flatten(0, 1), target)
+    with backpack(BatchGrad(), check="always"):
+        loss.backward()
+    for n in range(N):
+        own = F.cross_entropy(model(inputs[n]), target[3 * n : 3 * n + 3]) / N
+        for parameter, expected in zip(
+            model.parameters(), torch.autograd.grad(own, list(model.parameters())), strict=True
+        ):
+            torch.testing.assert_close(parameter.grad_batch[n], expected)  # type: ignore[attr-defined]
+
+
 # What it must not do.
 
 
