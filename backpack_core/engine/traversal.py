@@ -18,6 +18,7 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Pending, Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
+from backpack_core.graph.paths import entries_of
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
@@ -65,7 +66,7 @@ class Traversal:
             arrived = self.schedule.take(slot, site)
             quantity = carrier.arrive(view, self._at_output(group, site, view, arrived))
             if view.positions > 1 and view.call.rule.is_loss and propagator.travels:
-                quantity = propagator.split_positions(quantity, view.positions)
+                quantity = propagator.split_positions(quantity, entries_of(self.survey, site.call))
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
@@ -125,8 +126,10 @@ class Traversal:
             is_sent = propagator.keeps_apart or not propagator.starts_everywhere
             is_apart = edge is not None and self.survey.alignment.is_apart(edge)
             if edge is not None and not (is_sent and is_apart):
-                if view.positions or not self.survey.alignment.is_apart(site.edge):
+                if view.positions:
                     self.schedule.deliver(slot, edge, own=arriving)
+                elif not self.survey.alignment.is_apart(site.edge):
+                    self.schedule.deliver(slot, edge, wide=arriving)  # nothing was left out
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)
                     positions = self.survey.alignment.positions_at(edge)

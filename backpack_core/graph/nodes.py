@@ -194,6 +194,11 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     return operation in ELEMENTWISE | {"Bmm", "Expand"} or _ROW_FACTOR.get(operation) == position
 
 
+def turns_rows(node: Node) -> bool:
+    """Whether what was on another axis, or in another tensor, may be on axis 0 of the result."""
+    return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}
+
+
 def is_shared(operation: str, position: int) -> bool:
     """Whether an operand is one for all samples, where the result has them on axis 0."""
     return position in _SHARED.get(operation, ())

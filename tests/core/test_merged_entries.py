@@ -1,0 +1,68 @@
+"""Losses that receive several entries of each sample, in any order: whose is whose is not said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.extensions import (
+    GGNMP,
+    BatchDiagGGNExact,
+    BatchGrad,
+    DiagGGNExact,
+    SqrtGGNExact,
+)
+
+N, T, C = 4, 6, 3
+
+
+def _shuffled(z: Tensor) -> Tensor:
+    order = torch.randperm(N * T, generator=torch.Generator().manual_seed(3))
+    return z.flatten(0, 1)[order]
+
+
+def _masked(z: Tensor) -> Tensor:
+    mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1])
+    return z[mask.bool().view(N, T)]
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "samples_first": lambda z: z.flatten(0, 1),
+    "positions_first": lambda z: z.transpose(0, 1).flatten(0, 1),
+    "steps": lambda z: torch.cat([z[:, t] for t in range(T)]),
+    "shuffled": _shuffled,
+    "masked": _masked,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_curvature_of_a_loss_of_merged_entries(order: str) -> None:
+    model, arrange = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, C)), ORDERS[order]
+    inputs = torch.randn(N, T, 2)
+    logits = arrange(extend(model)(inputs))
+    loss = extend(nn.CrossEntropyLoss())(logits, torch.randint(0, C, (len(logits),)))
+    with backpack(DiagGGNExact(), BatchDiagGGNExact(), SqrtGGNExact(), GGNMP(), BatchGrad()):
+        loss.backward()
+    owners = arrange(torch.arange(N)[:, None, None].expand(N, T, 1))[:, 0]
+    rows = arrange(model(inputs))
+    for parameter in model.parameters():
+        expected, product = torch.zeros(N, *parameter.shape), torch.zeros_like(parameter)
+        vector = torch.randn_like(parameter)
+        for owner, row in zip(owners, rows, strict=True):
+            p = row.softmax(0).detach()
+            hessian = (p.diag() - p.outer(p)) / len(rows)
+            jacobian = torch.stack(
+                [torch.autograd.grad(z, parameter, retain_graph=True)[0] for z in row]
+            ).flatten(1)
+            product += (jacobian.T @ hessian @ jacobian @ vector.flatten()).view_as(parameter)
+            diagonal = torch.einsum("ij,ik,kj->j", jacobian, hessian, jacobian)
+            expected[owner] += diagonal.view_as(parameter)
+        found = vars(parameter)
+        torch.testing.assert_close(found["diag_ggn_exact_batch"], expected)
+        torch.testing.assert_close(found["diag_ggn_exact"], expected.sum(0))
+        torch.testing.assert_close(found["sqrt_ggn_exact"].square().sum(0), expected)
+        torch.testing.assert_close(found["ggnmp"](vector), product)
