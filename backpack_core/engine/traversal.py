@@ -73,7 +73,7 @@ class Traversal:
                 raise nothing_arrived(view, type(group.first).__name__)
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
-            if self.survey.is_declared and not view.positions and propagator.keeps_apart:
+            if not view.positions and propagator.keeps_apart:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
                 self._read(slot, view, carrier, whole)
@@ -198,11 +198,14 @@ class Traversal:
         """See that samples are apart at what was computed from the input, on whatever axis.
 
         Raises:
-            SampleMixingError: They are on none that is as long as the batch.
+            SampleMixingError: They are on none that is as long as the batch, or, if nothing was
+                declared, not on the first, where a layer received them.
         """
-        samples = self.survey.batch_size
+        samples, call = self.survey.batch_size, view.call
         axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
-        if samples == 1 or not view.call.receives_input or quantity is None:
+        if not self.survey.is_declared:
+            axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
+        if samples == 1 or not call.receives_input or quantity is None:
             return
         for axis in axes:
             try:

@@ -123,7 +123,8 @@ class Call:
             checkpoint, which gives every tensor once.
         inside: What the modules inside were, where the module may have to run once more.
         sizes: How long axis 0 of the tensors was that the model received, if it ran as a whole.
-        receives_input: Whether any of them is among what the module received, or a view of one.
+        receives_input: Whether any of them is among what the model received, or a view of one: 2
+            where it has the samples on axis 0 as that has.
         is_distributed: It ran inside of DistributedDataParallel.
         goes_inside: Whether what arrives at an output goes on through the node that made it.
         stored: The tensors; once they are freed, asking for them raises.
@@ -164,7 +165,7 @@ class Call:
         is_readable: bool,
         inside: tuple[State, ...] = (),
         sizes: tuple[int, ...] = (),
-        receives_input: bool = False,
+        receives_input: int = 0,
         is_distributed: bool = False,
     ) -> None:
         self.module: Final = module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,17 +22,20 @@ class Run(NamedTuple):
 
     Attributes:
         sizes: How long axis 0 of each tensor is; one of them is the number of samples.
-        memories: Where the tensors lie.
+        memories: Where the tensors lie, and the stride of that axis.
     """
 
     sizes: tuple[int, ...] = ()
-    memories: frozenset[int] = frozenset()
+    memories: Mapping[int, int] = MappingProxyType({})
 
-    def receives(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of some tensors lies in the memory of one of these."""
-        return bool(self.memories) and any(
-            memory_of(t) in self.memories for t in tensors if not t.is_nested
-        )
+    def receives(self, tensors: Iterable[Tensor]) -> int:
+        """Whether one of some tensors lies in the memory of one of these: 2 if samples are first.
+
+        They are where axis 0 of both has one stride: a view that turns axes has another.
+        """
+        given = [t for t in tensors if not t.is_nested] if self.memories else ()
+        found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
+        return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
 
 
 _NO_RUN = Run()
@@ -94,7 +98,10 @@ class Owner:
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
                 )
-            run = Run(tuple([t.shape[axis] for t in received]), frozenset(map(memory_of, received)))
+            run = Run(
+                tuple([t.shape[axis] for t in received]),
+                {memory_of(t): t.stride(axis) for t in received},
+            )
         _still_running().append((self, run))
 
     def end(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import (
     GGNMP,
     BatchDiagGGNExact,
@@ -16,6 +18,7 @@ from backpack_core.extensions import (
     DiagGGNExact,
     SqrtGGNExact,
 )
+from tests.cases import Net
 
 N, T, C = 4, 6, 3
 
@@ -66,3 +69,18 @@ def test_curvature_of_a_loss_of_merged_entries(order: str) -> None:
         torch.testing.assert_close(found["diag_ggn_exact"], expected.sum(0))
         torch.testing.assert_close(found["sqrt_ggn_exact"].square().sum(0), expected)
         torch.testing.assert_close(found["ggnmp"](vector), product)
+
+
+@pytest.mark.parametrize("batch", [3, T])
+def test_merged_entries_of_positions_first(batch: int) -> None:
+    """A head takes one position of one sample after the other for entries of one sample."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x).transpose(0, 1).reshape(-1, 4)
+        return net.b(torch.tanh(h))  # type: ignore[no-any-return]
+
+    model = extend(Net(forward, a=nn.Linear(2, 4), b=nn.Linear(4, C)))
+    logits = model(torch.randn(batch, T, 2))
+    loss = nn.functional.cross_entropy(logits, torch.randint(0, C, (batch * T,)))
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        loss.backward()
