@@ -28,6 +28,7 @@ from backpack_core.engine.dyed import (
     Dye,
     Question,
     largest,
+    live,
     mixed,
     something_besides,
     unit_of,
@@ -36,6 +37,7 @@ from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
+from backpack_core.graph.owners import owners_of_rows
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -94,8 +96,7 @@ class DyePropagator(Propagator):
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
-            UnsupportedError: The gradient is not that of the extended loss alone, which curvature
-                is.
+            UnsupportedError: The gradient is not that of the extended losses, which curvature is.
         """
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
@@ -125,8 +126,8 @@ class DyePropagator(Propagator):
         is_other = view.axis or view.call.goes_inside or view.positions != 1
         if self._question.is_curvature or is_other:
             return False
-        live = _live(view)
-        return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
+        ways = live(view)
+        return len(ways) == 1 and self._weights.fit(view.stored.inputs[ways[0]])
 
     def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
@@ -193,16 +194,16 @@ class DyePropagator(Propagator):
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
         if quantity.is_open:
-            return dict.fromkeys(_live(view), quantity)
+            return dict.fromkeys(live(view), quantity)
         if not self._question.is_per_sample and rule.mixes_samples(view):
-            return dict.fromkeys(_live(view), LOST)  # its rule is that of single samples
+            return dict.fromkeys(live(view), LOST)  # its rule is that of single samples
         try:
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
         except Exception:  # whatever it is, the quantities that were asked for may do without
-            return dict.fromkeys(_live(view), LOST)
+            return dict.fromkeys(live(view), LOST)
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
             for i, p in enumerate(products)
@@ -327,15 +328,18 @@ class DyePropagator(Propagator):
         """Dyed, if there are samples behind; terms of a loss may be as many by chance."""
         child, _ = node.next_functions[position]
         is_terms = child is not None and nodes.is_stack_of_numbers(child)
-        return dye if is_terms else self._dyed(dye)
+        return dye if is_terms else self._dyed(dye, child)
 
-    def _dyed(self, dye: Dye) -> Dye:
+    def _dyed(self, dye: Dye, node: Node | None = None) -> Dye:
         """Weigh what has got samples just now."""
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
         for root, block in dye.columns.blocks.items():
+            # An extended loss has a row for each sample, or several.
+            is_asked = root is _BEFORE and self._is_readable
+            owners = owners_of_rows(node, len(self._weights)) if is_asked else None
             is_later = root in _DYED_LATER
-            guesses = self._weights.guess(block[0], root is _IN_LOSS) if is_later else None
+            guesses = self._weights.guess(block[0], root is _IN_LOSS, owners) if is_later else None
             if guesses:
                 root = _DYED_LATER[root]
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
@@ -344,7 +348,3 @@ class DyePropagator(Propagator):
                 is_whole &= self._question.is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole)
-
-
-def _live(view: View) -> list[int]:
-    return [position for position, edge in enumerate(view.call.edges) if edge is not None]

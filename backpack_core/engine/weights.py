@@ -51,12 +51,15 @@ class Weights:
         dyed = tensor * self.along(tensor, positions=positions)
         return torch.stack([tensor, *[dyed] * self._guesses])
 
-    def guess(self, tensor: Tensor, is_first: bool) -> list[Tensor] | None:
+    def guess(
+        self, tensor: Tensor, is_first: bool, owners: Tensor | None = None
+    ) -> list[Tensor] | None:
         """Where samples may lie in a tensor: weights to multiply with, for every guess.
 
         Args:
             tensor: Shape ``[*]``.
             is_first: Whether they are on axis 0, if that is as long as the batch.
+            owners: Which sample each entry of axis 0 belongs to, if that is known.
 
         Returns:
             As many as there are guesses, or none if there would have to be more; ``None`` if there
@@ -65,6 +68,10 @@ class Weights:
         size = len(self)
         if not size or (tensor.numel() == 1 and size != 1):
             return None
+        if owners is not None:
+            return [
+                self._shaped(self._values[owners.to(self._values.device)], tensor, 0)
+            ] * self._guesses
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
         found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
         if (

@@ -84,3 +84,41 @@ def test_merged_entries_of_positions_first(batch: int) -> None:
     loss = nn.functional.cross_entropy(logits, torch.randint(0, C, (batch * T,)))
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         loss.backward()
+
+
+PICKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked": lambda z: z[torch.arange(N * T).view(N, T) % 5 < 2],
+    "flat_mask": lambda z: z.flatten(0, 1)[torch.arange(N * T) % 3 == 1],
+    "last": lambda z: z[torch.arange(N), torch.tensor([5, 2, 0, 3])],
+    "as_many_as_samples": lambda z: z[[0, 0, 2, 3], [1, 2, 0, 0]],
+    "negative": lambda z: z.flatten(0, 1)[torch.tensor([-1, 5, -9])],
+    "selected": lambda z: z.flatten(0, 1).index_select(0, torch.tensor([3, 17, 2, 8, 9])),
+    "samples": lambda z: z.mean(1)[torch.tensor([True, False, True, True])],
+}
+
+
+@pytest.mark.parametrize("way", PICKED)
+def test_a_function_of_picked_entries(way: str) -> None:
+    model, pick = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, C)), PICKED[way]
+    inputs = torch.randn(N, T, 2)
+    logits = pick(extend(model)(inputs))
+    target = torch.randint(0, C, (len(logits),))
+    with backpack(BatchGrad(), check="always"):
+        nn.functional.cross_entropy(logits, target).backward()
+    owners = pick(torch.arange(1.0 * N)[:, None, None].expand(N, T, 1))[:, 0]
+    terms = nn.functional.cross_entropy(pick(model(inputs)), target, reduction="none") / len(target)
+    for n in range(N):
+        own = torch.autograd.grad(
+            terms[owners == n].sum(), list(model.parameters()), retain_graph=True
+        )
+        for parameter, expected in zip(model.parameters(), own, strict=True):
+            torch.testing.assert_close(vars(parameter)["grad_batch"][n], expected)
+
+
+@pytest.mark.parametrize("way", PICKED)
+def test_picked_entries_that_mix(way: str) -> None:
+    model = extend(nn.Linear(2, C))
+    z = PICKED[way](model(torch.randn(N, T, 2)))
+    loss = nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        loss.backward()
