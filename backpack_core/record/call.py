@@ -291,7 +291,8 @@ def calls_at(node: Node) -> list[Call]:
 
 def is_noted(node: Node) -> bool:
     """Whether a call is recorded on an output of a node, or on a view of one."""
-    return not {_SITES, _VIEWED}.isdisjoint(node.metadata)
+    noted: Any = node.metadata
+    return _SITES in noted or _VIEWED in noted
 
 
 def site_at(edge: Edge) -> Site | None:
