@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import SampleMixingError
+from backpack_core.errors import SampleMixingError, ShapeError
 from backpack_core.extensions import (
     GGNMP,
     BatchDiagGGNExact,
@@ -122,3 +122,18 @@ def test_picked_entries_that_mix(way: str) -> None:
     loss = nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         loss.backward()
+
+
+def test_an_extended_loss_of_selected_entries_says_what_to_do() -> None:
+    model, lossfunc = extend(nn.Linear(2, C)), extend(nn.CrossEntropyLoss())
+    kept = torch.tensor([True, False, True, True])
+    inputs, target = torch.randn(N, 2), torch.randint(0, C, (N,))
+    with pytest.raises(ShapeError, match=r"reduction='none', then \[mask\]"), backpack(BatchGrad()):
+        lossfunc(model(inputs)[kept], target[kept]).backward()
+    several = extend(nn.CrossEntropyLoss(reduction="none"))
+    with backpack(DiagGGNExact()):
+        several(model(inputs), target)[kept].mean().backward()
+    found = vars(model.weight)["diag_ggn_exact"]
+    with backpack(DiagGGNExact()):
+        lossfunc(model(inputs[kept]), target[kept]).backward()
+    torch.testing.assert_close(vars(model.weight)["diag_ggn_exact"], found)
