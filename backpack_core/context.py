@@ -57,8 +57,8 @@ class backpack:
             check: When to measure that samples do not mix, and that the extended losses are all
                 there is: in the ``"first"`` passes of every structure, ``"always"``, or
                 ``"never"``.
-            retain_graph: Keep inputs and outputs for another backward pass. Give it the same value
-                as ``retain_graph`` of ``backward()``.
+            retain_graph: Keep inputs and outputs for another backward pass, also where
+                ``backward()`` does not retain its graph.
             beside: Terms of what ``backward()`` is called on that depend on weights alone, as a
                 penalty does: quantities of single samples, and Gauss-Newton and Fisher matrices,
                 are those of the rest. ``.grad`` has everything, and so has ``HMP``;

@@ -53,7 +53,7 @@ def diag_ggn(size: int, passes: int) -> list[Tensor]:
         keep = start + length < outputs
         # All columns of the slice at once, to show what they cost. Without chunk_size, no more go
         # together than the memory budget allows.
-        with backpack(DiagGGNExact(chunk_size=length), retain_graph=keep):
+        with backpack(DiagGGNExact(chunk_size=length)):
             loss.backward(retain_graph=keep)
         for diagonal, parameter in zip(total, parameters, strict=True):
             # The mean over a slice divides by its length instead of by the number of outputs.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, current_node
+from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.dyed import Question
 from backpack_core.engine.fields import clear, hand_over
@@ -276,7 +276,7 @@ class BackwardPass:
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
-        if self.context.retain_graph or torch.is_grad_enabled():
+        if self.context.retain_graph or keeps_graph():
             return
         if is_last:
             call.release()

@@ -28,6 +28,7 @@ from backpack_core.engine.dyed import (
     Dye,
     Question,
     largest,
+    live,
     mixed,
     something_besides,
     unit_of,
@@ -36,6 +37,7 @@ from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
+from backpack_core.graph.owners import owners_of_rows
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -52,6 +54,7 @@ class DyePropagator(Propagator):
 
     Attributes:
         settled: Outputs of calls where there is nothing more to learn in passes of this structure.
+        is_cut: Whether a factor of zero let nothing through somewhere: another one may.
     """
 
     per_sample = True
@@ -74,6 +77,7 @@ class DyePropagator(Propagator):
         self._question = question
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()
+        self.is_cut = False
 
     def begin(self, gradient: Tensor) -> Dye:
         """The gradient at a root of the pass, not dyed yet unless it has samples."""
@@ -92,8 +96,7 @@ class DyePropagator(Propagator):
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
-            UnsupportedError: The gradient is not that of the extended loss alone, which curvature
-                is.
+            UnsupportedError: The gradient is not that of the extended losses, which curvature is.
         """
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
@@ -123,8 +126,8 @@ class DyePropagator(Propagator):
         is_other = view.axis or view.call.goes_inside or view.positions != 1
         if self._question.is_curvature or is_other:
             return False
-        live = _live(view)
-        return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
+        ways = live(view)
+        return len(ways) == 1 and self._weights.fit(view.stored.inputs[ways[0]])
 
     def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
@@ -177,34 +180,30 @@ class DyePropagator(Propagator):
 
     def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
         """Compare at the outputs of a node; whether everything there is known."""
-        where = f"the operation {nodes.described(node)} and its result"
-        known = True
+        known, where = True, f"the operation {nodes.described(node)} and its result"
         for nr, arrived in quantities.items():
-            total = arrived.total()
-            known &= arrived.is_whole and total is not None
-            if not arrived.is_whole or total is None:
-                continue
-            if self._weights.fit(total[0], positions.get(nr, 0)):
-                own = arrived.brought  # of another shape at a tensor that is seen through a view
-                is_same = own is not None and own.shape == total.shape[1:]
-                self._judge(where, arrived, own if is_same else None, positions[nr])
-            else:
+            total = arrived.total() if arrived.is_whole else None
+            if total is None or not self._weights.fit(total[0], positions.get(nr, 0)):
                 known = False
+                continue
+            own = arrived.brought  # of another shape at a tensor that is seen through a view
+            is_same = own is not None and own.shape == total.shape[1:]
+            self._judge(where, arrived, own if is_same else None, positions[nr])
         return known
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
         if quantity.is_open:
-            return dict.fromkeys(_live(view), quantity)
+            return dict.fromkeys(live(view), quantity)
         if not self._question.is_per_sample and rule.mixes_samples(view):
-            return dict.fromkeys(_live(view), LOST)  # its rule is that of single samples
+            return dict.fromkeys(live(view), LOST)  # its rule is that of single samples
         try:
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
         except Exception:  # whatever it is, the quantities that were asked for may do without
-            return dict.fromkeys(_live(view), LOST)
+            return dict.fromkeys(live(view), LOST)
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
             for i, p in enumerate(products)
@@ -277,6 +276,8 @@ class DyePropagator(Propagator):
             except Exception:  # as in propagate
                 crossed = []
             if crossed:
+                if nodes.operation_of(node) in nodes.FACTORS:
+                    self.is_cut |= not all(map(largest, (c.mat for _, c in crossed)))
                 size, unit = (max(d.size for d in arrived), max(d.unit for d in arrived))
                 steps = [*(step for dye in arrived for step in dye.way), nodes.described(node)]
                 way = tuple(dict.fromkeys(steps))
@@ -327,15 +328,18 @@ class DyePropagator(Propagator):
         """Dyed, if there are samples behind; terms of a loss may be as many by chance."""
         child, _ = node.next_functions[position]
         is_terms = child is not None and nodes.is_stack_of_numbers(child)
-        return dye if is_terms else self._dyed(dye)
+        return dye if is_terms else self._dyed(dye, child)
 
-    def _dyed(self, dye: Dye) -> Dye:
+    def _dyed(self, dye: Dye, node: Node | None = None) -> Dye:
         """Weigh what has got samples just now."""
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
         for root, block in dye.columns.blocks.items():
+            # An extended loss has a row for each sample, or several.
+            is_asked = root is _BEFORE and self._is_readable
+            owners = owners_of_rows(node, len(self._weights)) if is_asked else None
             is_later = root in _DYED_LATER
-            guesses = self._weights.guess(block[0], root is _IN_LOSS) if is_later else None
+            guesses = self._weights.guess(block[0], root is _IN_LOSS, owners) if is_later else None
             if guesses:
                 root = _DYED_LATER[root]
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
@@ -344,7 +348,3 @@ class DyePropagator(Propagator):
                 is_whole &= self._question.is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole)
-
-
-def _live(view: View) -> list[int]:
-    return [position for position, edge in enumerate(view.call.edges) if edge is not None]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backpack_core.contract.columns import Columns
 from backpack_core.errors import SampleMixingError, UnsupportedError
+from backpack_core.record.view import View
 
 
 class Question(NamedTuple):
@@ -70,6 +71,11 @@ def largest(tensor: Tensor) -> float:
     low, high = tensor.aminmax()  # in one go; what is not finite is rare
     found = float(torch.maximum(-low, high))
     return found if isfinite(found) else float(tensor.abs().nan_to_num(0, 0, 0).max())
+
+
+def live(view: View) -> list[int]:
+    """Which inputs of a call have a graph."""
+    return [position for position, edge in enumerate(view.call.edges) if edge is not None]
 
 
 def unit_of(columns: Columns) -> float:

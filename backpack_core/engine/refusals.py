@@ -170,7 +170,9 @@ def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:
         f"{list(parameter.shape)}) by the operation {nodes.described(node)!r}, and not by way of "
         "any sample: a term beside the loss, as a penalty on weights is. Its gradient belongs to "
         "no sample. Hand that term over, backpack(..., beside=[term]), and quantities are those "
-        "of the rest; or call backward() on it outside of the block."
+        "of the rest; or call backward() on it outside of the block. If it is no term but a factor "
+        "of a mean loss, as a learned weight is, take the mean last: (weight * losses).mean() with "
+        "reduction='none'."
     )
 
 

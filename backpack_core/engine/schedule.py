@@ -26,8 +26,9 @@ from backpack_core._torch import (
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
+from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Call, Edge, Site, is_noted
 from backpack_core.values import without_autocast
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Schedule(ABC):
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
         self._started: set[Node] = set()
+        self._is_read: dict[Node, bool] = {}
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
@@ -104,6 +106,8 @@ class Schedule(ABC):
                     _add(merge, before.wide, wide), _add(merge, before.own, own)
                 )
             return
+        if not self._leads_to_readers(edge.node):
+            return
         if own is not None:
             widened = propagator.widen(own, self.survey.batch_size)
             wide = _add(propagator.merge, wide, widened)
@@ -112,6 +116,24 @@ class Schedule(ABC):
             self.await_node(edge.node)
         waiting = self._at_nodes[edge.node].setdefault(slot, {})
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
+
+    def _leads_to_readers(self, start: Node) -> bool:
+        """Whether a call, or a parameter that is looked at by itself, lies at a node or behind."""
+        known, todo = self._is_read, [start]
+        while todo:
+            node = todo[-1]
+            if node not in known:
+                children = children_of(node)
+                is_reader = is_noted(node) or node in self.survey.alignment.leaves
+                if is_reader or any(known.get(child) for child in children):
+                    known[node] = True
+                elif new := [child for child in children if child not in known]:
+                    todo.append(new[-1])
+                    continue
+                else:
+                    known[node] = False
+            todo.pop()
+        return known[start]
 
     def take(self, slot: int, site: Site) -> Waiting:
         """What waits at an output of a call, which is visited now."""

@@ -19,6 +19,7 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
+from backpack_core.graph.paths import entries_of
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
@@ -65,17 +66,17 @@ class Traversal:
                 view = view.subsample(propagator.subsampling)
             carrier = self._carrier(slot, view)
             arrived = self.schedule.take(slot, site)
-            waiting = None if arrived is NOTHING else _at_output(group, site, view, arrived)
+            waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
             if view.positions > 1 and call.rule.is_loss and propagator.travels:
-                quantity = propagator.split_positions(quantity, view.positions)
+                quantity = propagator.split_positions(quantity, entries_of(self.survey, call))
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
                 raise nothing_arrived(view, type(group.first).__name__)
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
-            if self.survey.is_declared and not view.positions and propagator.keeps_apart:
+            if not view.positions and propagator.keeps_apart:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
                 self._read(slot, view, carrier, whole)
@@ -127,12 +128,29 @@ class Traversal:
             is_sent = propagator.keeps_apart or not propagator.starts_everywhere
             is_apart = edge is not None and self.survey.alignment.is_apart(edge)
             if edge is not None and not (is_sent and is_apart):
-                if view.positions or not self.survey.alignment.is_apart(site.edge):
+                if view.positions:
                     self.schedule.deliver(slot, edge, own=arriving)
+                elif not self.survey.alignment.is_apart(site.edge):
+                    self.schedule.deliver(slot, edge, wide=arriving)  # nothing was left out
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)
                     positions = self.survey.alignment.positions_at(edge)
                     self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
+
+    def _at_output(self, group: Group, site: Site, view: View, arrived: Waiting) -> Any:
+        """What arrived, as a quantity at the call's output with samples in front."""
+        propagator, (wide, own) = group.propagator, arrived
+        if own is not None and view.axis:
+            own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
+        if wide is None:
+            return own
+        if site.layout is not None:
+            wide = see_through(propagator, wide, site.layout)
+        if view.axis:
+            wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
+        if view.positions or self.survey.alignment.is_apart(site.edge):
+            wide = propagator.narrow(wide)  # else samples lie elsewhere
+        return wide if own is None else propagator.merge(own, wide)
 
     def _sends_apart(self, site: Site) -> bool:
         """Whether something has to be kept apart by sample behind a call."""
@@ -182,11 +200,14 @@ class Traversal:
         """See that samples are apart at what was computed from the input, on whatever axis.
 
         Raises:
-            SampleMixingError: They are on none that is as long as the batch.
+            SampleMixingError: They are on none that is as long as the batch, or, if nothing was
+                declared, not on the first, where a layer received them.
         """
-        samples = self.survey.batch_size
+        samples, call = self.survey.batch_size, view.call
         axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
-        if samples == 1 or not view.call.receives_input or quantity is None:
+        if not self.survey.is_declared:
+            axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
+        if samples == 1 or not call.receives_input or quantity is None:
             return
         for axis in axes:
             try:
@@ -292,21 +313,6 @@ class Traversal:
                 f"outside of any module, so '{group.extensions[0].savefield}' would miss that "
                 "part. Apply the parameter through a module (nn.Linear with a tied weight, say)."
             )
-
-
-def _at_output(group: Group, site: Site, view: View, arrived: Waiting) -> Any:
-    """What arrived, as a quantity at the call's output with samples in front."""
-    propagator, (wide, own) = group.propagator, arrived
-    if own is not None and view.axis:
-        own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
-    if wide is None:
-        return own
-    if site.layout is not None:
-        wide = see_through(propagator, wide, site.layout)
-    if view.axis:
-        wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
-    narrow = propagator.narrow(wide)
-    return narrow if own is None else propagator.merge(own, narrow)
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:

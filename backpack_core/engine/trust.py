@@ -27,7 +27,7 @@ class Trust:
     Attributes:
         passes: How many passes had it.
         open_sites: Outputs of calls at which nothing could be compared yet, by their position in
-            the walk; ``None`` before the first pass.
+            the walk, and -1 while a factor was zero; ``None`` before the first pass.
     """
 
     passes: int = 0
@@ -62,17 +62,18 @@ class Measurement:
             survey.batch_size, trust.passes, guesses, question, survey.is_readable
         )
         self._survey = survey
-        self._trust = trust
+        self._trust, self._before = trust, trust.open_sites
+        trust.open_sites = None  # nothing is trusted after a pass that fails
 
     def settle(self) -> None:
         """Remember where there is nothing more to learn."""
-        before = self._trust.open_sites
         still = {
             number
             for number, place in enumerate(self._survey.sites)
             if place not in self.dye.settled and not place[0].rule.is_loss
         }
-        self._trust.open_sites = still if before is None else still & before
+        still |= {-1} if self.dye.is_cut else set()
+        self._trust.open_sites = still if self._before is None else still & self._before
 
 
 def measurement(

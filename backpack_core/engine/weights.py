@@ -51,12 +51,15 @@ class Weights:
         dyed = tensor * self.along(tensor, positions=positions)
         return torch.stack([tensor, *[dyed] * self._guesses])
 
-    def guess(self, tensor: Tensor, is_first: bool) -> list[Tensor] | None:
+    def guess(
+        self, tensor: Tensor, is_first: bool, owners: Tensor | None = None
+    ) -> list[Tensor] | None:
         """Where samples may lie in a tensor: weights to multiply with, for every guess.
 
         Args:
             tensor: Shape ``[*]``.
             is_first: Whether they are on axis 0, if that is as long as the batch.
+            owners: Which sample each entry of axis 0 belongs to, if that is known.
 
         Returns:
             As many as there are guesses, or none if there would have to be more; ``None`` if there
@@ -65,14 +68,21 @@ class Weights:
         size = len(self)
         if not size or (tensor.numel() == 1 and size != 1):
             return None
+        if owners is not None:
+            return [
+                self._shaped(self._values[owners.to(self._values.device)], tensor, 0)
+            ] * self._guesses
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
-        if axes:
-            found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
-        elif tensor.dim() and not tensor.shape[0] % size:  # [N · k, *] or [k · N, *]
+        found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
+        if (
+            tensor.dim() and not tensor.shape[0] % size and 0 not in axes
+        ):  # [N · k, *] or [k · N, *]
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
-            found = [self._shaped(values, tensor, 0) for values in rows]
-        else:
+            merged = [self._shaped(values, tensor, 0) for values in rows]
+            # Another axis, the classes, may be as long.
+            found = merged if is_first or not found else [*found, merged[0]]
+        if not found:
             return None
         if len(found) > self._guesses:
             return []

@@ -59,6 +59,7 @@ class Walk:
         self._order: list[Place] = []
         self._of_weights = OfWeights(survey)
         self._of_tables = OfWeights(survey, tables)
+        self._of_constants = OfWeights(survey, tables, or_constants=True)
         self._targets = targets
         self._picked: set[Place] = set()
         self._known: dict[Place, _Here] = {}
@@ -188,6 +189,8 @@ class Walk:
         if not operation or place in self._before:
             return False
         has_samples = bool(self._found.positions[place])
+        if nodes.is_shared(operation, position) if has_samples else child[0] in self._of_constants:
+            return True
         if nodes.keeps_rows(*place, position):
             return not has_samples and self._at(place).shape[:1] == (self._size,)
         if operation in nodes.SELECTIONS:  # of one sample, or with all of them?

@@ -72,6 +72,12 @@ SCATTERS = frozenset(
 )
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
+# Operands that are one for all samples, where these are on axis 0 of the result.
+_SHARED = {
+    "Mm": (1,),
+    "Addmm": (2,),
+    **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
+}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
 _OF_ONE = VIEWS | frozenset(
     """
@@ -186,6 +192,16 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     if operation == "NativeLayerNorm":
         return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
     return operation in ELEMENTWISE | {"Bmm", "Expand"} or _ROW_FACTOR.get(operation) == position
+
+
+def turns_rows(node: Node) -> bool:
+    """Whether what was on another axis, or in another tensor, may be on axis 0 of the result."""
+    return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}
+
+
+def is_shared(operation: str, position: int) -> bool:
+    """Whether an operand is one for all samples, where the result has them on axis 0."""
+    return position in _SHARED.get(operation, ())
 
 
 def _axes(node: Node, attributes: Sequence[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tensors that are known to be functions of parameters alone."""
+"""Tensors that are functions of parameters alone, or may be."""
 
 from __future__ import annotations
 
@@ -17,9 +17,19 @@ from backpack_core.record.call import Call, Edge
 class OfWeights:
     """Says of nodes whether what they computed has no part in any sample."""
 
-    def __init__(self, survey: Survey, tables: Iterable[Node] = ()) -> None:
-        """Begin; of tables it is known."""
+    def __init__(
+        self, survey: Survey, tables: Iterable[Node] = (), *, or_constants: bool = False
+    ) -> None:
+        """Begin; of tables it is known.
+
+        Args:
+            survey: What is known about the graph.
+            tables: Nodes that have no part in any sample.
+            or_constants: Say so, too, where an operand that needs no gradient may have one: it
+                is a frozen weight as well as data.
+        """
         self._survey = survey
+        self._or_constants = or_constants
         self._known = dict.fromkeys(tables, True)
 
     def __contains__(self, node: Node) -> bool:
@@ -38,7 +48,7 @@ class OfWeights:
             if calls:
                 inner = [e.node for call in calls for e in call.edges if e is not None]
                 children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
-            is_known = bool(calls) or nodes.is_of_its_operands(this)
+            is_known = bool(calls) or self._or_constants or nodes.is_of_its_operands(this)
             is_known = is_known and all(map(_knows_its_inputs, calls))
             is_known = is_known and all(map(self._is_weight, {*children} - {*inner}))
             if not is_known or any(self._known.get(child) is False for child in inner):

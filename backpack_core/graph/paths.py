@@ -11,7 +11,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
 from backpack_core.graph.order import reached
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Edge, Site
+from backpack_core.record.call import Call, Edge, Site
 
 
 def inside(site: Site) -> set[Node]:
@@ -23,6 +23,28 @@ def inside(site: Site) -> set[Node]:
         return [edge.node for edge in edges if (edge.node, edge.output_nr) not in ends]
 
     return set(reached([site.edge.node], further))
+
+
+def entries_of(survey: Survey, loss: Call) -> int:
+    """How many entries in a row on axis 0 of what a loss received may be of one sample.
+
+    Those of each lie side by side where rows are kept as far as a call that gives one row to each,
+    or as data that were merged. Behind other operations they may be anybody's: then all of them.
+    """
+    edge, rows, batch = loss.edges[0], loss.stored.inputs[0].shape[0], (survey.batch_size,)
+    while edge is not None:
+        site = survey.site_at(edge)
+        is_there = nodes.shape_of(edge.node, edge.output_nr)[:1] == batch
+        if site is not None and not survey.goes_inside(site.call):
+            if is_there:
+                break
+            edge = next((e for e in site.call.edges if e is not None), None)
+            continue
+        node, number, _ = edge
+        edge = next((e for i, e in edges_behind(node) if nodes.keeps_rows(node, number, i)), None)
+        if edge is None:
+            return rows // batch[0] if is_there and not nodes.turns_rows(node) else rows
+    return rows // batch[0]
 
 
 def sources(survey: Survey, node: Node) -> list[str]:

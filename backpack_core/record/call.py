@@ -182,9 +182,9 @@ class Call:
             self.noted = None
             return self.stored
         raise ReleasedIOError(
-            f"{self.path}: the inputs and outputs of this forward pass were freed by an "
-            "earlier backward pass. Pass retain_graph=True to backpack(...) (as well as to "
-            "backward()) in every backward pass but the last."
+            f"{self.path}: the inputs and outputs of this forward pass were freed by an earlier "
+            "backward pass. Pass retain_graph=True to backward() in every backward pass but the "
+            "last."
         )
 
     @property
@@ -193,8 +193,8 @@ class Call:
         return path_of(self.module)
 
     @property
-    def receives_input(self) -> bool:
-        """Whether the module received a tensor that the model did, or a view of one."""
+    def receives_input(self) -> int:
+        """Whether it received a tensor that the model did, or a view of one: 2 if samples are first."""
         return self.run.receives(self.stored.inputs)
 
     def __repr__(self) -> str:
@@ -278,6 +278,12 @@ def calls_at(node: Node) -> list[Call]:
     """The calls that are recorded on the outputs of a node."""
     table: Any = node.metadata.get(SITES)  # type: ignore[attr-defined]
     return [call for call, _ in table.values()] if table else []
+
+
+def is_noted(node: Node) -> bool:
+    """Whether a call is recorded on an output of a node, or on a view of one."""
+    noted: Any = node.metadata
+    return SITES in noted or _VIEWED in noted
 
 
 def site_at(edge: Edge) -> Site | None:

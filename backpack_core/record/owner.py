@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
@@ -23,25 +24,30 @@ class Run(NamedTuple):
 
     Attributes:
         sizes: How long axis 0 of each tensor is; one of them is the number of samples.
-        memories: Where the tensors lie.
+        memories: Where the tensors lie, and the stride of that axis.
         is_distributed: It runs inside of DistributedDataParallel.
     """
 
     sizes: tuple[int, ...] = ()
-    memories: frozenset[int] = frozenset()
+    memories: Mapping[int, int] = MappingProxyType({})
     is_distributed: bool = False
 
-    def receives(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of some tensors lies in the memory of one of these."""
-        return bool(self.memories) and not self.memories.isdisjoint(_memories(tensors))
+    def receives(self, tensors: Iterable[Tensor]) -> int:
+        """Whether one of some tensors lies in the memory of one of these: 2 if samples are first.
+
+        They are where axis 0 of both has one stride: a view that turns axes has another.
+        """
+        given = [t for t in tensors if not t.is_nested] if self.memories else ()
+        found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
+        return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
         """The same for a call whose tensors others stand for, in memory of their own."""
-        return self._replace(memories=_memories(stands if self.receives(tensors) else ()))
-
-
-def _memories(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset([memory_of(t) for t in tensors if not t.is_nested])
+        found = self.receives(tensors)
+        given = [t for t in stands if t.dim() and not t.is_nested] if found else ()
+        return self._replace(
+            memories={memory_of(t): t.stride(0) if found > 1 else -1 for t in given}
+        )
 
 
 NO_RUN: Final = Run()
@@ -98,7 +104,8 @@ class Owner:
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
                 )
             sizes, is_distributed = [t.shape[axis] for t in received], _torch.is_distributed
-            run = Run(tuple(sizes), _memories(received), is_distributed(self.module))
+            strides = {memory_of(t): t.stride(axis) for t in received}
+            run = Run(tuple(sizes), strides, is_distributed(self.module))
         _still_running()
         _running.setdefault(get_ident(), []).append((self, run))
 

@@ -214,12 +214,16 @@ def test_other_lengths_are_the_same_structure(measured: list[int]) -> None:
     assert len(measured) == 3
 
 
-def test_where_nothing_was_compared_it_is_measured_again() -> None:
+@pytest.mark.parametrize("way", ["alone", "beside", "in_the_loss"])
+def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
     """A factor that starts at zero hides what mixes samples behind it."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h = net.a(x)
-        return net.b(net.factor * (h - h.mean(0)) + x)  # type: ignore[no-any-return]
+        mixed = net.factor * (h - h.mean(0))
+        if way == "in_the_loss":
+            return net.b(h) + mixed.square().mean()  # type: ignore[no-any-return]
+        return net.b(mixed + (x if way == "alone" else h))  # type: ignore[no-any-return]
 
     model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     model.factor = 0.0  # type: ignore[assignment]
@@ -228,6 +232,40 @@ def test_where_nothing_was_compared_it_is_measured_again() -> None:
     model.factor = 1.0  # type: ignore[assignment]
     with pytest.raises(SampleMixingError):
         run(model, squares)
+
+
+def test_after_an_error_it_is_measured_again() -> None:
+    """Who runs a cell once more after an error gets the error again."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        return h + h.roll(net.shift, 0)  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 3))
+    model.shift = 0  # type: ignore[assignment]
+    for _ in range(4):
+        run(model, squares)
+    model.shift = 1  # type: ignore[assignment]
+    for _ in range(5):
+        with pytest.raises(SampleMixingError):
+            run(model, squares)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_merged_positions_and_as_many_classes_as_samples(whole: bool) -> None:
+    lossfunc = nn.CrossEntropyLoss()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, N))
+    inputs, target = torch.randn(N, 3, 3), torch.randint(0, N, (3 * N,))
+    logits = extend(model)(inputs)
+    loss = (extend(lossfunc) if whole else F.cross_entropy)(logits.flatten(0, 1), target)
+    with backpack(BatchGrad(), check="always"):
+        loss.backward()
+    for n in range(N):
+        own = F.cross_entropy(model(inputs[n]), target[3 * n : 3 * n + 3]) / N
+        for parameter, expected in zip(
+            model.parameters(), torch.autograd.grad(own, list(model.parameters())), strict=True
+        ):
+            torch.testing.assert_close(parameter.grad_batch[n], expected)  # type: ignore[attr-defined]
 
 
 # What it must not do.

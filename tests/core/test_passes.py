@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, backpack
-from backpack_core.errors import (
-    ReleasedIOError,
-)
+from backpack_core import Extension, backpack, extend
+from backpack_core.errors import ReleasedIOError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
 from tests.cases import Net, classification, mlp
@@ -22,15 +21,57 @@ def test_retain_graph() -> None:
     loss = problem.loss()
     results = []
     for _ in range(2):
-        with backpack(BatchGrad(), SumGradSquared(), DiagGGNExact(), retain_graph=True):
+        with backpack(BatchGrad(), SumGradSquared(), DiagGGNExact()):
             loss.backward(retain_graph=True)
         results.append(problem.fields("grad_batch") + problem.fields("diag_ggn_exact"))
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
     with backpack(BatchGrad()):
-        loss.backward(retain_graph=True)
+        loss.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"), backpack(BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_inputs_are_freed_where_autograd_has_nothing_to_free() -> None:
+    shift = nn.Parameter(torch.zeros(3))
+    loss = extend(Net(lambda net, x: x + net.shift, shift=shift))(torch.randn(4, 3)).sum()
+    with backpack(BatchGrad()):
+        loss.backward()
     with pytest.raises(ReleasedIOError, match="retain_graph=True"), backpack(BatchGrad()):
         loss.backward()
+
+
+def test_a_pass_inside_of_a_hook_may_retain_its_graph() -> None:
+    """An implicit layer: the hook solves a linear system with products through one more step."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        def step(z: Tensor) -> Tensor:
+            return torch.tanh(0.5 * net.inner(z) + net.outer(x))  # type: ignore[no-any-return]
+
+        z = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(80):
+                z = step(z)
+        found, again = step(z), z.clone().requires_grad_()
+        once_more = step(again)
+
+        def solve(grad: Tensor) -> Tensor:
+            total = grad
+            for _ in range(80):
+                total = grad + torch.autograd.grad(once_more, again, total, retain_graph=True)[0]
+            return total
+
+        if found.requires_grad:
+            found.register_hook(solve)
+        return found
+
+    parts = [nn.Linear(3, 3) for _ in range(2)]
+    parts[0].weight.data *= 0.5
+    problem = classification(Net(forward, inner=parts[0], outer=parts[1]), (3,))
+    expected = problem.expected(oracle.individual_gradients)
+    problem.run(BatchGrad())
+    problem.compare("grad_batch", expected)
 
 
 def test_retained_graph_of_a_backward_pass_without_a_context() -> None:

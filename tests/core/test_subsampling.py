@@ -74,6 +74,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "time_first": lambda: Net(
         lambda net, x: net.b(_time_first(net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
     ),
+    "recurrent_to_the_end": lambda: Net(
+        lambda net, x: net.b(net.a(x[..., None]).transpose(0, 1))[0].transpose(0, 1).mean(1),
+        a=nn.Linear(1, 2),
+        b=nn.GRU(2, 4),
+    ),
     "splits": lambda: Net(
         lambda net, x: net.b(OPERATIONS["splits"](net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
     ),

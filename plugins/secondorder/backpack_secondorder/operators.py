@@ -316,8 +316,9 @@ def explained() -> Iterator[None]:
             ) from error
         if "derivative for" in text or "not implemented" in text:
             raise UnsupportedError(
-                f"An operation of the net has no second derivative ({text.splitlines()[0]}). For "
-                "attention, choose a kernel that has one: torch.nn.attention.sdpa_kernel("
-                "SDPBackend.MATH) around the forward pass."
+                f"An operation of the net has no second derivative ({text.splitlines()[0]}). "
+                "Write it with operations that have one: for attention, choose such a kernel by "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward pass; for "
+                "torch.cdist, (x[:, None] - y).square().sum(2)."
             ) from error
         raise

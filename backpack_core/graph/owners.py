@@ -1,0 +1,51 @@
+"""Whose the entries are that an operation has picked: of a mask over tokens, say."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node
+from backpack_core.graph import nodes
+from backpack_core.graph.survey import edges_behind
+
+
+def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
+    """Which sample each entry of axis 0 was picked from; ``None`` if nothing is known of any.
+
+    Samples lie one after the other on axis 0 of what they were picked from, each with one entry or
+    several. Whatever comes behind has kept the rows.
+
+    Args:
+        node: The node of the tensor.
+        samples: Number of samples.
+    """
+    while node is not None and nodes.operation_of(node) not in ("Index", "IndexSelect"):
+        kept = [e.node for i, e in edges_behind(node) if nodes.keeps_rows(node, 0, i)]
+        node = kept[0] if kept else None
+    if node is None:
+        return None
+    child, number = node.next_functions[0]
+    length = 0 if child is None else nodes.shape_of(child, number)[0]
+    picked = _picked(node)
+    if (
+        picked is None
+        or not length
+        or length % samples
+        or picked.shape != nodes.shape_of(node, 0)[:1]
+    ):
+        return None
+    return picked % length // (length // samples)
+
+
+def _picked(node: Node) -> Tensor | None:
+    """Which entries of axis 0 were picked, one axis of them."""
+    if nodes.operation_of(node) == "IndexSelect":
+        index: Tensor = node._saved_index  # type: ignore[attr-defined]
+        return None if node._saved_dim else index  # type: ignore[attr-defined]
+    indices: list[Tensor] = []
+    for given in node._saved_indices:  # type: ignore[attr-defined]
+        if given is None:  # an axis that is kept
+            break
+        indices += given.nonzero(as_tuple=True) if given.dtype == torch.bool else [given]
+    return torch.broadcast_tensors(*indices)[0] if indices else None
