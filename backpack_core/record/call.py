@@ -194,7 +194,7 @@ class Call:
 
     @property
     def receives_input(self) -> int:
-        """Whether it received a tensor that the model did, or a view of one: 2 if samples are first."""
+        """Whether it received a tensor that the model did, or a view: 2 if samples are first."""
         return self.run.receives(self.stored.inputs)
 
     def __repr__(self) -> str:
