@@ -41,6 +41,8 @@ class Propagator(ABC):
         only_at_losses: Whether nothing is read at other calls, wherever samples lie there.
         starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
             gone through node by node.
+        needs_gradient: Whether it takes the gradient at the output of a call; else ``view`` need
+            not have one, except at a loss.
 
     Attributes:
         subsampling: The samples that take part, ``None`` for all. The engine hands every method a
@@ -56,6 +58,7 @@ class Propagator(ABC):
     keeps_apart: ClassVar[bool] = False
     only_at_losses: ClassVar[bool] = False
     starts_everywhere: ClassVar[bool] = False
+    needs_gradient: ClassVar[bool] = True
     subsampling: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:

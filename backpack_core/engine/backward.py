@@ -62,6 +62,7 @@ class BackwardPass:
         survey: What is known about the graph.
         visiting: The call that is visited now.
         is_running: Whether autograd has begun.
+        is_alone: Whether it does not go at all; see ``alone.py``.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class BackwardPass:
         self._roots = [*roots]
         self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
-        self.is_running = False
+        self.is_running = self.is_alone = False
         self._is_differentiable = False
         if graph is None:  # a pass inside another one has no part in what that is read as a whole
             graph = GraphPass(context.graph_extensions if outer is None else (), None)
@@ -188,7 +189,7 @@ class BackwardPass:
         what = self.context.gradient
         if what == "autograd" or not self._is_outermost:
             return {}
-        if what == "none":
+        if what in ("none", "skipped"):
             return without_gradients(self.survey, self._roots, options)
         plain = self._sink.plain = plan(self.survey, self.context.groups, self._roots, options)
         return {} if plain is None else plain.begin()
@@ -261,8 +262,8 @@ class BackwardPass:
     def _view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
         call, index, (node, *_), _ = site
-        is_reached = grad is not None
-        if grad is None:
+        is_reached = grad is not None or (self.is_alone and bool(self._schedule.waiting_at(site)))
+        if not is_reached:
             grad = torch.zeros_like(call.stored.outputs[index])
         axis = self.survey.axes.get((call, index), 0)
         kept, positions = self._kept.setdefault(call, {}), self.survey.alignment.positions_of(site)

@@ -193,7 +193,7 @@ def plan(
         options: The arguments of ``backward()``.
     """
     group = next((g for g in groups if _has_individual(g)), None)
-    if group is None or not _can_be_narrowed(survey, options, edges):
+    if group is None or not can_be_narrowed(survey, options, edges):
         return None
     if options.get("create_graph"):
         _say("create_graph=True asks for gradients with a graph")
@@ -219,7 +219,7 @@ def without_gradients(
             "gradient='none' leaves gradients out, and DistributedDataParallel waits for them: use "
             "gradient='shared', or pass the model itself, which it wraps, its inputs."
         )
-    if not _can_be_narrowed(survey, options, edges):
+    if not can_be_narrowed(survey, options, edges):
         return {}
     return inputs_without({n: use.parameter for n, use in survey.uses.items()}, survey, edges)
 
@@ -270,7 +270,7 @@ def _has_individual(group: Group) -> bool:
     )
 
 
-def _can_be_narrowed(survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]) -> bool:
+def can_be_narrowed(survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]) -> bool:
     """Whether autograd can be told what to reach; where the user did, that holds."""
     if options.get("inputs") is not None:
         return False

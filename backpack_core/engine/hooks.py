@@ -16,6 +16,7 @@ from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.engine.active import Context, current
+from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
@@ -146,19 +147,24 @@ class Announcer(TorchFunctionMode):
         announced = begin(self._context, roots, gradients)
         if announced is None:
             return func(*args, **kwargs)
-        changes = {} if func is torch.autograd.grad else announced.narrow(given)
-        if any(extension.keeps_graph for extension in self._context.extensions):
-            changes["retain_graph"] = True
-        if changes:
-            args, kwargs = (), {**given, **changes}
         self._context.announced.append(announced)
         try:
-            result = func(*args, **kwargs)
+            if func is not torch.autograd.grad and carry_all(announced, given):
+                result = None
+            else:
+                result = self._run(announced, func, args, kwargs, given)
         finally:
             self._context.announced.remove(announced)
             announced.leave()
         announced.finish()
         return result
+
+    def _run(self, announced: BackwardPass, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+        """Let autograd go, where it has to."""
+        changes = {} if func is torch.autograd.grad else announced.narrow(given)
+        if any(extension.keeps_graph for extension in self._context.extensions):
+            changes["retain_graph"] = True
+        return func(**{**given, **changes}) if changes else func(*args, **kwargs)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

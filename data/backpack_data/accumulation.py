@@ -217,7 +217,7 @@ class _Run:
         weights = Weights(of_losses=given is None)
         with (
             _same_gradients(self.model),
-            backpack(*readers, check=self.check, observer=weights, gradient="none"),
+            backpack(*readers, check=self.check, observer=weights, gradient="skipped"),
         ):
             if self.is_hooked:
                 torch.autograd.grad(loss, self.trained, allow_unused=True)
