@@ -16,7 +16,7 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.gradient import can_be_narrowed
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.graph.order import ranks
-from backpack_core.record.call import Call, Site
+from backpack_core.record.call import Site
 from backpack_core.values import without_autocast
 
 
@@ -36,13 +36,10 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
     found.is_alone = True
     schedule = RankSchedule(found.survey, found._groups, order)
     found._schedule = found._traversal.schedule = schedule
-    visited: set[tuple[Call, int]] = set()
 
     def visit(site: Site) -> None:
-        if (site.call, site.index) not in visited:
-            visited.add((site.call, site.index))
-            loss = site.call.stored.outputs[site.index] if site.call.rule.is_loss else None
-            found._visit(site, None if loss is None else torch.ones_like(loss), None)
+        loss = site.call.stored.outputs[site.index] if site.call.rule.is_loss else None
+        found._visit(site, None if loss is None else torch.ones_like(loss), None)
 
     with torch.no_grad(), without_autocast():
         for site in found.survey.sites.values():  # those that nothing is sent to have zeros
