@@ -34,7 +34,7 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
     if order is None:
         return False
     found.is_alone = True
-    schedule = RankSchedule(found.survey, found._groups, order)
+    schedule: Any = RankSchedule(found.survey, found._groups, order)
     found._schedule = found._traversal.schedule = schedule
 
     def visit(site: Site) -> None:

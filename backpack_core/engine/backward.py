@@ -24,6 +24,7 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.leaves import add_leaves
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
+    behind_weights,
     changed_gradient,
     curvature_of_losses,
     refuse_bare,
@@ -99,6 +100,7 @@ class BackwardPass:
         self._graph = graph
         self._is_outermost = outer is None
         self._is_part = is_part and outer is not None
+        self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self._is_curvature = any(group.propagator.travels for group in groups)
@@ -235,6 +237,8 @@ class BackwardPass:
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
+            if self._is_announced and not call.is_released:
+                raise behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
         view = self._view(site, grad)
         if context.observer is not None:
