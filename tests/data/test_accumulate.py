@@ -235,12 +235,3 @@ def test_model_and_loss_that_are_swapped():
         accumulate(loss(), net(), [data(3)], DiagGGNExact(), progress=False)
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module.* Got function"):
         accumulate(lambda x: x, loss(), [data(3)], DiagGGNExact(), progress=False)
-
-
-def test_a_state_on_disk_is_not_what_values_are_made_in(tmp_path: Path):
-    """Values take the memory of states; what is written for the next start must not change."""
-    path = tmp_path / "state"
-    wanted = run(EKFAC(None), state_file=path)
-    found = run(EKFAC(None), state_file=path)
-    for place, value in wanted.items():
-        assert_same(found[place].dense(), value.dense())
