@@ -216,24 +216,15 @@ class State:
             self.normaliser += other.normaliser
         self.samples += other.samples
 
-    def value(self, shape: torch.Size, is_given_up: bool = False) -> Any:
-        """The value for all samples.
-
-        Args:
-            shape: Of the parameter.
-            is_given_up: Whether nobody needs the state any more, so that its memory is taken; else
-                it stays as it is.
-        """
+    def value(self, shape: torch.Size) -> Any:
+        """The value for all samples, for a parameter of a shape; the state stays as it is."""
         over, found = declaration(self.extension), {}
         for name, tensors in self.tensors.items():
             part = over.part(name)
             whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors, part.axis)
             divisor = self._power(part, self.normaliser)
             divisor *= max(1, self.samples) if part.way == "mean" else 1
-            if divisor == 1:
-                found[name] = whole if is_given_up else whole.clone()
-            else:
-                found[name] = whole.div_(divisor) if is_given_up else whole / divisor
+            found[name] = whole.clone() if divisor == 1 else whole / divisor
         return over.put_together(found, shape)
 
     def _power(self, part: Part, normaliser: float | None) -> float:

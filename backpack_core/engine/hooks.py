@@ -148,23 +148,21 @@ class Announcer(TorchFunctionMode):
         if announced is None:
             return func(*args, **kwargs)
         self._context.announced.append(announced)
+        result = None
         try:
-            if func is not torch.autograd.grad and carry_all(announced, given):
-                result = None
-            else:
-                result = self._run(announced, func, args, kwargs, given)
+            is_asked = func is torch.autograd.grad  # for gradients
+            if is_asked or not carry_all(announced, given):
+                changes = {} if is_asked else announced.narrow(given)
+                if any(extension.keeps_graph for extension in self._context.extensions):
+                    changes["retain_graph"] = True
+                if changes:
+                    args, kwargs = (), {**given, **changes}
+                result = func(*args, **kwargs)
         finally:
             self._context.announced.remove(announced)
             announced.leave()
         announced.finish()
         return result
-
-    def _run(self, announced: BackwardPass, func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-        """Let autograd go, where it has to."""
-        changes = {} if func is torch.autograd.grad else announced.narrow(given)
-        if any(extension.keeps_graph for extension in self._context.extensions):
-            changes["retain_graph"] = True
-        return func(**{**given, **changes}) if changes else func(*args, **kwargs)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

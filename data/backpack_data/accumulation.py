@@ -209,9 +209,7 @@ class _Run:
             states = reduce(states, self.group, self.gather)
         if not states.batches:
             raise UsageError("The loader gave no batch: there is nothing to compute.")
-        is_given_up = self.checkpoint is None  # which keeps the tensors until it is through
-        found = states.values(is_given_up)
-        values = {(path, e.savefield): value for path, e, value in found}
+        values = {(path, e.savefield): value for path, e, value in states.values()}
         if self.is_sharded:
             values = self._placed(values, readers)
         kinds = {e.savefield: type(e).__name__ for e in readers}

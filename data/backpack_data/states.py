@@ -101,11 +101,8 @@ class States:
             )
         require_proportional(self.ratios, ratios)
 
-    def values(self, is_given_up: bool = False) -> Iterator[tuple[str, Extension, Any]]:
+    def values(self) -> Iterator[tuple[str, Extension, Any]]:
         """The value for all batches: path, extension, value.
-
-        Args:
-            is_given_up: Whether nobody needs the states any more, so that their memory is taken.
 
         Raises:
             UnsupportedError: Some batch did not reach a parameter, and what is no sum needs all.
@@ -122,7 +119,7 @@ class States:
                     "the parameter or the extension out."
                 )
             state.normaliser = self.normaliser
-            yield path, extension, state.value(self.shapes[path], is_given_up)
+            yield path, extension, state.value(self.shapes[path])
 
     # Files ---------------------------------------------------------------------------------------
 
