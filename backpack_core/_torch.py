@@ -66,8 +66,9 @@ casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda
 
 def will_execute(node: Node) -> bool:
     """Whether the pass under way gets to a node: with ``inputs=...``, some are left out."""
-    # Torch does not count the node that the pass began at.
-    return _will_execute(node) or node is current_node()
+    # Torch does not count the node that the pass began at. Our own pass, without one of its, gets
+    # everywhere.
+    return graph_task_id() < 0 or _will_execute(node) or node is current_node()
 
 
 def will_get_gradient(tensor: Tensor) -> bool:

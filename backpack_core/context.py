@@ -69,8 +69,9 @@ class backpack:
                 there. ``"shared"``: where individual gradients or their moments are formed anyway,
                 it is their sum, equal to rounding, which saves up to a third of a plain pass; it is
                 accumulated, and hooks on parameters are called, at the end of the pass.
-                ``"none"``: parameters of extended modules get no ``grad``. See
-                ``docs/gradient.md``.
+                ``"none"``: parameters of extended modules get no ``grad``. ``"skipped"``: the same,
+                and where nothing that is asked for needs a gradient, autograd does not go at all:
+                no hook on one is called. See ``docs/gradient.md``.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.

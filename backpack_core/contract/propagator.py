@@ -43,6 +43,8 @@ class Propagator(ABC):
             gone through node by node.
         sheds_everywhere: Whether :meth:`shed` may split something off at any call; else it is asked
             at losses, and for what comes into being.
+        needs_gradient: Whether it takes the gradient at the output of a call; else ``view`` need
+            not have one, except at a loss.
 
     Attributes:
         subsampling: The samples that take part, ``None`` for all. The engine hands every method a
@@ -59,6 +61,7 @@ class Propagator(ABC):
     only_at_losses: ClassVar[bool] = False
     starts_everywhere: ClassVar[bool] = False
     sheds_everywhere: ClassVar[bool] = True
+    needs_gradient: ClassVar[bool] = True
     subsampling: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
-Gradient = Literal["autograd", "shared", "none"]
+Gradient = Literal["autograd", "shared", "none", "skipped"]
 
 logger = logging.getLogger("backpack_core")
 

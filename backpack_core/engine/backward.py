@@ -24,6 +24,7 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.leaves import add_leaves
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.refusals import (
+    behind_weights,
     changed_gradient,
     curvature_of_losses,
     refuse_bare,
@@ -62,6 +63,7 @@ class BackwardPass:
         survey: What is known about the graph.
         visiting: The call that is visited now.
         is_running: Whether autograd has begun.
+        is_alone: Whether it does not go at all; see ``alone.py``.
     """
 
     def __init__(
@@ -91,13 +93,14 @@ class BackwardPass:
         self._roots = [*roots]
         self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
-        self.is_running = False
+        self.is_running = self.is_alone = False
         self._is_differentiable = False
         if graph is None:  # a pass inside another one has no part in what that is read as a whole
             graph = GraphPass(context.graph_extensions if outer is None else (), None)
         self._graph = graph
         self._is_outermost = outer is None
         self._is_part = is_part and outer is not None
+        self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self._is_curvature = any(group.propagator.travels for group in groups)
@@ -188,7 +191,7 @@ class BackwardPass:
         what = self.context.gradient
         if what == "autograd" or not self._is_outermost:
             return {}
-        if what == "none":
+        if what in ("none", "skipped"):
             return without_gradients(self.survey, self._roots, options)
         plain = self._sink.plain = plan(self.survey, self.context.groups, self._roots, options)
         return {} if plain is None else plain.begin()
@@ -233,6 +236,8 @@ class BackwardPass:
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
+            if self._is_announced and not call.is_released:
+                raise behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
         view = self._view(site, grad)
         self._is_differentiable = view.is_differentiable
@@ -262,8 +267,8 @@ class BackwardPass:
     def _view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
         call, index, (node, *_), _ = site
-        is_reached = grad is not None
-        if grad is None:
+        is_reached = grad is not None or (self.is_alone and bool(self._schedule.waiting_at(site)))
+        if not is_reached:
             grad = torch.zeros_like(call.stored.outputs[index])
         axis = self.survey.axes.get((call, index), 0)
         kept, positions = self._kept.setdefault(call, {}), self.survey.alignment.positions_of(site)

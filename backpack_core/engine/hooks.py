@@ -16,6 +16,7 @@ from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.engine.active import Context, current
+from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
@@ -146,14 +147,17 @@ class Announcer(TorchFunctionMode):
         announced = begin(self._context, roots, gradients)
         if announced is None:
             return func(*args, **kwargs)
-        changes = {} if func is torch.autograd.grad else announced.narrow(given)
-        if any(extension.keeps_graph for extension in self._context.extensions):
-            changes["retain_graph"] = True
-        if changes:
-            args, kwargs = (), {**given, **changes}
         self._context.announced.append(announced)
+        result = None
         try:
-            result = func(*args, **kwargs)
+            is_asked = func is torch.autograd.grad  # for gradients
+            if is_asked or not carry_all(announced, given):
+                changes = {} if is_asked else announced.narrow(given)
+                if any(extension.keeps_graph for extension in self._context.extensions):
+                    changes["retain_graph"] = True
+                if changes:
+                    args, kwargs = (), {**given, **changes}
+                result = func(*args, **kwargs)
         finally:
             self._context.announced.remove(announced)
             announced.leave()

@@ -27,7 +27,7 @@ from backpack_core.graph.paths import nonlinear_above, reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Edge
+from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
 from backpack_core.record.view import View
 
@@ -249,6 +249,25 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[E
         f"is called on depends on the output of {site.call.path} by a term beside them, which no "
         "loss rule knows. Extend the loss as a whole, or call backward() on the other term outside "
         "of the block."
+    )
+
+
+def behind_weights(call: Call, extension: Extension) -> UnsupportedError:
+    """The error where autograd gets to a call by no way that a sample goes.
+
+    Args:
+        call: The call.
+        extension: What was asked for.
+    """
+    return UnsupportedError(
+        f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
+        f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
+        "gradient that was made with create_graph=True (the inner step of MAML, and "
+        "torch.func.functional_call with its result), or by another model that makes weights. "
+        "What belongs to which sample is not known there. Cut the graph: call "
+        "torch.autograd.grad(...) without create_graph=True, or give functional_call "
+        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
+        "given."
     )
 
 

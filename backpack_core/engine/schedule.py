@@ -258,7 +258,7 @@ class RankSchedule(Schedule):
         super().__init__(survey, groups)
         self._ranks = ranks
         self._queue: list[tuple[int, Node]] = []
-        self._sites: dict[Node, list[Site]] = {}
+        self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}
 
     def await_node(self, node: Node) -> None:
         """Put it in its place of the order."""
@@ -266,14 +266,14 @@ class RankSchedule(Schedule):
 
     def await_site(self, site: Site) -> None:
         """Put it in its place of the order."""
-        self._sites.setdefault(site.edge.node, []).append(site)
+        self._sites.setdefault(site.edge.node, {})[site.call, site.index] = site
         self.await_node(site.edge.node)
 
     def run(self, visit: Callable[[Site], None]) -> None:
         """Visit calls, and cross nodes, until nothing waits any more."""
         while self._queue:
             _, node = heapq.heappop(self._queue)
-            for site in self._sites.pop(node, ()):
+            for site in self._sites.pop(node, {}).values():
                 visit(site)
             self.cross(node)
         assert self.is_empty(), "a chunk of columns was left on its way"

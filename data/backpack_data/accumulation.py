@@ -86,6 +86,7 @@ def accumulate(
         UnsupportedError: Values of an extension do not combine.
         LostProcessError: Another process has ended before its part was through.
     """
+    _require_model(model, lossfunc)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
     backpack(*extensions)  # refuses what is no extension
@@ -108,6 +109,23 @@ def accumulate(
         if state_file is not None:
             run.checkpoint = Checkpoint(_of_rank(state_file, process_group), every, model, loader)
         return run(extensions).to(device, dtype)
+
+
+def _require_model(model: object, lossfunc: object) -> None:
+    """Raise where the first argument is no model, as where it is the loss."""
+    if isinstance(model, Module) and any(True for _ in model.parameters()):
+        return
+    found = type(model).__name__
+    if isinstance(lossfunc, Module) and any(True for _ in lossfunc.parameters()):
+        raise UsageError(
+            f"accumulate(model, lossfunc, loader, ...) got {found}, which has no parameters, as "
+            f"the model, and {type(lossfunc).__name__}, which has some, as the loss: swap them."
+        )
+    if not isinstance(model, Module):
+        raise UsageError(
+            f"accumulate(model, ...) takes a torch.nn.Module, whose parameters get quantities. Got "
+            f"{found}."
+        )
 
 
 class _Run:
@@ -217,7 +235,7 @@ class _Run:
         weights = Weights(of_losses=given is None)
         with (
             _same_gradients(self.model),
-            backpack(*readers, check=self.check, observer=weights, gradient="none"),
+            backpack(*readers, check=self.check, observer=weights, gradient="skipped"),
         ):
             if self.is_hooked:
                 torch.autograd.grad(loss, self.trained, allow_unused=True)

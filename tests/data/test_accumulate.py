@@ -228,3 +228,10 @@ def test_what_is_not_there_is_named_and_no_bar_is_drawn_where_nobody_looks(
     with pytest.raises(KeyError, match="there are"):
         found["nowhere"]  # type: ignore[index]
     assert ("nowhere", field) not in found
+
+
+def test_model_and_loss_that_are_swapped():
+    with pytest.raises(UsageError, match=r"got CrossEntropyLoss, which has no parameters.*swap"):
+        accumulate(loss(), net(), [data(3)], DiagGGNExact(), progress=False)
+    with pytest.raises(UsageError, match=r"takes a torch.nn.Module.* Got function"):
+        accumulate(lambda x: x, loss(), [data(3)], DiagGGNExact(), progress=False)

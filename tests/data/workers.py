@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,9 +277,16 @@ if __name__ == "__main__":
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
     )
+    status = 1
     try:
         globals()[name](Path(folder), int(rank), int(ranks))
         distributed.barrier()  # nobody closes connections that others still use
-    finally:
-        gc.collect()  # what holds the group, a model in DistributedDataParallel, goes before it
-        distributed.destroy_process_group()
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    gc.collect()  # what holds the group, a model in DistributedDataParallel, goes before it
+    distributed.destroy_process_group()
+    # A device mesh of fully_shard stays in torch, and the group with it: its threads would outlive
+    # the interpreter, and abort the process where one lets go of a tensor then.
+    sys.stderr.flush()
+    os._exit(status)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend, unextend
-from backpack_core.errors import BackpackError
+from backpack_core import Extension, backpack, extend, unextend
+from backpack_core.errors import BackpackError, UnsupportedError
+from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests.cases import Net, Problem, classification
 from tests.faults.changes import REPLACED, between, deep, trained_norm
 from tests.faults.problems import KINDS, Expectation, expect
@@ -175,3 +176,20 @@ def test_call_with_other_tensors_after_one_of_the_model_itself(kind: str) -> Non
     own.compare(problem.parameters)
     problem.model.zero_grad()
     compare_call(problem, fast_weights(problem.model, "leaves"), kind)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_an_inner_step_on_as_many_samples_is_refused(extension: type[Extension]) -> None:
+    """Rows at the inner calls are those of the support set, whose number is the same by chance."""
+    problem = classification(deep(), (3,))
+    model, lossfunc = extend(problem.model), extend(problem.lossfunc)
+    own, (x,) = dict(model.named_parameters()), problem.inputs
+    inner = lossfunc(functional_call(model, own, (torch.randn_like(x),)), problem.target)
+    gradients = torch.autograd.grad(inner, list(own.values()), create_graph=True)
+    fast = {n: p - 0.5 * g for (n, p), g in zip(own.items(), gradients, strict=True)}
+    loss = lossfunc(functional_call(model, fast, (x,)), problem.target)
+    advice = "without create_graph=True"
+    with backpack(extension()), pytest.raises(UnsupportedError, match=advice):
+        loss.backward()
+    for parameter in own.values():  # a gradient with a graph is a cycle
+        parameter.grad = None

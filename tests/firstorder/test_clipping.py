@@ -206,3 +206,12 @@ def test_refuses_a_bound_that_is_not_positive(bound: float) -> None:
 def test_refuses_an_unknown_kind() -> None:
     with pytest.raises(UsageError, match="clipping"):
         ClippedSumGrad(1.0, clipping="global")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["1", None, True, torch.ones(2)])
+def test_bounds_and_scales_are_numbers(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="max_norm must be a positive number"):
+        ClippedSumGrad(wrong)
+    with pytest.raises(UsageError, match="scale must be a positive and finite number"):
+        ClippedSumGrad(1.0, scale=wrong)
+    assert ClippedSumGrad(torch.tensor(2.0), scale=torch.tensor(4.0)).max_norm == 2.0

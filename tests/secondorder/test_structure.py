@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import EKFAC, KFAC, KFLR, DiagGGNExact
+from backpack_secondorder.factors import StructureError
 from tests import oracle
 from tests.cases import Net, Problem
 
@@ -143,3 +145,23 @@ def test_a_fallback_adds_up_over_chunks() -> None:
     with backpack(KFLR(fail_mode="block", chunk_size=1)):
         loss.backward()
     oracle.assert_close(problem.parameters[2].kflr[0], whole)
+
+
+def test_time_steps_first_have_no_factors_and_the_error_says_what_to_do() -> None:
+    model = Net(lambda net, x: net.b(net.a(x)[0][-1]), a=nn.LSTM(2, 3), b=nn.Linear(3, 2))
+    extend(model, batch_axis=1)
+    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(5, 4, 2)), torch.tensor([0, 1, 0, 1]))
+    with backpack(KFAC()), pytest.raises(StructureError, match=r"batch_first=True.*transpose"):
+        loss.backward()
+
+
+def test_a_parameter_of_a_function_has_no_factors_and_the_error_says_so() -> None:
+    problem = Problem(
+        Net(lambda net, x: F.linear(x, net.a.weight).tanh() @ net.b.weight, a=nn.Linear(3, 2)),
+        (torch.randn(4, 3),),
+        nn.MSELoss(),
+        torch.randn(4, 2),
+    )
+    problem.model.b = nn.Linear(2, 2, bias=False)
+    with pytest.raises(StructureError, match=r"a function uses it.*Call the module"):
+        problem.run(KFAC())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce, singledispatch
 from math import inf, prod
+from numbers import Real
 from typing import ClassVar, Literal, TypeAlias, get_args
 from weakref import ref
 
@@ -137,12 +138,12 @@ class ClippedSumGrad(FirstOrderExtension):
         Raises:
             UsageError: The bound or the scale is not positive, or the kind of clipping is unknown.
         """
-        if not max_norm > 0:
-            raise UsageError(f"max_norm must be positive. Got {max_norm!r}.")
+        if not _is_number(max_norm) or not max_norm > 0:
+            raise UsageError(f"max_norm must be a positive number. Got {max_norm!r}.")
         if clipping not in get_args(Clipping):
             raise UsageError(f"clipping must be one of {get_args(Clipping)}. Got {clipping!r}.")
-        if not 0 < scale < inf:
-            raise UsageError(f"scale must be positive and finite. Got {scale!r}.")
+        if not _is_number(scale) or not 0 < scale < inf:
+            raise UsageError(f"scale must be a positive and finite number. Got {scale!r}.")
         super().__init__(subsampling, savefield, fail_mode)
         self.max_norm = max_norm
         self.scale = scale
@@ -232,6 +233,13 @@ def _stacked(values: Sequence[Tensor]) -> Tensor:
     """``[N]`` each, of any precision, to ``[parameters, N]``."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.stack([value.to(dtype) for value in values])
+
+
+def _is_number(value: object) -> bool:
+    """Whether an argument is a number, be it in a tensor."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @singledispatch

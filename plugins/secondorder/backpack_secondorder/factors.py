@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.bare import BareRule
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.rows import Rows
@@ -66,10 +67,29 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
             f"factors in common: they are of {len(product.parts)} forms ({forms}), or store the "
             f"entries in different orders. Untie the uses, freeze the parameter, {instead}"
         )
+    if issubclass(product.rule, BareRule):
+        raise StructureError(
+            f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, "
+            f"and operations use it one by one: {_why_bare(product)}. Or freeze the parameter, "
+            f"{instead}"
+        )
     raise StructureError(
         f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
         f"{product.rule.__name__} declares none: freeze the parameter, {instead} For a "
         "layer that is affine in it, derive the rule from AffineRule."
+    )
+
+
+def _why_bare(product: SampleProduct) -> str:
+    """Why a parameter is looked at where operations use it, and what to do."""
+    if getattr(product.module, "batch_first", True):
+        return (
+            "a function uses it (F.linear(x, module.weight)), or the module has its samples "
+            "elsewhere than its layer rule takes them. Call the module, with samples on axis 0"
+        )
+    return (
+        "no layer rule takes batch_first=False, whose axis 0 holds time steps. Build the module "
+        "with batch_first=True, which changes no weight, and call it with x.transpose(0, 1)"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ class LossSqrt(ColumnPropagator):
         mixes: Whether columns may be replaced by others with the same outer products; see
             ``condensed``.
     """
+
+    needs_gradient: ClassVar[bool] = False
 
     samples: int | None = None
     subsampling: tuple[int, ...] | None = None

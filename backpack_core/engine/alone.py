@@ -1,0 +1,82 @@
+"""A pass without autograd, where nothing that is asked for needs a gradient.
+
+Curvature by columns is read off what rules send. Autograd's own pass, of the gradients of
+activations, would only say in which order to visit calls, and that is known of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from backpack_core._torch import LeafNode, Node
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.gradient import leaves_to_narrow
+from backpack_core.engine.schedule import RankSchedule
+from backpack_core.graph.order import ranks
+from backpack_core.record.call import Site
+from backpack_core.values import without_autocast
+
+
+def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
+    """Visit every call in an order of our own, if nobody needs a gradient.
+
+    Args:
+        found: The pass, which autograd has not begun.
+        options: The arguments of ``backward()``.
+
+    Returns:
+        Whether that was done, so that autograd need not go.
+    """
+    order = _order(found, options)
+    if order is None:
+        return False
+    found.is_alone = True
+    schedule: Any = RankSchedule(found.survey, found._groups, order)
+    found._schedule = found._traversal.schedule = schedule
+
+    def visit(site: Site) -> None:
+        loss = site.call.stored.outputs[site.index] if site.call.rule.is_loss else None
+        found._visit(site, None if loss is None else torch.ones_like(loss), None)
+
+    with torch.no_grad(), without_autocast():
+        for site in found.survey.sites.values():  # those that nothing is sent to have zeros
+            schedule.await_site(site)
+        schedule.run(visit)
+    return True
+
+
+def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] | None:
+    """Where every node stands in that order; ``None`` where autograd has to go.
+
+    It has to for a gradient that somebody reads: a propagator, the dye, a parameter without any
+    quantity, a hook that gathers what is sharded; and from anything but a single loss.
+    """
+    survey, context = found.survey, found.context
+    if context.gradient != "skipped" or not found._is_outermost or len(found._roots) != 1:
+        return None
+    if found._measurement is not None or context.graph_extensions or context.extension_hook:
+        return None
+    if not found._groups or any(
+        group.propagator.needs_gradient or group.has_overrides for group in found._groups
+    ):
+        return None
+    is_apart = survey.alignment.starts or survey.leaves or survey.bare
+    if is_apart or survey.shards or context.beside or options.get("create_graph"):
+        return None
+    site = survey.site_at(found._roots[0])
+    if site is None or not site.call.rule.is_loss:
+        return None
+    is_number = site.call.stored.outputs[site.index].numel() == 1
+    given = [options.get(name) for name in ("gradient", "grad_tensors", "grad_variables")]
+    if not is_number or any(part is not None for part in given):
+        return None
+    if any(call.run.is_distributed for call in survey.trained):
+        return None
+    if leaves_to_narrow(survey, options, found._roots) is None:
+        return None
+    order = ranks(site.edge.node)
+    leaves = (node for node in order if isinstance(node, LeafNode))
+    return order if all(id(leaf.variable) in survey.uses for leaf in leaves) else None

@@ -1,0 +1,186 @@
+"""Passes in which nothing needs a gradient: autograd does not go, and values are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from backpack_core import backpack, extend
+from backpack_core.errors import BackpackWarning, SampleMixingError
+from backpack_core.extensions import (
+    EKFAC,
+    KFAC,
+    KFLR,
+    KFRA,
+    BatchDiagGGNExact,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    SqrtGGNExact,
+    Variance,
+)
+from backpack_core.record.structure import iter_tensors
+from tests.cases import Net
+from tests.core.side_by_side import conv_net, token_net
+
+N = 4
+
+
+def tied_net() -> nn.Module:
+    """A module in two calls, a branch, and a recurrent layer of which one output is used."""
+    return Net(
+        lambda net, x: net.c(net.b(net.a(x).relu())[0][:, -1] + net.a(x).mean(1)),
+        a=nn.Linear(2, 4),
+        b=nn.LSTM(4, 4, batch_first=True),
+        c=nn.Linear(4, 3),
+    )
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "conv": (conv_net, (2, 5, 5)),
+    "tokens": (token_net, (9, 2)),
+    "tied": (tied_net, (3, 2)),
+}
+ASKED: dict[str, Callable[[], list[Any]]] = {
+    "factors": lambda: [KFAC(1, "reduce"), KFAC(2, savefield="other"), DiagGGNMC()],
+    "exact": lambda: [DiagGGNExact(), BatchDiagGGNExact(chunk_size=1), KFLR("expand")],
+    "not in chunks": lambda: [EKFAC(None), SqrtGGNExact(subsampling=[0, 2])],
+}
+
+
+class Seen:
+    """A model in double precision whose activations tell whether autograd came by."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        self.model, self.lossfunc = extend(model.double()), extend(nn.CrossEntropyLoss())
+        self.x = torch.randn(N, *shape, dtype=torch.float64)
+        self.y = torch.arange(N) % 3
+        self.count = 0
+        for module in model.modules():
+            module.register_forward_hook(self._watch)
+
+    def _watch(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            output.register_hook(self._note)
+
+    def _note(self, gradient: Tensor) -> None:
+        self.count += 1
+
+    def run(
+        self,
+        extensions: list[Any],
+        gradient: Any = "skipped",
+        check: Any = "never",
+        loss: Callable[[Tensor], Tensor] = lambda loss: loss,
+        options: dict[str, Any] | None = None,
+        **block: Any,
+    ) -> list[Tensor]:
+        """The values of one pass; ``count`` is how often it came by activations."""
+        self.count = 0
+        torch.manual_seed(0)
+        value = loss(self.lossfunc(self.model(self.x), self.y))
+        with backpack(*extensions, gradient=gradient, check=check, **block):
+            value.backward(**(options or {}))
+        found: list[Tensor] = []
+        for parameter in self.model.parameters():
+            for extension in extensions:
+                found += iter_tensors([getattr(parameter, extension.savefield)])
+        return found
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("net", NETS)
+def test_values_are_those_of_a_pass_with_autograd(net: str, asked: str) -> None:
+    make, shape = NETS[net]
+    seen = Seen(make(), shape)
+    wanted = seen.run(ASKED[asked](), gradient="none")
+    assert seen.count
+    found = seen.run(ASKED[asked]())
+    assert not seen.count
+    assert len(found) == len(wanted) > 0
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert all(parameter.grad is None for parameter in seen.model.parameters())
+
+
+def test_autograd_goes_where_a_structure_is_measured() -> None:
+    seen = Seen(*_made("tokens"))
+    went = []
+    for _ in range(6):
+        seen.run([KFAC()], check="first")
+        went.append(bool(seen.count))
+    assert went[:2] == [True, True]
+    assert not all(went)
+
+
+def test_samples_that_mix_are_noticed() -> None:
+    seen = Seen(
+        Net(lambda net, x: net.a(x - x.mean(0)) * net.a(x).mean(0), a=nn.Linear(2, 3)), (2,)
+    )
+    with pytest.raises(SampleMixingError):
+        seen.run([KFAC()], check="first")
+
+
+@pytest.mark.parametrize(
+    ("extensions", "options"),
+    [
+        (lambda: [Variance(), KFAC()], {}),
+        (lambda: [DiagHessian()], {}),
+        (lambda: [KFRA()], {}),
+        (lambda: [KFAC()], {"loss": lambda loss: 2 * loss}),
+        (lambda: [KFAC()], {"options": {"gradient": torch.tensor(2.0).double()}}),
+        (lambda: [KFAC()], {"extension_hook": lambda module: None}),
+    ],
+    ids=["first order", "residuals", "averages", "scaled", "given", "hook"],
+)
+def test_autograd_goes_where_somebody_needs_it(extensions: Any, options: dict[str, Any]) -> None:
+    seen = Seen(*_made("conv"))
+    if "KFRA" in str(extensions()[0]):
+        seen = Seen(nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 3)), (2,))
+    wanted = seen.run(extensions(), gradient="none", **options)
+    found = seen.run(extensions(), **options)
+    assert seen.count
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_inputs_that_are_trained_get_their_gradient() -> None:
+    seen = Seen(*_made("tokens"))
+    seen.x.requires_grad_()
+    seen.run([KFAC()])
+    (wanted,) = torch.autograd.grad(seen.lossfunc(seen.model(seen.x), seen.y), seen.x)
+    torch.testing.assert_close(seen.x.grad, wanted)
+
+
+def test_a_parameter_of_a_function_gets_its_gradient() -> None:
+    net = Net(lambda net, x: net.a(x) @ net.weight, a=nn.Linear(2, 3))
+    net.weight = nn.Parameter(torch.randn(3, 3))
+    seen = Seen(net, (2,))
+    seen.run([DiagGGNExact()])
+    assert seen.count
+    assert hasattr(net.weight, "diag_ggn_exact")
+
+
+def test_checkpoints_are_left_to_autograd() -> None:
+    inner = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    net = Net(
+        lambda net, x: net.c(checkpoint(net.inner, x, use_reentrant=False)),
+        inner=inner,
+        c=nn.Linear(3, 3),
+    )
+    seen = Seen(net, (2,))
+    wanted = seen.run([DiagGGNExact()], gradient="autograd")
+    with pytest.warns(BackpackWarning, match="saves tensors through hooks"):
+        found = seen.run([DiagGGNExact()])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _made(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    make, shape = NETS[name]
+    return make(), shape
