@@ -108,7 +108,7 @@ class DyePropagator(Propagator):
         if not is_fitting:
             return self.begin(gradient) if waiting is None else waiting
         if self._is_told_by_autograd(view):
-            return Dye(Columns({}), is_open=True, way=(view.path,))
+            return OPEN._replace(way=(view.path,))
         if view.axis and view.call.goes_inside:
             return LOST
         dyed = self._weights.dyed(gradient, view.positions)
@@ -149,7 +149,7 @@ class DyePropagator(Propagator):
         dtypes = {plain.dtype, plain.dtype if own is None else own.dtype}
         unit = max(arrived.unit, *(torch.finfo(dtype).eps for dtype in dtypes))
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
-        is_whole = own is not None and self._question.is_curvature and not arrived.is_open
+        is_whole = own is not None and self._question.is_curvature and not arrived.positions
         # Some of torch's own formulas have constants in single precision (CELU, Hardsigmoid).
         if is_whole and largest(plain - own) > max(16 * allowed, size * 1e-5):
             raise something_besides(where, arrived)
@@ -194,7 +194,7 @@ class DyePropagator(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
         """By the rule; where that fails, it ends."""
-        if quantity.is_open:
+        if quantity.positions:
             return dict.fromkeys(_live(view), quantity)
         if not self._question.is_per_sample and rule.mixes_samples(view):
             return dict.fromkeys(_live(view), LOST)  # its rule is that of single samples
@@ -221,10 +221,11 @@ class DyePropagator(Propagator):
 
     def merge(self, first: Dye, second: Dye) -> Dye:
         """Added over branches."""
+        positions = {first.positions, second.positions} - {0}
         return Dye(
             first.columns.merge(second.columns),
-            first.is_whole and second.is_whole,
-            first.is_open or second.is_open,
+            first.is_whole and second.is_whole and len(positions) < 2,
+            max(positions, default=0),
             max(first.size, second.size),
             max(first.unit, second.unit),
             tuple(dict.fromkeys(first.way + second.way)),
@@ -243,28 +244,47 @@ class DyePropagator(Propagator):
     def _closed(self, dye: Dye) -> Dye:
         """What calls sent is what autograd brought, but for what came by operations."""
         gradient = dye.brought
-        if not dye.is_open or not dye.is_whole:
+        if not dye.positions or not dye.is_whole:
             return dye
-        if gradient is None or not self._weights.fit(gradient):
+        if gradient is None or not self._weights.fit(gradient, dye.positions):
             return LOST
         known = dye.total()
         own = gradient.detach() if known is None else gradient.detach() - known[0]
-        columns = dye.columns.merge(Columns({_OF_LOSS: self._weights.dyed(own)}))
+        columns = dye.columns.merge(Columns({_OF_LOSS: self._weights.dyed(own, dye.positions)}))
         size = max(dye.size, largest(gradient))
-        return dye._replace(columns=columns, is_open=False, size=size)
+        return dye._replace(columns=columns, positions=0, size=size)
 
     def cross(
         self, node: Node, quantities: dict[int, Dye], there: Crossing
     ) -> list[tuple[int, Dye]]:
         """Call the node for all columns, if that has no effects; else it ends."""
         aside = dict.fromkeys(there.apart, OPEN)
-        is_open = any(dye.is_open and nr in there.others for nr, dye in quantities.items())
+        is_open = any(dye.positions and nr in there.others for nr, dye in quantities.items())
         if is_open or not there.kept.isdisjoint(quantities):
             return [(i, OPEN) for i, (child, _) in enumerate(node.next_functions) if child]
+        kept = self._kept(node, quantities)
+        known = kept | aside
+        if all(i in known or c is None or nodes.is_leaf(c) for i, (c, _) in enumerate(node.next_functions)):
+            return [*known.items()]
         quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if aside:
             self._judge_at(node, quantities, there.positions)
-        return [*(dict(self._cross(node, quantities)) | aside).items()]
+        return [*(dict(self._cross(node, quantities)) | known).items()]
+
+    def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
+        """Where samples are known to stay apart: autograd's gradient tells behind the node, too."""
+        size = len(self._weights)
+        for nr, dye in quantities.items():
+            is_known = dye.positions and dye.is_whole and not dye.columns.blocks
+            if not is_known or nodes.shape_of(node, nr)[:1] != (dye.positions * size,):
+                return {}
+        found, way = {}, tuple(dict.fromkeys(s for dye in quantities.values() for s in dye.way))
+        for position, (child, number) in enumerate(node.next_functions):
+            shape = () if child is None else nodes.shape_of(child, number)
+            if shape and size and shape[0] and not shape[0] % size:
+                if all(nodes.keeps_rows(node, nr, position) for nr in quantities):
+                    found[position] = OPEN._replace(positions=shape[0] // size, way=way)
+        return found
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:
         arrived = list(quantities.values())
@@ -294,7 +314,7 @@ class DyePropagator(Propagator):
         for i, (child, nr) in enumerate(node.next_functions):
             if child is not None:
                 is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
-                yield i, Dye(Columns({}), is_open=True, way=way) if is_fitting else LOST
+                yield i, OPEN._replace(way=way) if is_fitting else LOST
 
     def _axis(self, dye: Dye) -> int:
         """Where samples lie; another axis than the first only if that is as long as well."""

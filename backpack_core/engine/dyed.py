@@ -33,8 +33,8 @@ class Dye(NamedTuple):
     Attributes:
         columns: Blocks of columns ``[V, N, *]``: the gradient, and weighted ones.
         is_whole: Whether it came through every operation on the way.
-        is_open: Whether calls send something here, besides, that is dyed by their own samples: how
-            much, autograd's gradient tells.
+        positions: How many entries of axis 0 each sample has of what calls send here besides, as
+            autograd's gradient tells; zero if they send nothing.
         size: The largest entry it had at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
         way: Calls and operations that it came through.
@@ -43,7 +43,7 @@ class Dye(NamedTuple):
 
     columns: Columns
     is_whole: bool = True
-    is_open: bool = False
+    positions: int = 0
     size: float = 0.0
     unit: float = 0.0
     way: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Dye(NamedTuple):
 
 LOST = Dye(Columns({}), is_whole=False)
 # Where samples are kept apart, the dye need not go, but comes out at the other end.
-OPEN = Dye(Columns({}), is_open=True)
+OPEN = Dye(Columns({}), positions=1)
 
 
 def largest(tensor: Tensor) -> float:

@@ -70,6 +70,13 @@ TURNS = frozenset(["T", "Transpose", "Permute"])
 SCATTERS = frozenset(
     ["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"]
 )
+# Queries, keys and values of one entry of axis 0 meet each other alone.
+_ATTENTION = frozenset(
+    f"ScaledDotProduct{kind}Attention{device}"
+    for kind, device in (
+        ("Flash", ""), ("Flash", "ForCpu"), ("Efficient", ""), ("Cudnn", ""), ("Fused", "Overrideable")
+    )
+)  # fmt: skip
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
@@ -87,6 +94,7 @@ _OF_SEVERAL = frozenset(
     WeightNormInterface
     """.split()  # noqa: SIM905
 )
+_ROW_BY_ROW = ELEMENTWISE | _ATTENTION | {"Bmm", "Expand"}
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
 FACTORS = {
     **dict.fromkeys(["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)),
@@ -185,7 +193,7 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
         return False
     if operation == "NativeLayerNorm":
         return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
-    return operation in ELEMENTWISE | {"Bmm", "Expand"} or _ROW_FACTOR.get(operation) == position
+    return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
 
 
 def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
