@@ -36,6 +36,7 @@ from backpack_core.engine.weights import Weights
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
+from backpack_core.graph.batch import is_doubtful
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -123,8 +124,12 @@ class DyePropagator(Propagator):
         is_other = view.axis or view.call.goes_inside or view.positions != 1
         if self._question.is_curvature or is_other:
             return False
-        live = _live(view)
-        return len(live) == 1 and self._weights.fit(view.stored.inputs[live[0]])
+        received = [view.stored.inputs[position] for position in _live(view)]
+        # Of several, some may have samples elsewhere: states of a recurrent layer.
+        is_known = len(received) == 1 or not any(
+            is_doubtful(t.shape, len(self._weights)) for t in received
+        )
+        return bool(received) and is_known and all(map(self._weights.fit, received))
 
     def _compare(self, view: View, arrived: Dye, own: Tensor) -> None:
         total = arrived.total()
@@ -264,7 +269,10 @@ class DyePropagator(Propagator):
             return [(i, OPEN) for i, (child, _) in enumerate(node.next_functions) if child]
         kept = self._kept(node, quantities)
         known = kept | aside
-        if all(i in known or c is None or nodes.is_leaf(c) for i, (c, _) in enumerate(node.next_functions)):
+        if all(
+            i in known or c is None or nodes.is_leaf(c)
+            for i, (c, _) in enumerate(node.next_functions)
+        ):
             return [*known.items()]
         quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if aside:
@@ -281,9 +289,11 @@ class DyePropagator(Propagator):
         found, way = {}, tuple(dict.fromkeys(s for dye in quantities.values() for s in dye.way))
         for position, (child, number) in enumerate(node.next_functions):
             shape = () if child is None else nodes.shape_of(child, number)
-            if shape and size and shape[0] and not shape[0] % size:
-                if all(nodes.keeps_rows(node, nr, position) for nr in quantities):
-                    found[position] = OPEN._replace(positions=shape[0] // size, way=way)
+            positions, rest = divmod(shape[0], size) if shape and size else (0, 0)
+            if rest or not positions:
+                continue
+            if all(nodes.keeps_rows(node, nr, position) for nr in quantities):
+                found[position] = OPEN._replace(positions=positions, way=way)
         return found
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Dye]]:

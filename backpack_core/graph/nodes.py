@@ -72,11 +72,12 @@ SCATTERS = frozenset(
 )
 # Queries, keys and values of one entry of axis 0 meet each other alone.
 _ATTENTION = frozenset(
-    f"ScaledDotProduct{kind}Attention{device}"
-    for kind, device in (
-        ("Flash", ""), ("Flash", "ForCpu"), ("Efficient", ""), ("Cudnn", ""), ("Fused", "Overrideable")
-    )
-)  # fmt: skip
+    f"ScaledDotProduct{kind}"
+    for kind in """
+    FlashAttention FlashAttentionForCpu EfficientAttention CudnnAttention
+    FusedAttentionOverrideable
+    """.split()  # noqa: SIM905
+)
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
