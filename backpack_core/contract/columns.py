@@ -145,6 +145,11 @@ class ApartColumns(Columns):
     what arrives when the columns of all others are zero.
     """
 
+    def merge(self, other: Columns) -> Columns:
+        """Root by root; in the form of the other one, if that is more than these have."""
+        is_formed = type(self) is ApartColumns and type(other) is not ApartColumns
+        return other.merge(self) if is_formed else super().merge(other)
+
     @property
     def flat(self) -> Tensor:
         """All of them as columns of the tensor. Shape ``[V·N, *]``."""
