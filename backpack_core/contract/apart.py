@@ -85,14 +85,17 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
-    roots = list(dict.fromkeys(r for columns in quantities.values() for r in columns.blocks))
-    found: dict[int, dict[Root, Tensor]] = {}
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
     factored = _factored(node, quantities, there)
+    goes_on = keeps_all and not are_apart and there.has_others
     is_done = factored.keys() >= there.apart and not (are_apart and there.has_others)
+    if is_done and not goes_on:
+        return [*factored.items()]
+    roots = list(dict.fromkeys(r for columns in quantities.values() for r in columns.blocks))
+    found: dict[int, dict[Root, Tensor]] = {}
     for root in roots:
         present = {nr: c for nr, c in quantities.items() if root in c.blocks}
-        if keeps_all and not are_apart and there.has_others:
+        if goes_on:
             whole = bridge.push(node, {nr: c.blocks[root] for nr, c in present.items()})
             for position, product in whole.items():
                 if position not in there.apart:

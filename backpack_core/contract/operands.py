@@ -103,15 +103,18 @@ class FactoredColumns(ApartColumns):
 
 def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     """An affine product behind a node that puts entries into another order."""
-    numbers = torch.arange(shape.numel(), device=product.like.device)
-    order: Tensor = node(product.to_parameter(numbers.reshape(product.sizes))).flatten()
-    count = len(product.sizes)
+    count, device = len(product.sizes), product.like.device
+    blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
+    seen = node(product.to_parameter(blank))
+    if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
+        return AffineProduct(product.out, product.inp, shape)  # the order is that of the factors
+    numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
+    order: Tensor = node(product.to_parameter(numbers)).flatten()
 
     def arrange(mat: Tensor) -> Tensor:
         return mat.flatten(-count)[..., order].reshape(*mat.shape[:-count], *shape)
 
-    is_same = torch.equal(order, numbers)
-    return AffineProduct(product.out, product.inp, shape, None if is_same else arrange)
+    return AffineProduct(product.out, product.inp, shape, arrange)
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:
