@@ -297,10 +297,16 @@ def test_columns_of_several_roots() -> None:
 
 def test_a_net_of_functions_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compared at a parameter, so nothing is left to be compared there."""
-    seen = []
-    start = DyePropagator.start
-    monkeypatch.setattr(DyePropagator, "start", lambda *args: (seen.append(turn), start(*args))[1])
+    passes: list[int] = []
+    start, seen = DyePropagator.start, []
+
+    def note(*args: Any) -> Any:
+        seen.append(len(passes))
+        return start(*args)
+
+    monkeypatch.setattr(DyePropagator, "start", note)
     problem = _problem("linear")
-    for turn in range(1, 10):
+    for number in range(1, 10):
+        passes.append(number)
         problem.run(BatchGrad())
     assert seen == [1, 2, 3, 5, 9]
