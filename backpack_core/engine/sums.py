@@ -22,10 +22,10 @@ from backpack_core.contract.operations import batch_sum
 from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.engine.groups import Group
+from backpack_core.engine.refusals import named
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
-from backpack_core.record.owner import name_of_parameter
 
 
 class SumCheck(FirstOrderExtension):
@@ -130,16 +130,13 @@ class SumCheck(FirstOrderExtension):
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
     ) -> UnsupportedError:
-        modules = [call.module for call, _ in self._survey.sites]
-        name = name_of_parameter(modules, parameter)
         return UnsupportedError(
-            f"The gradients of single samples in the parameter {name} (of shape "
-            f"{list(parameter.shape)}) do not add up to the gradient that autograd brings: the "
-            f"norm of the difference is {difference:.1e}, that of the gradient {size:.1e}. Either "
-            "something that depends on the parameter is not seen (an operation outside of "
-            "autograd, a custom autograd.Function, another thread), or a layer rule is wrong. "
-            "check='never' leaves this comparison out; the numbers stay wrong. (This is measured: "
-            "see docs/checks.md.)"
+            f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
+            f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
+            f"that of the gradient {size:.1e}. Either something that depends on the parameter is "
+            "not seen (an operation outside of autograd, a custom autograd.Function, another "
+            "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
+            "numbers stay wrong. (This is measured: see docs/checks.md.)"
         )
 
 
