@@ -106,14 +106,15 @@ class Judge:
         total = arrived.total()
         assert total is not None
         plain, *guesses = total
-        size = max(largest(plain), 0.0 if own is None else largest(own))
+        own = own if self._question.is_curvature else None
+        size = max(largest(t) for t in (plain, own) if t is not None)
         if not size:
             return False
         units = [torch.finfo(t.dtype).eps for t in (plain, own) if t is not None]
         unit = max(arrived.unit, *units)
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
         besides = 0.0
-        if own is not None and self._question.is_curvature and not arrived.positions:
+        if own is not None and not arrived.positions:
             besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
         if self._question.is_of_losses:
             of_loss = arrived.columns.blocks.get(OF_LOSS)
@@ -124,7 +125,7 @@ class Judge:
         if self._question.is_per_sample and self._weights.fit(plain, positions):
             weights = self._weights.along(plain, positions=positions)
             found = enumerate(guesses)
-            self._right &= {n for n, g in found if largest(g / weights - plain) <= allowed}
+            self._right &= {n for n, g in found if largest((g / weights).sub_(plain)) <= allowed}
             if not self._right:
                 raise _mixed(where, arrived)
         return True

@@ -48,8 +48,10 @@ class Weights:
 
     def dyed(self, tensor: Tensor, positions: int = 1) -> Tensor:
         """Columns of a tensor with samples on axis 0."""
-        dyed = tensor * self.along(tensor, positions=positions)
-        return torch.stack([tensor, *[dyed] * self._guesses])
+        columns = tensor.new_empty(1 + self._guesses, *tensor.shape)
+        columns[0] = tensor
+        columns[1:] = tensor * self.along(tensor, positions=positions)
+        return columns
 
     def guess(self, tensor: Tensor, is_first: bool) -> list[Tensor] | None:
         """Where samples may lie in a tensor: weights to multiply with, for every guess.
