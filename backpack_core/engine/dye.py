@@ -92,6 +92,8 @@ class DyePropagator(Propagator):
             self.settled.add(place)
             return OPEN
         is_fitting = self._weights.fit(gradient, view.positions)
+        if waiting is not None and waiting.axis:
+            waiting = self._closed(waiting._replace(brought=gradient))
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             total, where = waiting.total(), f"{view.path} and what uses its output"
             is_known = total is not None and total.shape[1:] == gradient.shape
@@ -157,7 +159,7 @@ class DyePropagator(Propagator):
     def map(self, quantity: Dye, function: Any) -> Dye:
         """Block by block."""
         if not quantity.columns.blocks:
-            return quantity
+            return LOST if quantity.axis else quantity
         return quantity._replace(columns=quantity.columns.map(function))
 
     def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
@@ -183,17 +185,20 @@ class DyePropagator(Propagator):
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
         """Where samples are known to stay apart: autograd's gradient tells behind the node, too."""
         size, found = len(self._weights), {}
+        before = history(quantities.values())
         for nr, dye in quantities.items():
-            if not dye.is_told or nodes.shape_of(node, nr)[:1] != (dye.positions * size,):
+            length = nodes.shape_of(node, nr)[before.axis : before.axis + 1]
+            if not dye.is_told or dye.axis != before.axis or length != (dye.positions * size,):
                 return {}
-        way = history(quantities.values()).way
         for position, (child, number) in enumerate(node.next_functions):
-            shape = () if child is None else nodes.shape_of(child, number)
-            positions, rest = divmod(shape[0], size) if shape and size else (0, 0)
-            if rest or not positions:
+            axes = {nodes.axis_behind(node, nr, position, before.axis) for nr in quantities}
+            axis = axes.pop()
+            if child is None or axis is None or axes:
                 continue
-            if all(nodes.keeps_rows(node, nr, position) for nr in quantities):
-                found[position] = OPEN._replace(positions=positions, way=way)
+            shape = nodes.shape_of(child, number)
+            positions, rest = divmod(shape[axis : axis + 1].numel(), size) if size else (0, 0)
+            if positions and not rest:
+                found[position] = OPEN._replace(positions=positions, axis=axis, way=before.way)
         return found
 
     def _closed(self, dye: Dye) -> Dye:
@@ -201,12 +206,12 @@ class DyePropagator(Propagator):
         gradient, known = dye.brought, dye.total()
         if not dye.positions or not dye.is_whole:
             return dye
-        if gradient is None or not self._weights.fit(gradient, dye.positions):
+        if gradient is None or not self._weights.fit(gradient, dye.positions, dye.axis):
             return LOST
         own = gradient.detach() if known is None else gradient.detach() - known[0]
-        dyed = Columns({OF_LOSS: self._weights.dyed(own, dye.positions)})
+        dyed = Columns({OF_LOSS: self._weights.dyed(own, dye.positions, dye.axis)})
         size = max(dye.size, largest(gradient))
-        return dye._replace(columns=dye.columns.merge(dyed), positions=0, size=size)
+        return dye._replace(columns=dye.columns.merge(dyed), positions=0, axis=0, size=size)
 
     def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
         """Compare at the outputs of a node; whether everything there is known."""

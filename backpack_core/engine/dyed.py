@@ -40,6 +40,7 @@ class Dye(NamedTuple):
         is_whole: Whether it came through every operation on the way.
         positions: How many entries of axis 0 each sample has of what calls send here besides, as
             autograd's gradient tells; zero if they send nothing.
+        axis: Where samples lie in that, if operations have moved them.
         size: The largest entry it had at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
         way: Calls and operations that it came through.
@@ -49,6 +50,7 @@ class Dye(NamedTuple):
     columns: Columns
     is_whole: bool = True
     positions: int = 0
+    axis: int = 0
     size: float = 0.0
     unit: float = 0.0
     way: tuple[str, ...] = ()
@@ -72,13 +74,17 @@ OPEN = Dye(Columns({}), positions=1)
 
 def history(dyes: Iterable[Dye]) -> Dye:
     """What is known of the ways of several, without their columns."""
-    whole, positions, size, unit, way = True, {0}, 0.0, 0.0, {}
-    for dye in dyes:
-        whole &= dye.is_whole
-        positions.add(dye.positions)
-        size, unit = max(size, dye.size), max(unit, dye.unit)
-        way.update(dict.fromkeys(dye.way))
-    return Dye(Columns({}), whole and len(positions) < 3, max(positions), size, unit, (*way,))
+    dyes = [*dyes]
+    positions = {0, *(dye.positions for dye in dyes)}
+    return Dye(
+        Columns({}),
+        all(dye.is_whole for dye in dyes) and len(positions) < 3,
+        max(positions),
+        max(dye.axis for dye in dyes),  # of several, one is no axis of samples: that is seen
+        max(dye.size for dye in dyes),
+        max(dye.unit for dye in dyes),
+        tuple(dict.fromkeys(step for dye in dyes for step in dye.way)),
+    )
 
 
 class Judge:

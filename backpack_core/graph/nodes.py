@@ -192,6 +192,30 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
 
 
+def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | None:
+    """Where samples lie in an operand, if they lie on an axis of an output; ``None`` if unknown.
+
+    Off the first axis they are followed from where a tensor is taken apart along it, as stacked
+    queries, keys and values are, to where the axes are put into another order before.
+
+    Args:
+        node: The node.
+        output_nr: Which output.
+        position: Which operand, as a position in ``node.next_functions``.
+        axis: Of the output.
+    """
+    child, number = node.next_functions[position]
+    operation = operation_of(node)
+    if child is None:
+        return None
+    count = len(shape_of(child, number))
+    if operation == "Unbind" and axis == 0 == _axes(node, _ALONG[operation])[0] % count:
+        return 1
+    if axis:
+        return _axes(node, _ALONG["Permute"])[axis] % count if operation == "Permute" else None
+    return 0 if keeps_rows(node, output_nr, position) else None
+
+
 def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
     """Axes that a node saved; torch gives negative ones as numbers of 64 bits without a sign."""
     found = [getattr(node, attribute) for attribute in attributes]
