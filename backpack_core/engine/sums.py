@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -62,10 +63,9 @@ class SumCheck(FirstOrderExtension):
 
     def listen(self) -> None:
         """Have autograd tell what it brings to parameters, before hooks of others change it."""
-        this = weakref.ref(self)
         for use in self._survey.uses.values():
             if use.parameter.is_leaf and use.count:
-                hook = _Listener(this, use.parameter)
+                hook = partial(_hear, weakref.ref(self), weakref.ref(use.parameter))
                 self._handles.append(hook_leaf_first(use.parameter, hook))
 
     def leave(self) -> None:
@@ -140,18 +140,13 @@ class SumCheck(FirstOrderExtension):
         )
 
 
-class _Listener:
+def _hear(
+    check: weakref.ref[SumCheck], parameter: weakref.ref[Tensor], gradient: Tensor | None
+) -> None:
     """A hook on a parameter that holds neither the pass nor anything of it."""
-
-    def __init__(self, check: weakref.ref[SumCheck], parameter: Tensor) -> None:
-        self._check = check
-        self._parameter = weakref.ref(parameter)
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        """Called by autograd."""
-        check, parameter = self._check(), self._parameter()
-        if check is not None and parameter is not None and gradient is not None:
-            check.hear(parameter, gradient)
+    this, tensor = check(), parameter()
+    if this is not None and tensor is not None and gradient is not None:
+        this.hear(tensor, gradient)
 
 
 def magnitude(product: SampleProduct) -> Tensor:
