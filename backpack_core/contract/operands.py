@@ -175,6 +175,8 @@ def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
     if not is_apart and (position == 0 or mat.dim() > 3):
         return None  # axis 0 of the output is no axis of rows
     inp = getattr(node, names[1 - position])
+    if inp.layout is not torch.strided:
+        return None
     out, inp = (mat.mT, inp.mT) if position == 0 else (mat, inp)
     if inp.dim() == 2:
         out, inp = out.unsqueeze(1), inp.unsqueeze(0)

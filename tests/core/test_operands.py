@@ -310,3 +310,13 @@ def test_a_net_of_functions_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
         passes.append(number)
         problem.run(BatchGrad())
     assert seen == [1, 2, 3, 5, 9]
+
+
+def test_a_sparse_factor() -> None:
+    """A graph's matrix: what it multiplies is masked, as anything that is not known."""
+    adjacency = torch.eye(T).roll(1, 0).to_sparse()
+    table = nn.Parameter(torch.randn(T, D))
+    net = Net(lambda net, x: net.z(x + torch.mm(adjacency, net.w)).mean(1), w=table)
+    net.z = nn.Linear(D, C)
+    problem = classification(net, (T, D), 3, C)
+    problem.check()
