@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.contractions import slices
+from backpack_core.contract.operands import FactoredColumns, operand_product
 from backpack_core.errors import SampleMixingError
 from backpack_core.graph import bridge, nodes
 from backpack_core.graph.alignment import Crossing
@@ -83,27 +85,57 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
+    are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
+    factored = _factored(node, quantities, there)
+    goes_on = keeps_all and not are_apart and there.has_others
+    is_done = factored.keys() >= there.apart and not (are_apart and there.has_others)
+    if is_done and not goes_on:
+        return [*factored.items()]
     roots = list(dict.fromkeys(r for columns in quantities.values() for r in columns.blocks))
     found: dict[int, dict[Root, Tensor]] = {}
-    are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
     for root in roots:
         present = {nr: c for nr, c in quantities.items() if root in c.blocks}
-        if keeps_all and not are_apart and there.has_others:
+        if goes_on:
             whole = bridge.push(node, {nr: c.blocks[root] for nr, c in present.items()})
             for position, product in whole.items():
                 if position not in there.apart:
                     found.setdefault(position, {})[root] = product
-        for position, product in _push_apart(node, present, root, there).items():
+        pushed = {} if is_done else _push_apart(node, present, root, there)
+        for position in pushed.keys() - factored.keys():
+            product = pushed[position]
             if position in there.apart:
                 found.setdefault(position, {})[root] = product
             elif are_apart:
                 together = put_together(product, there.behind.get(position, 0))
                 if keeps_all:
                     found.setdefault(position, {})[root] = together
-    return [
+    formed = (
         (position, (ApartColumns if position in there.apart else Columns)(blocks))
         for position, blocks in found.items()
-    ]
+    )
+    return [*factored.items(), *formed]
+
+
+def _factored(
+    node: Node, quantities: Mapping[int, Columns], there: Crossing
+) -> dict[int, FactoredColumns]:
+    """What goes on in factors, by position."""
+    (columns, *others) = quantities.values()
+    if others or not there.is_readable:
+        return {}
+    if isinstance(columns, FactoredColumns):
+        turned = columns.through(node)
+        return {} if turned is None else dict.fromkeys(there.apart, turned)
+    if not (isinstance(columns, ApartColumns) or there.positions):
+        return {}
+    found = {}
+    for position in there.apart:
+        asked = partial(operand_product, node, position, columns, samples=there.batch_size)
+        products = {root: asked(root=root) for root in columns.blocks}
+        known = {root: [product] for root, product in products.items() if product is not None}
+        if known.keys() == products.keys():
+            found[position] = FactoredColumns(known)
+    return found
 
 
 def _push_apart(
@@ -113,9 +145,9 @@ def _push_apart(
     for nr, columns in present.items():
         if not isinstance(columns, ApartColumns) and nr not in there.positions:
             raise nodes.refuse(node, "its output has no samples that could be told apart")
-    found = dict(_known(node, present, root, there))
-    if found and found.keys() >= there.apart:
-        return found
+    known = dict(_known(node, present, root, there))
+    if known and known.keys() >= there.apart:
+        return known
     parts: dict[int, list[Tensor]] = {}
     size = max(columns.blocks[root].nbytes for columns in present.values())  # with masks, for each
     for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
@@ -128,19 +160,19 @@ def _push_apart(
                 mats[nr] = taken_apart(mat, there.positions[nr], samples).flatten(0, 1)
         for position, product in bridge.push(node, mats).items():
             parts.setdefault(position, []).append(product.unflatten(0, (-1, count)))
-    return {position: torch.cat(found, 1) for position, found in parts.items()}
+    return {position: torch.cat(found, 1) for position, found in parts.items()} | known
 
 
 def _known(
     node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
 ) -> Iterator[tuple[int, Tensor]]:
-    """What needs no masks: broadcast operands, and the factors of a matrix product."""
+    """What needs no masks: broadcast operands."""
     (nr, columns), *others = present.items()
     positions = there.positions.get(nr, 0)
     if others or isinstance(columns, ApartColumns):
         return
     mat = columns.blocks[root]
     for position in there.apart:
-        product = bridge.push_rows(node, mat, positions, position, there.is_readable)
+        product = bridge.push_rows(node, mat, positions, position)
         if product is not None:
             yield position, product

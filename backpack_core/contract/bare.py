@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import version_of
+from backpack_core.contract.columns import ApartColumns
+from backpack_core.contract.operands import FactoredColumns
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.record.call import Call, Stored
@@ -26,9 +28,11 @@ class BareRule(ParametricRule):
         """The one that there is."""
         return True
 
-    def apart_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
-        """What arrives."""
-        return DenseProduct(mat)
+    def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
+        """What arrives, in the form in which it does."""
+        return (
+            columns.product() if isinstance(columns, FactoredColumns) else DenseProduct(columns.mat)
+        )
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise AssertionError("nothing lies before a parameter")

@@ -57,7 +57,7 @@ class ColumnPropagator(Propagator):
     ) -> SampleProduct:
         """The product of all columns, side by side."""
         if isinstance(quantity, ApartColumns):
-            product = rule.apart_product(view, name, quantity.mat)
+            product = rule.apart_product(view, name, quantity)
         else:
             product = rule.param_product(view, name, quantity.mat)
         product.roots = quantity.sizes

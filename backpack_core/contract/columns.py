@@ -56,7 +56,8 @@ class Columns:
         # Asked of what is not there only: of several blocks, until somebody wants them together.
         if name != "mat":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        self.mat = torch.cat([*self.blocks.values()])
+        blocks = [*self.blocks.values()]
+        self.mat = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         return self.mat
 
     @property
@@ -87,7 +88,7 @@ class Columns:
     def split(self, mat: Tensor) -> Columns:
         """Columns with the roots of these and the values of ``mat``, ``[V, N, *]``."""
         if len(self.blocks) == 1:
-            return type(self)(dict.fromkeys(self.blocks, mat))
+            return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
         return self.like(dict(zip(self.blocks, parts, strict=True)))
 
@@ -158,6 +159,11 @@ class ApartColumns(Columns):
     A table of positions, or a tied weight, gets a sum over samples. Its part of each of them is
     what arrives when the columns of all others are zero.
     """
+
+    def merge(self, other: Columns) -> Columns:
+        """Root by root; in the form of the other one, if that is more than these have."""
+        is_formed = type(self) is ApartColumns and type(other) is not ApartColumns
+        return other.merge(self) if is_formed else super().merge(other)
 
     @property
     def flat(self) -> Tensor:

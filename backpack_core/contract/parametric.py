@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.columns import ApartColumns
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.regrouping import regrouped
@@ -73,19 +74,20 @@ class ParametricRule(LayerRule):
             )
         return product
 
-    def apart_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+    def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
         """The same of a call that has no samples, for columns of every sample apart.
 
         Args:
             view: The forward execution.
             name: Which parameter ``θ``.
-            mat: Columns at the output. Shape ``[V, N, *out]``.
+            columns: At the output.
 
         Returns:
             ``M``, of shape ``[V, N, *θ]``.
         """
-        product = self.param_product(view, name, mat.flatten(0, 1))
-        return regrouped(product, mat.shape[0], mat.shape[1], view.kept)
+        product = self.param_product(view, name, columns.flat)
+        count, samples = columns.mat.shape[:2]
+        return regrouped(product, count, samples, view.kept)
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""

@@ -9,9 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.contract.columns import Columns
+from backpack_core.contract.columns import Columns, Root
+from backpack_core.engine.weights import Weights
 from backpack_core.errors import SampleMixingError, UnsupportedError
-from backpack_core.record.view import View
+
+OF_LOSS = Root("dyed behind an extended loss")
+# Torch's own formulas may have constants in single precision (CELU, Hardsigmoid).
+_SINGLE = 1e-5
 
 
 class Question(NamedTuple):
@@ -34,8 +38,9 @@ class Dye(NamedTuple):
     Attributes:
         columns: Blocks of columns ``[V, N, *]``: the gradient, and weighted ones.
         is_whole: Whether it came through every operation on the way.
-        is_open: Whether calls send something here, besides, that is dyed by their own samples: how
-            much, autograd's gradient tells.
+        positions: How many entries of axis 0 each sample has of what calls send here besides, as
+            autograd's gradient tells; zero if they send nothing.
+        axis: Where samples lie in that, if operations have moved them.
         size: The largest entry it had at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
         way: Calls and operations that it came through.
@@ -44,21 +49,106 @@ class Dye(NamedTuple):
 
     columns: Columns
     is_whole: bool = True
-    is_open: bool = False
+    positions: int = 0
+    axis: int = 0
     size: float = 0.0
     unit: float = 0.0
     way: tuple[str, ...] = ()
     brought: Tensor | None = None
 
     def total(self) -> Tensor | None:
-        """The sum of all blocks."""
-        blocks = list(self.columns.blocks.values())
+        """The sum of all blocks; ``None`` where there are none, or more than that arrived."""
+        blocks = [*self.columns.blocks.values()] if self.is_whole else []
         return sum(blocks[1:], blocks[0]) if blocks else None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether autograd's gradient is all that there is, as what calls sent."""
+        return bool(self.positions) and self.is_whole and not self.columns.blocks
 
 
 LOST = Dye(Columns({}), is_whole=False)
 # Where samples are kept apart, the dye need not go, but comes out at the other end.
-OPEN = Dye(Columns({}), is_open=True)
+OPEN = Dye(Columns({}), positions=1)
+
+
+def history(dyes: Iterable[Dye]) -> Dye:
+    """What is known of the ways of several, without their columns."""
+    dyes = [*dyes]
+    positions = {0, *(dye.positions for dye in dyes)}
+    return Dye(
+        Columns({}),
+        all(dye.is_whole for dye in dyes) and len(positions) < 3,
+        max(positions),
+        max(dye.axis for dye in dyes),  # of several, one is no axis of samples: that is seen
+        max(dye.size for dye in dyes),
+        max(dye.unit for dye in dyes),
+        tuple(dict.fromkeys(step for dye in dyes for step in dye.way)),
+    )
+
+
+class Judge:
+    """Compares columns with each other, and with what autograd brings."""
+
+    def __init__(self, weights: Weights, guesses: int, question: Question) -> None:
+        """Begin with all guesses, of which one has to be right everywhere."""
+        self._weights = weights
+        self._question = question
+        self._right = {*range(guesses)}
+
+    def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: int) -> bool:
+        """Compare; false if there is nothing that could be, or all is zero.
+
+        Args:
+            where: For messages.
+            arrived: What came, dyed.
+            own: What autograd brought; ``None`` where that is of another tensor.
+            positions: How many entries of axis 0 each sample has; zero where that is unknown.
+
+        Raises:
+            SampleMixingError: Samples influence each other on the way.
+            UnsupportedError: The gradient is not what is known of.
+        """
+        total = arrived.total()
+        assert total is not None
+        plain, *guesses = total
+        own = own if self._question.is_curvature else None
+        size = max(largest(t) for t in (plain, own) if t is not None)
+        if not size:
+            return False
+        units = [torch.finfo(t.dtype).eps for t in (plain, own) if t is not None]
+        unit = max(arrived.unit, *units)
+        allowed = max(size * unit**0.6, arrived.size * unit * 64)
+        besides = 0.0
+        if own is not None and not arrived.positions:
+            besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
+        if self._question.is_of_losses:
+            of_loss = arrived.columns.blocks.get(OF_LOSS)
+            other = plain if of_loss is None else plain - of_loss[0]
+            besides = max(besides, largest(other))
+        if besides > allowed:
+            raise _something_besides(where, arrived)
+        if self._question.is_per_sample and self._weights.fit(plain, positions):
+            weights = self._weights.along(plain, positions=positions)
+            found = enumerate(guesses)
+            self._right &= {n for n, g in found if largest((g / weights).sub_(plain)) <= allowed}
+            if not self._right:
+                raise _mixed(where, arrived)
+        return True
+
+    def axis(self, dye: Dye) -> int:
+        """Where samples lie; another axis than the first only if that is as long as well."""
+        total = dye.total()
+        if total is None:
+            return 0
+        plain, *guesses = total
+        allowed = largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
+        for axis, length in enumerate(plain.shape):
+            if length == len(self._weights):
+                expected = plain * self._weights.along(plain, axis)
+                if any(largest(dyed - expected) <= allowed for dyed in guesses):
+                    return axis
+        return 0
 
 
 def largest(tensor: Tensor) -> float:
@@ -73,37 +163,26 @@ def largest(tensor: Tensor) -> float:
     return found if isfinite(found) else float(tensor.abs().nan_to_num(0, 0, 0).max())
 
 
-def live(view: View) -> list[int]:
-    """Which inputs of a call have a graph."""
-    return [position for position, edge in enumerate(view.call.edges) if edge is not None]
+def _between(where: str, arrived: Dye, most: int = 8) -> str:
+    way = arrived.way if len(arrived.way) <= most else (*arrived.way[: most - 1], "...")
+    return f"Between {where} ({', '.join(way)})"
 
 
-def unit_of(columns: Columns) -> float:
-    """The rounding unit of the coarsest block."""
-    return max((torch.finfo(b.dtype).eps for b in columns.blocks.values()), default=0.0)
-
-
-def _listed(way: Iterable[str], most: int = 8) -> str:
-    steps = list(way)
-    return ", ".join(steps if len(steps) <= most else [*steps[: most - 1], "..."])
-
-
-def mixed(where: str, arrived: Dye) -> SampleMixingError:
-    """The error where weights of samples are not those that they started with."""
+def _mixed(where: str, arrived: Dye) -> SampleMixingError:
+    """Weights of samples are not those that they started with."""
     return SampleMixingError(
-        f"Between {where} ({_listed(arrived.way)}), samples of the batch influence each "
-        "other: a gradient of one sample reaches another one, or axis 0 holds something else there "
-        "that is as long as the batch. Quantities of single samples do not exist. Look for an "
-        "operation over axis 0; "
+        f"{_between(where, arrived)}, samples of the batch influence each other: a gradient of one "
+        "sample reaches another one, or axis 0 holds something else there that is as long as the "
+        "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
         "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
     )
 
 
-def something_besides(where: str, arrived: Dye) -> UnsupportedError:
-    """The error where autograd's gradient is another than what came from extended losses."""
+def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
+    """Autograd's gradient is another than what came from extended losses."""
     return UnsupportedError(
-        f"Between {where} ({_listed(arrived.way)}), autograd brings another gradient than that of "
-        "the extended losses: a term beside them depends on the output, or a hook changes "
-        "gradients on the way. Curvature would be that of something else. Extend the loss as a "
-        "whole, compute the other term's in a backward pass of its own, or remove the hook."
+        f"{_between(where, arrived)}, autograd brings another gradient than that of the extended "
+        "losses: a term beside them depends on the output, or a hook changes gradients on the way. "
+        "Curvature would be that of something else. Extend the loss as a whole, compute the other "
+        "term's in a backward pass of its own, or remove the hook."
     )

@@ -72,10 +72,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
     """What uses a parameter, and what to do."""
-    modules = [call.module for call, _ in survey.sites]
-    name = name_of_parameter(modules, parameter)
-    which = "A parameter" if name is None else f"The parameter {name}"
-    lost = _not_extended(parameter, modules)
+    lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
             "That part of the graph was compiled by torch.compile, where no module is seen: run "
@@ -93,8 +90,16 @@ def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
             f"{verb} the module that it belongs to, make it a parameter of the module whose "
             "forward() uses it, or freeze it."
         )
-    used = f"{which} of shape {list(parameter.shape)} is used by the operation"
-    return f"{used} {nodes.name_of(node)!r} outside of any extended module that owns it", advice
+    which = named(survey, parameter)
+    used = f"{which[0].upper()}{which[1:]} is used by the operation {nodes.name_of(node)!r}"
+    return f"{used} outside of any extended module that owns it", advice
+
+
+def named(survey: Survey, parameter: Tensor) -> str:
+    """A parameter in words."""
+    name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
+    which = "a parameter" if name is None else f"the parameter {name}"
+    return f"{which} of shape {list(parameter.shape)}"
 
 
 def refuse_misaligned(
@@ -164,15 +169,13 @@ def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
 
 
 def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:
-    name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
     return UnsupportedError(
-        f"The number that backward() is called on depends on the parameter {name} (of shape "
-        f"{list(parameter.shape)}) by the operation {nodes.described(node)!r}, and not by way of "
-        "any sample: a term beside the loss, as a penalty on weights is. Its gradient belongs to "
-        "no sample. Hand that term over, backpack(..., beside=[term]), and quantities are those "
-        "of the rest; or call backward() on it outside of the block. If it is no term but a factor "
-        "of a mean loss, as a learned weight is, take the mean last: (weight * losses).mean() with "
-        "reduction='none'."
+        f"The number that backward() is called on depends on {named(survey, parameter)} by the "
+        f"operation {nodes.described(node)!r}, and not by way of any sample: a term beside the "
+        "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
+        "backpack(..., beside=[term]), and quantities are those of the rest; or call backward() on "
+        "it outside of the block. If it is no term but a factor of a mean loss, as a learned "
+        "weight is, take the mean last: (weight * losses).mean() with reduction='none'."
     )
 
 

@@ -7,7 +7,9 @@ that never met a call, a rule that is not that of the module, a fault of our own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from math import sqrt
 from typing import Any
 
 import torch
@@ -21,10 +23,10 @@ from backpack_core.contract.operations import batch_sum
 from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.engine.groups import Group
+from backpack_core.engine.refusals import named
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
-from backpack_core.record.owner import name_of_parameter
 
 
 class SumCheck(FirstOrderExtension):
@@ -61,10 +63,9 @@ class SumCheck(FirstOrderExtension):
 
     def listen(self) -> None:
         """Have autograd tell what it brings to parameters, before hooks of others change it."""
-        this = weakref.ref(self)
         for use in self._survey.uses.values():
             if use.parameter.is_leaf and use.count:
-                hook = _Listener(this, use.parameter)
+                hook = partial(_hear, weakref.ref(self), weakref.ref(use.parameter))
                 self._handles.append(hook_leaf_first(use.parameter, hook))
 
     def leave(self) -> None:
@@ -78,7 +79,7 @@ class SumCheck(FirstOrderExtension):
         # A copy: autograd may store the tensor itself, which is averaged or added to from then on.
         self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
 
-    def read(self, product: SampleProduct) -> tuple[Tensor, float]:
+    def read(self, product: SampleProduct) -> tuple[Tensor, Tensor]:
         """The sum over all samples, and how large its terms are."""
         if self._task < 0:
             self._task = graph_task_id()
@@ -90,20 +91,28 @@ class SumCheck(FirstOrderExtension):
         Raises:
             UnsupportedError: They do not add up.
         """
-        brought = [g for (task, _), g in self._incoming.items() if task == self._task]
-        widest = max((_norm(g) for g in brought if not g.is_sparse), default=0.0)
-        for parameter, (total, size) in values.items():
-            gradient = self._incoming.get((self._task, parameter))
-            if gradient is None or gradient.shape != total.shape or gradient.is_sparse:
-                continue
-            unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in (gradient, total)))
+        heard = {
+            parameter: gradient
+            for (task, parameter), gradient in self._incoming.items()
+            if task == self._task and not gradient.is_sparse
+        }
+        compared = [
+            (parameter, heard[parameter], total)
+            for parameter, (total, _) in values.items()
+            if parameter in heard and heard[parameter].shape == total.shape
+        ]
+        norms = _numbers(map(_norm, heard.values()))
+        widest, sizes = max(norms, default=0.0), dict(zip(heard, norms, strict=True))
+        terms = dict(zip(values, _numbers(size for _, size in values.values()), strict=True))
+        differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
+        for (parameter, *tensors), difference in zip(compared, differences, strict=True):
+            unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in tensors))
             # Terms may cancel before they get to the parameter, too: in a softmax, say.
-            size = max(size, widest / 32)
-            difference, sizes = _norm(gradient - total), (_norm(gradient), size)
-            if difference > _allowed(*sizes, unit):  # what is not finite is not compared
+            size = sizes[parameter], max(terms[parameter], widest / 32)
+            if difference > _allowed(*size, unit):  # what is not finite is not compared
                 unit = max(unit, self._coarsest())
-            if difference > _allowed(*sizes, unit):
-                raise self._does_not_add_up(parameter, difference, _norm(gradient))
+            if difference > _allowed(*size, unit):
+                raise self._does_not_add_up(parameter, difference, size[0])
         return {}
 
     def _coarsest(self) -> float:
@@ -121,56 +130,39 @@ class SumCheck(FirstOrderExtension):
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
     ) -> UnsupportedError:
-        modules = [call.module for call, _ in self._survey.sites]
-        name = name_of_parameter(modules, parameter)
         return UnsupportedError(
-            f"The gradients of single samples in the parameter {name} (of shape "
-            f"{list(parameter.shape)}) do not add up to the gradient that autograd brings: the "
-            f"norm of the difference is {difference:.1e}, that of the gradient {size:.1e}. Either "
-            "something that depends on the parameter is not seen (an operation outside of "
-            "autograd, a custom autograd.Function, another thread), or a layer rule is wrong. "
-            "check='never' leaves this comparison out; the numbers stay wrong. (This is measured: "
-            "see docs/checks.md.)"
+            f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
+            f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
+            f"that of the gradient {size:.1e}. Either something that depends on the parameter is "
+            "not seen (an operation outside of autograd, a custom autograd.Function, another "
+            "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
+            "numbers stay wrong. (This is measured: see docs/checks.md.)"
         )
 
 
-class _Listener:
+def _hear(
+    check: weakref.ref[SumCheck], parameter: weakref.ref[Tensor], gradient: Tensor | None
+) -> None:
     """A hook on a parameter that holds neither the pass nor anything of it."""
-
-    def __init__(self, check: weakref.ref[SumCheck], parameter: Tensor) -> None:
-        self._check = check
-        self._parameter = weakref.ref(parameter)
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        """Called by autograd."""
-        check, parameter = self._check(), self._parameter()
-        if check is not None and parameter is not None and gradient is not None:
-            check.hear(parameter, gradient)
+    this, tensor = check(), parameter()
+    if this is not None and tensor is not None and gradient is not None:
+        this.hear(tensor, gradient)
 
 
-def magnitude(product: SampleProduct) -> float:
+def magnitude(product: SampleProduct) -> Tensor:
     """About how large the terms are that make up a sum, which may cancel: ``Σ ‖out‖ ‖inp‖``."""
-    return sum(_magnitudes(product))
-
-
-def _magnitudes(product: SampleProduct) -> Iterator[float]:
     if isinstance(product, SumProduct):
-        for part in product.parts:
-            yield from _magnitudes(part)
-    elif isinstance(product, AffineProduct | ScaleProduct):
+        return sum(map(magnitude, product.parts), torch.zeros(()))
+    if isinstance(product, AffineProduct | ScaleProduct) and product.inp is not None:
         inp: Any = product.inp
         some = min(4, product.samples)
-        if inp is None:
-            size = float(product.out.shape[1:3].numel()) ** 0.5
-        else:
-            size = _norm(inp[0:some]) * (product.samples / max(1, some)) ** 0.5
-        yield _norm(product.out) * size
-    else:
-        out = getattr(product, "out", None)
-        if isinstance(out, Tensor):
-            yield _norm(out) * float(out.shape[1:3].numel()) ** 0.5
-        else:  # formed by a function of columns, or formed already
-            yield _norm(product.like) * float(product.like.shape[1:].numel()) ** 0.5
+        size = _norm(inp[0:some]) * sqrt(product.samples / max(1, some))
+        return _norm(product.out) * size
+    out = getattr(product, "out", None)
+    if isinstance(out, Tensor):
+        return _norm(out) * sqrt(out.shape[1:3].numel())
+    # Formed by a function of columns, or formed already.
+    return _norm(product.like) * sqrt(product.like.shape[1:].numel())
 
 
 def _allowed(gradient: float, terms: float, unit: float) -> float:
@@ -179,12 +171,16 @@ def _allowed(gradient: float, terms: float, unit: float) -> float:
     return max(gradient * bound, terms * min(32 * unit, bound))
 
 
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=_wide(tensor)))
+def _norm(tensor: Tensor) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=wide)
+    return norm
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _numbers(scalars: Iterable[Tensor]) -> list[float]:
+    """Their values, for which a device is waited for once."""
+    found = [scalar.reshape(1) for scalar in scalars]
+    return torch.cat([one.to(found[0].device) for one in found]).tolist() if found else []
 
 
 def check_of_sums(survey: Survey, groups: Sequence[Group]) -> SumCheck | None:

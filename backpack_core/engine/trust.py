@@ -11,6 +11,7 @@ from torch.nn import Module
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
 from backpack_core.engine.dyed import Question
+from backpack_core.graph import nodes
 from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
@@ -69,8 +70,9 @@ class Measurement:
         """Remember where there is nothing more to learn."""
         still = {
             number
-            for number, place in enumerate(self._survey.sites)
-            if place not in self.dye.settled and not place[0].rule.is_loss
+            for number, (place, site) in enumerate(self._survey.sites.items())
+            if place not in self.dye.settled
+            and not (place[0].rule.is_loss or nodes.is_leaf(site.edge.node))
         }
         still |= {-1} if self.dye.is_cut else set()
         self._trust.open_sites = still if self._before is None else still & self._before

@@ -33,9 +33,9 @@ class Weights:
         """Number of samples."""
         return len(self._values)
 
-    def fit(self, tensor: Tensor, positions: int = 1) -> bool:
-        """Whether axis 0 has so many positions of every sample."""
-        return tensor.shape[:1] == (positions * len(self),)
+    def fit(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> bool:
+        """Whether an axis has so many positions of every sample."""
+        return tensor.shape[axis : axis + 1] == (positions * len(self),)
 
     def along(self, tensor: Tensor, axis: int = 0, positions: int = 1) -> Tensor:
         """One for each entry of an axis, to be multiplied with the tensor."""
@@ -46,10 +46,12 @@ class Weights:
         """Columns without weights."""
         return tensor.expand(1 + self._guesses, *tensor.shape)
 
-    def dyed(self, tensor: Tensor, positions: int = 1) -> Tensor:
-        """Columns of a tensor with samples on axis 0."""
-        dyed = tensor * self.along(tensor, positions=positions)
-        return torch.stack([tensor, *[dyed] * self._guesses])
+    def dyed(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> Tensor:
+        """Columns of a tensor with samples on an axis."""
+        columns = tensor.new_empty(1 + self._guesses, *tensor.shape)
+        columns[0] = tensor
+        columns[1:] = tensor * self.along(tensor, axis, positions)
+        return columns
 
     def guess(
         self, tensor: Tensor, is_first: bool, owners: Tensor | None = None

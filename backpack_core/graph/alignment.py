@@ -97,24 +97,18 @@ class Alignment:
         """What is known of the samples at a node."""
         if not self.positions:  # they are where they are everywhere else
             return Crossing(self.batch_size, {}, {})
-        outputs = {nr: self._known(node, nr) for nr in range(len(node._input_metadata))}
-        behind: dict[int, int] = {}
-        apart = []
-        for position, (child, number) in enumerate(node.next_functions):
-            if child is None:
-                continue
-            behind[position] = self._known(child, number)
-            if (child, number) in self.apart:
-                apart.append(position)
+        places = {i: (child, nr) for i, (child, nr) in enumerate(node.next_functions) if child}
+        own = {nr: (node, nr) for nr in range(len(node._input_metadata))}
+        behind = {i: k for i, place in places.items() if (k := self._known(*place))}
+        outputs = {nr: k for nr, place in own.items() if (k := self._known(*place))}
+        apart, kept = (
+            frozenset(number for number, place in some.items() if place in self.apart)
+            for some in (places, own)
+        )
+        others = frozenset(own.keys() - outputs.keys() - kept)
+        has_others = len(places) > len(apart)
         return Crossing(
-            self.batch_size,
-            {nr: k for nr, k in outputs.items() if k},
-            {position: k for position, k in behind.items() if k},
-            frozenset(apart),
-            frozenset(nr for nr in outputs if (node, nr) in self.apart),
-            frozenset(nr for nr, k in outputs.items() if not k and (node, nr) not in self.apart),
-            len(behind) > len(apart),
-            self.is_readable,
+            self.batch_size, outputs, behind, apart, kept, others, has_others, self.is_readable
         )
 
     def _known(self, node: Node, number: int) -> int:

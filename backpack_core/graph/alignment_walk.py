@@ -56,7 +56,6 @@ class Walk:
         self._found = found
         self._size = max(1, survey.batch_size)
         self._before = found.before
-        self._order: list[Place] = []
         self._of_weights = OfWeights(survey)
         self._of_tables = OfWeights(survey, tables)
         self._of_constants = OfWeights(survey, tables, or_constants=True)
@@ -70,31 +69,24 @@ class Walk:
         self._found.beside.clear()
         start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
         for place in start:
-            size = self._at(place).shape[:1]
-            self._found.positions[place] = int(size == (self._size,))
+            self._found.positions[place] = int(self._at(place).shape[:1] == (self._size,))
             if not self._found.positions[place]:
                 self._before.add(place)
-        rank = ranks(*(node for node, _ in start))
-        known = {*start}
-        by_node: dict[Node, list[int]] = {}
+        outputs: dict[Node, dict[int, None]] = {}
         for node, nr in start:
-            by_node.setdefault(node, []).append(nr)
-        for node in rank:
-            for nr in by_node.get(node, ()):
-                place = (node, nr)
-                self._order.append(place)
-                ways = self._ways[place] = list(self._behind(place))
+            outputs.setdefault(node, {})[nr] = None
+        for node in ranks(*outputs):
+            for nr in outputs.get(node, ()):
+                ways = self._ways[node, nr] = list(self._behind((node, nr)))
                 for child, position in ways:
-                    self._derive(place, child, position)
-                    if child not in known:
-                        known.add(child)
-                        by_node.setdefault(child[0], []).append(child[1])
+                    self._derive((node, nr), child, position)
+                    outputs.setdefault(child[0], {})[child[1]] = None
         before = -1
         while before < len(self._found.apart):
             before = len(self._found.apart)
-            for place in reversed(self._order):
+            for place in reversed(self._ways):
                 self._keep_apart(place)
-            for place in self._order if self._found.apart else ():
+            for place in self._ways if self._found.apart else ():
                 self._stay_apart(place)
 
     def _at(self, place: Place) -> _Here:
@@ -214,16 +206,13 @@ class Walk:
         found, survey = self._found, self._survey
         node, (site, is_call, *_) = place[0], self._at(place)
         needs = any(child in found.apart for child, _ in self._ways[place])
-        if self._targets and not is_call:
-            for position, edge in edges_behind(node):
-                parameter = self._targets.get((node, position))
-                if parameter is not None:
-                    needs = True
-                    found.leaves[edge.node] = parameter
-                    found.apart.add((edge.node, 0))
-                    found.positions[edge.node, 0] = 0
-                    if place in self._before:
-                        found.beside.append((parameter, node))
+        for leaf, parameter in () if is_call else self._targets_at(node):
+            needs = True
+            found.leaves[leaf] = parameter
+            found.apart.add((leaf, 0))
+            found.positions[leaf, 0] = 0
+            if place in self._before:
+                found.beside.append((parameter, node))
         if site is not None and not found.positions[place] and not site.call.rule.is_loss:
             needs |= bool(survey.trained[site.call])
         if not needs:
@@ -247,17 +236,20 @@ class Walk:
         """What is kept apart behind a number that has no samples is no function of any."""
         found = self._found
 
-        def further(this: Place) -> Iterator[Place]:
-            for position, edge in edges_behind(this[0]):
-                child = (edge.node, edge.output_nr)
-                parameter = self._targets.get((this[0], position))
-                if parameter is not None:
-                    found.beside.append((parameter, this[0]))
-                elif child in found.apart:
-                    yield child
+        def further(this: Place) -> list[Place]:
+            places = [(edge.node, edge.output_nr) for _, edge in edges_behind(this[0])]
+            return [p for p in places if p in found.apart and not nodes.is_leaf(p[0])]
 
         for this in reached([place], further):
+            found.beside += [(parameter, this[0]) for _, parameter in self._targets_at(this[0])]
             site = self._at(this).site
             if site is not None and this != place:
                 trained = self._survey.trained[site.call]
                 found.beside += [(own.parameter, this[0]) for own in trained]
+
+    def _targets_at(self, node: Node) -> list[tuple[Node, Tensor]]:
+        """Parameters that a node sends something to and no call reads off, by their nodes."""
+        if not self._targets:
+            return []
+        ways = ((edge.node, self._targets.get((node, i))) for i, edge in edges_behind(node))
+        return [(leaf, parameter) for leaf, parameter in ways if parameter is not None]

@@ -73,9 +73,7 @@ def push(node: Node, mats: Columns) -> Columns:
     }
 
 
-def push_rows(
-    node: Node, mat: Tensor, positions: int, position: int, is_readable: bool
-) -> Tensor | None:
+def push_rows(node: Node, mat: Tensor, positions: int, position: int) -> Tensor | None:
     """What each sample sends to an operand that has no samples, where the operation is known.
 
     Args:
@@ -83,7 +81,6 @@ def push_rows(
         mat: Columns ``[V, N · positions, *]`` there.
         positions: How many entries of axis 0 each sample has.
         position: Where the operand is, in ``node.next_functions``.
-        is_readable: Whether the node may be asked for what autograd saved.
 
     Returns:
         Shape ``[V, N, *operand]``; ``None`` where it takes a mask for every sample.
@@ -95,7 +92,6 @@ def push_rows(
     is_broadcast = len(target.shape) < mat.dim() - 1 or target.shape[:1] == (1,)
     if (operation == "Expand" or operation in nodes.ELEMENTWISE) and not is_broadcast:
         return None
-    rows = mat.unflatten(1, (-1, positions))
     if operation == "Expand":
         return _fit_rows(mat, target) if positions == 1 else None
     if operation in nodes.ELEMENTWISE and positions == 1:
@@ -105,21 +101,7 @@ def push_rows(
         if whole is not None and whole.shape == mat.shape:
             return _fit_rows(whole, target)
         return None
-    if operation == "Addmm" and position == 0:
-        bias = rows.sum(2) * node._saved_beta  # type: ignore[attr-defined]
-        shape = nodes.shape_of(child, number)
-        return bias.reshape(*bias.shape[:2], *shape) if is_vector(shape) else None
-    if operation in ("Mm", "Addmm") and position == (1 if operation == "Mm" else 2) and is_readable:
-        left = node._saved_self if operation == "Mm" else node._saved_mat1  # type: ignore[attr-defined]
-        scale = 1 if operation == "Mm" else node._saved_alpha  # type: ignore[attr-defined]
-        inp = left.to(mat.dtype).unflatten(0, (-1, positions))
-        return (torch.einsum("nkd,vnko->vndo", inp, rows) * scale).to(target.dtype)
     return None
-
-
-def is_vector(shape: torch.Size) -> bool:
-    """Whether all axes but the last are single."""
-    return shape.numel() == (shape[-1] if shape else 1)
 
 
 def _fit_rows(product: Tensor, target: Any) -> Tensor:

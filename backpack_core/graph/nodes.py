@@ -19,8 +19,13 @@ from backpack_core import _torch
 from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, operations
 from backpack_core.errors import BridgeError, is_library
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Operations that are linear maps whatever their arguments are.
-LINEAR = frozenset(
+LINEAR = _names(
     """
     Add Sub Neg Sum Mean View UnsafeView ReshapeAlias Transpose Permute T Expand Squeeze Unsqueeze
     Slice Select Index IndexSelect Gather Cat Stack Split SplitWithSizes Unbind Clone Alias
@@ -30,45 +35,46 @@ LINEAR = frozenset(
     Rot90 Im2Col Col2Im UnsafeSplit LiftFresh Rsub UpsampleNearest1D UpsampleNearest2D
     UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D
     IndexAdd ScatterAdd IndexPut
-    """.split()  # noqa: SIM905 - a list of a hundred lines is no easier to read
+    """
 )
 # Linear almost everywhere, in real numbers: the second derivative is zero.
-PIECEWISE_LINEAR = frozenset(
+PIECEWISE_LINEAR = _names(
     """
     Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp
     ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices
     AdaptiveMaxPool2D AdaptiveMaxPool3D NativeDropout Sort Topk Kthvalue Median
-    """.split()  # noqa: SIM905
+    """
 )
 # Views in the order of the entries.
-VIEWS = frozenset(["View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias"])
-SELECTIONS = frozenset(["Select", "Unbind"])
+VIEWS = _names("View UnsafeView ReshapeAlias Unsqueeze Squeeze Alias")
+SELECTIONS = _names("Select Unbind")
 # Entry by entry: what is broadcast is summed around the node, not in it.
-ELEMENTWISE = frozenset(
+ELEMENTWISE = _names(
     """
     Add Sub Rsub Mul Div Neg Where MaskedFill Pow Relu LeakyRelu Gelu Silu Mish Elu Celu Selu Tanh
     Sigmoid Softplus Hardtanh Hardswish Hardsigmoid Threshold Exp Log Sqrt Rsqrt Reciprocal Abs
     Clamp ClampMin ClampMax Maximum Minimum Addcmul Addcdiv Lerp NativeDropout Clone ToCopy Sin Cos
     Erf Expm1 Log1P Square
-    """.split()  # noqa: SIM905
+    """
 )
 # What goes along axes that the node saved, and leaves all others alone.
-_ALONG = {
-    "Transpose": ("_saved_dim0", "_saved_dim1"),
-    **dict.fromkeys(
-        ["Slice", "Select", "Cat", "Split", "SplitWithSizes", "Unbind", "Softmax", "LogSoftmax"],
-        ("_saved_dim",),
-    ),
-    "Sum": ("_saved_dim",),
-    "Mean": ("_saved_dim",),
-}
+_ALONG = dict.fromkeys(
+    _names("Slice Select Cat Split SplitWithSizes Unbind Softmax LogSoftmax Sum Mean"),
+    ("_saved_dim",),
+) | {"Transpose": ("_saved_dim0", "_saved_dim1"), "Permute": ("_saved_dims",)}
 # Entries of axis 0 are picked, any number of times.
-GATHERS = frozenset(["Index", "IndexSelect", "Gather", "Embedding"])
+GATHERS = _names("Index IndexSelect Gather Embedding")
 # Another axis comes to the front.
-TURNS = frozenset(["T", "Transpose", "Permute"])
+TURNS = _names("T Transpose Permute")
 # Entries go to picked places: the second operand has no order of its own.
-SCATTERS = frozenset(
-    ["IndexAdd", "IndexPut", "IndexCopy", "Scatter", "ScatterAdd", "MaskedScatter"]
+SCATTERS = _names("IndexAdd IndexPut IndexCopy Scatter ScatterAdd MaskedScatter")
+# Queries, keys and values of one entry of axis 0 meet each other alone.
+_ATTENTION = _names(
+    """
+    ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu
+    ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
+    ScaledDotProductFusedAttentionOverrideable
+    """
 )
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
@@ -79,27 +85,26 @@ _SHARED = {
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
 # Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
-_OF_ONE = VIEWS | frozenset(
+_OF_ONE = VIEWS | _names(
     """
     T Transpose Permute Clone ToCopy Neg Exp Log Sqrt Rsqrt Reciprocal Abs Tanh Sigmoid Relu
     Softplus Sum Mean Norm LinalgVectorNorm Slice Select Split Unbind Flip Diagonal Tril Triu
     DiagEmbed Softmax LogSoftmax Clamp ClampMin ClampMax Expm1 Log1P Sin Cos Erf Gelu Silu LeakyRelu
     Elu Hardtanh Amax Amin
-    """.split()  # noqa: SIM905
+    """
 )
-_OF_SEVERAL = frozenset(
+_OF_SEVERAL = _names(
     """
     Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv Pow Maximum Minimum
     WeightNormInterface
-    """.split()  # noqa: SIM905
+    """
 )
+_ROW_BY_ROW = ELEMENTWISE | _ATTENTION | {"Bmm", "Expand"}
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
-FACTORS = {
-    **dict.fromkeys(["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)),
-    **dict.fromkeys(["Addmm", "Baddbmm", "Addmv"], (1, 2)),
-}
+FACTORS = dict.fromkeys(_names("Mul Mm Bmm Mv Dot Matmul Linear Convolution"), (0, 1))
+FACTORS |= dict.fromkeys(_names("Addmm Baddbmm Addmv"), (1, 2))
 # Linear in the numerator, and only if the denominator is a constant.
-QUOTIENTS = frozenset({"Div"})
+QUOTIENTS = _names("Div")
 
 
 _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
@@ -184,14 +189,37 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     if not out or out[:1] != inp[:1]:
         return False
     if operation in _ALONG:
-        return not any(axis % len(inp) == 0 for axis in _axes(node, _ALONG[operation]))
-    if operation == "Permute":
-        return _axes(node, ("_saved_dims",))[0] % len(inp) == 0
+        axes = [axis % len(inp) for axis in _axes(node, _ALONG[operation])]
+        return axes[0] == 0 if operation == "Permute" else 0 not in axes
     if len(out) != len(inp):
         return False
     if operation == "NativeLayerNorm":
         return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
-    return operation in ELEMENTWISE | {"Bmm", "Expand"} or _ROW_FACTOR.get(operation) == position
+    return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
+
+
+def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | None:
+    """Where samples lie in an operand, if they lie on an axis of an output; ``None`` if unknown.
+
+    Off the first axis they are followed from where a tensor is taken apart along it, as stacked
+    queries, keys and values are, to where the axes are put into another order before.
+
+    Args:
+        node: The node.
+        output_nr: Which output.
+        position: Which operand, as a position in ``node.next_functions``.
+        axis: Of the output.
+    """
+    child, number = node.next_functions[position]
+    operation = operation_of(node)
+    if child is None:
+        return None
+    count = len(shape_of(child, number))
+    if operation == "Unbind" and axis == 0 == _axes(node, _ALONG[operation])[0] % count:
+        return 1
+    if axis:
+        return _axes(node, _ALONG["Permute"])[axis] % count if operation == "Permute" else None
+    return 0 if keeps_rows(node, output_nr, position) else None
 
 
 def turns_rows(node: Node) -> bool:

@@ -47,7 +47,18 @@ def _centred(net: Any, x: Tensor) -> Tensor:
     return net.b(h - h.mean(0))  # type: ignore[no-any-return]
 
 
+def _taken_apart(net: Any, x: Tensor) -> Tensor:
+    return net.b(sum(map(torch.tanh, net.a(x).unbind(0))))  # type: ignore[no-any-return]
+
+
+def _turned(net: Any, x: Tensor) -> Tensor:
+    first, *_ = net.a(x).unflatten(2, (3, 1)).permute(2, 1, 0, 3).unbind(0)
+    return net.b(torch.tanh(first).expand(N, T, 3))  # type: ignore[no-any-return]
+
+
 NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "taken_apart": _taken_apart,
+    "turned": _turned,
     "time_first": _time_first,
     "graph": _graph,
     "centred": _centred,
@@ -57,6 +68,18 @@ NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def net(forward: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """Two linear layers of width 3."""
     return Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+
+
+def test_stacked_queries_keys_and_values() -> None:
+    """Samples are off the first axis for a while."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        parts = net.qkv(x).unflatten(2, (3, 1, 3)).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(*parts.unbind(0))
+        return net.b(h.squeeze(1).mean(1))  # type: ignore[no-any-return]
+
+    parts = {"qkv": nn.Linear(3, 9), "b": nn.Linear(3, 3)}
+    classification(Net(forward, **parts), (T, 3), N).check(second=False, check="always")
 
 
 def squares(output: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from torch.nn import (
 )
 from torch.nn.modules.conv import _ConvNd
 
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.operands import Operand, products_at
 from backpack_core.contract.parametric import AffineRule
 from backpack_core.contract.rows import DirectRows
 from backpack_core.record.view import View
@@ -309,3 +311,18 @@ def _by_position(mat: Tensor, groups: int) -> Tensor:
     features = mat.shape[2] // groups
     grouped = mat.reshape(*mat.shape[:2], groups, features, mat.shape[3:].numel())
     return grouped.permute(0, 1, 4, 2, 3)
+
+
+@products_at("Convolution")
+def _of_function(operand: Operand, mat: Tensor) -> AffineProduct | None:
+    """Of the kernel, or the bias, that ``F.conv2d`` was given, as at a module."""
+    node, position, shape, _ = operand
+    if node._saved_transposed or position == 0:
+        return None
+    out, x, weight = _by_position(mat, node._saved_groups), node._saved_input, node._saved_weight
+    if position == 2:
+        return AffineProduct(out, None, shape)
+    kind: Any = (Conv1d, Conv2d, Conv3d)[x.dim() - 3]
+    settings = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups
+    conv = kind(x.shape[1], len(weight), shape[2:], *settings, bias=False, device="meta")
+    return AffineProduct(out, DirectPatches(conv, ConvRule._unfold, x, mat.shape[3:]), shape)

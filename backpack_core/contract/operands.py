@@ -1,0 +1,237 @@
+"""Products at operands that no sample has a part in: what autograd saved there is the other factor.
+
+A parameter that a function uses (``F.linear(x, self.weight)``) is such an operand. What is sent to
+it of every sample apart has a form, as at a module, and stays in it on the way to the parameter, as
+long as nothing but the order of entries changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node, metadata_of
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.columns import ApartColumns, Columns, Root
+from backpack_core.contract.lookup import LookupProduct
+from backpack_core.contract.operations import dense
+from backpack_core.contract.product import DenseProduct, SampleProduct, sum_of
+from backpack_core.contract.regrouping import regrouped
+from backpack_core.contract.scale import ScaleProduct
+from backpack_core.graph import nodes
+
+
+class Operand(NamedTuple):
+    """An operand that no sample has a part in.
+
+    Attributes:
+        node: The operation, which autograd has not executed yet; it may be asked for what it saved.
+        position: Which operand it is, in ``node.next_functions``.
+        shape: Its shape.
+        is_apart: Whether columns are of every sample apart, and not of samples in front.
+    """
+
+    node: Any
+    position: int
+    shape: torch.Size
+    is_apart: bool
+
+
+Maker = Callable[[Operand, Tensor], SampleProduct | None]
+_MAKERS: dict[str, Maker] = {}
+
+
+class FactoredColumns(ApartColumns):
+    """Columns of every sample apart, as products ``[V, N, *]`` that are formed if need be."""
+
+    def __init__(self, products: Mapping[Root, Sequence[SampleProduct]]) -> None:
+        """Store what is to be added up of each root."""
+        self.products = products
+
+    def __getattr__(self, name: str) -> Any:
+        # As for ``mat``: formed when somebody wants that.
+        if name != "blocks":
+            return super().__getattr__(name)
+        parts = self.products.items()
+        self.blocks = {root: reduce(torch.add, map(dense, some)) for root, some in parts}
+        return self.blocks
+
+    @property
+    def sizes(self) -> dict[Root, int]:
+        """How many columns each root has."""
+        return {root: some[0].columns for root, some in self.products.items()}
+
+    def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
+        """What is computed from these is formed."""
+        return ApartColumns(blocks)
+
+    def to(self, dtype: torch.dtype) -> Columns:
+        """In their form, if they have the precision."""
+        known = {product.like.dtype for some in self.products.values() for product in some}
+        return self if known == {dtype} else super().to(dtype)
+
+    def merge(self, other: Columns) -> Columns:
+        """Side by side; what is formed is a product, too."""
+        if isinstance(other, FactoredColumns):
+            added = other.products
+        else:
+            added = {root: [DenseProduct(block)] for root, block in other.blocks.items()}
+        roots = {**self.products, **added}
+        return FactoredColumns({r: [*self.products.get(r, ()), *added.get(r, ())] for r in roots})
+
+    def product(self) -> SampleProduct:
+        """The product of all columns, side by side."""
+        for root, some in self.products.items():
+            for product in some:
+                product.roots = {root: product.columns}
+        return sum_of([product for some in self.products.values() for product in some])
+
+    def through(self, node: Node) -> FactoredColumns | None:
+        """Behind a node that changes the order of entries alone; ``None`` at any other."""
+        every = [product for some in self.products.values() for product in some]
+        is_known = nodes.operation_of(node) in nodes.VIEWS | nodes.TURNS | {"Clone"}
+        if not is_known or not all(isinstance(product, AffineProduct) for product in every):
+            return None
+        ((child, number),) = node.next_functions
+        assert child is not None
+        turned = partial(_turned, node=node, shape=nodes.shape_of(child, number))
+        return FactoredColumns({r: [*map(turned, some)] for r, some in self.products.items()})
+
+
+def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
+    """An affine product behind a node that puts entries into another order."""
+    count, device = len(product.sizes), product.like.device
+    blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
+    seen = node(product.to_parameter(blank))
+    if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
+        return AffineProduct(product.out, product.inp, shape)  # the order is that of the factors
+    numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
+    order: Tensor = node(product.to_parameter(numbers)).flatten()
+
+    def arrange(mat: Tensor) -> Tensor:
+        return mat.flatten(-count)[..., order].reshape(*mat.shape[:-count], *shape)
+
+    return AffineProduct(product.out, product.inp, shape, arrange)
+
+
+def products_at(*operations: str) -> Callable[[Maker], Maker]:
+    """Register what gives products at operands of an operation, by the name of its node.
+
+    It is given an :class:`Operand` and columns ``[V, R, *out]``, with the entries of axis 0 in the
+    place of samples, and returns a product ``[V, R, *θ]``; ``None`` where it knows no form. Where
+    columns are of every sample apart, ``R`` may be any other axis that is summed over.
+    """
+
+    def register(make: Maker) -> Maker:
+        _MAKERS.update(dict.fromkeys(operations, make))
+        return make
+
+    return register
+
+
+def operand_product(
+    node: Node, position: int, columns: Columns, root: Root, samples: int
+) -> SampleProduct | None:
+    """What is sent to an operand of every sample apart, in some form.
+
+    Args:
+        node: An autograd node that autograd has not executed yet, with one output.
+        position: Where the operand is, in ``node.next_functions``.
+        columns: At its output, with samples in front, or of every sample apart.
+        root: Which of them.
+        samples: ``N``.
+
+    Returns:
+        A product ``[V, N, *operand]``; ``None`` where no form is known.
+    """
+    make, (child, number) = _MAKERS.get(nodes.operation_of(node)), node.next_functions[position]
+    mat, is_apart = columns.blocks[root], isinstance(columns, ApartColumns)
+    count = len(mat)
+    mat = mat.flatten(0, 1) if is_apart else mat
+    if make is None or child is None or mat.dim() < 3 or not mat.numel():
+        return None
+    if not mat.dtype.is_floating_point or mat.dtype != metadata_of(child, number).dtype:
+        return None
+    operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
+    product = make(operand, mat)
+    if product is None or (product.columns, product.samples) == (count, samples):
+        return product
+    return regrouped(product, count, samples, {})
+
+
+@products_at("Mm", "Bmm", "Addmm")
+def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """``out = a b``, also of batches; rows are those of ``a``, or the columns of ``b``."""
+    node, position, shape, is_apart = operand
+    names = ("_saved_self", "_saved_mat2")
+    if nodes.operation_of(node) == "Addmm":
+        names, position = ("_saved_mat1", "_saved_mat2"), position - 1
+        mat = _times(mat, node._saved_beta if position < 0 else node._saved_alpha)
+    if position < 0:
+        return _of_bias(mat, shape)
+    if not is_apart and (position == 0 or mat.dim() > 3):
+        return None  # axis 0 of the output is no axis of rows
+    inp = getattr(node, names[1 - position])
+    if inp.layout is not torch.strided:
+        return None
+    out, inp = (mat.mT, inp.mT) if position == 0 else (mat, inp)
+    if inp.dim() == 2:
+        out, inp = out.unsqueeze(1), inp.unsqueeze(0)
+    out, inp = out.movedim(1, 2).unsqueeze(2), inp.transpose(0, 1).unsqueeze(1)
+    if position == 0:  # [V, R, 1, G, O] and [R, 1, G, I]
+        return AffineProduct(out, inp, shape)
+    return AffineProduct(out, inp, shape, lambda m: m.mT.reshape(*m.shape[:-3], *shape))
+
+
+@products_at("Add", "Sub")
+def _of_sum(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of a vector along the last axis."""
+    node, position, shape, _ = operand
+    sign = -1 if nodes.operation_of(node) == "Sub" else 1
+    return _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
+
+
+def _of_bias(mat: Tensor, shape: torch.Size) -> SampleProduct | None:
+    width = mat.shape[-1]
+    if (shape[-1:], shape.numel()) != ((width,), width):
+        return None
+    return AffineProduct(mat.reshape(*mat.shape[:2], -1, 1, width), None, shape)
+
+
+def _times(mat: Tensor, scale: float) -> Tensor:
+    return mat if scale == 1 else mat * scale
+
+
+@products_at("Mul")
+def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of a gain along the last axes."""
+    node, position, shape, _ = operand
+    own = shape[next((axis for axis, n in enumerate(shape) if n != 1), len(shape)) :]
+    if not own or mat.shape[max(2, mat.dim() - len(own)) :] != own:
+        return None
+    other = (node._saved_other, node._saved_self)[position].to(mat.dtype).expand(mat.shape[1:])
+    out = mat.reshape(*mat.shape[:2], -1, own.numel())
+    return ScaleProduct(out, other.reshape(len(other), -1, own.numel()), shape)
+
+
+@products_at("Embedding", "Index")
+def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of a table ``[num, dim]`` whose rows were looked up."""
+    node, _, shape, _ = operand
+    row = node._saved_indices
+    if nodes.operation_of(node) == "Index":
+        if len(row) != 1 or row[0] is None or row[0].dtype == torch.bool:
+            return None
+        row = row[0] % shape[0]
+    elif node._saved_sparse or node._saved_scale_grad_by_freq:
+        return None
+    elif node._saved_padding_idx in range(shape[0]):  # none has another number
+        mat = mat * (row != node._saved_padding_idx).unsqueeze(-1)
+    if len(shape) != 2 or mat.shape[1:] != (*row.shape, shape[1]):
+        return None
+    out = mat.reshape(*mat.shape[:2], -1, shape[1])
+    return LookupProduct(out, row.reshape(len(row), -1), shape)
