@@ -47,7 +47,7 @@ def make_call(module: Module, *args: Any, **kwargs: Any) -> tuple[Call, Any]:
         rule=AutodiffRule(),
         provenance=None,
         edges=(None,) * len(inputs),
-        stored=stored,
+        noted=stored,
         thread=threading.get_ident(),
         training=module.training,
         settings=((), ()),

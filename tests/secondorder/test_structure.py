@@ -11,7 +11,6 @@ from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import EKFAC, KFAC, KFLR, DiagGGNExact
-from backpack_secondorder.factors import StructureError
 from tests import oracle
 from tests.cases import Net, Problem
 
@@ -147,21 +146,37 @@ def test_a_fallback_adds_up_over_chunks() -> None:
     oracle.assert_close(problem.parameters[2].kflr[0], whole)
 
 
-def test_time_steps_first_have_no_factors_and_the_error_says_what_to_do() -> None:
-    model = Net(lambda net, x: net.b(net.a(x)[0][-1]), a=nn.LSTM(2, 3), b=nn.Linear(3, 2))
-    extend(model, batch_axis=1)
-    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(5, 4, 2)), torch.tensor([0, 1, 0, 1]))
-    with backpack(KFAC()), pytest.raises(StructureError, match=r"batch_first=True.*transpose"):
-        loss.backward()
+def test_time_steps_first_have_the_factors_of_samples_first() -> None:
+    def model(batch_first: bool) -> Net:
+        last = (slice(None), -1) if batch_first else (-1,)
+        lstm = nn.LSTM(2, 3, batch_first=batch_first)
+        return Net(lambda net, x: net.b(net.a(x)[0][last]), a=lstm, b=nn.Linear(3, 2))
+
+    samples_first, steps_first = model(True), model(False)
+    steps_first.load_state_dict(samples_first.state_dict())
+    x, y = torch.randn(4, 5, 2), torch.tensor([0, 1, 0, 1])
+    for net, axis, given in ((samples_first, 0, x), (steps_first, 1, x.transpose(0, 1))):
+        loss = extend(nn.CrossEntropyLoss())(extend(net, batch_axis=axis)(given), y)
+        with backpack(KFLR()):
+            loss.backward()
+    for ours, expected in zip(steps_first.parameters(), samples_first.parameters(), strict=True):
+        for factor, reference in zip(ours.kflr, expected.kflr, strict=True):
+            oracle.assert_close(factor, reference)
 
 
-def test_a_parameter_of_a_function_has_no_factors_and_the_error_says_so() -> None:
-    problem = Problem(
-        Net(lambda net, x: F.linear(x, net.a.weight).tanh() @ net.b.weight, a=nn.Linear(3, 2)),
-        (torch.randn(4, 3),),
-        nn.MSELoss(),
-        torch.randn(4, 2),
-    )
-    problem.model.b = nn.Linear(2, 2, bias=False)
-    with pytest.raises(StructureError, match=r"a function uses it.*Call the module"):
-        problem.run(KFAC())
+def test_a_parameter_of_a_function_has_the_factors_of_a_module() -> None:
+    model = Net(lambda net, x: F.linear(x, net.a.weight).tanh() @ net.w, a=nn.Linear(3, 2))
+    model.w = nn.Parameter(torch.randn(2, 2))
+    twin = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    twin[0].weight = model.a.weight
+    twin[2].weight = nn.Parameter(model.w.detach().T.clone())
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    found = []
+    for net, weights in ((model, (model.a.weight, model.w)), (twin, (*twin.parameters(),))):
+        loss = extend(nn.MSELoss())(extend(net)(x), y)
+        with backpack(KFLR()):
+            loss.backward()
+        found.append([weight.kflr for weight in weights])
+    for ours, expected in zip(*found, strict=True):
+        for factor, reference in zip(ours, expected, strict=True):
+            oracle.assert_close(factor, reference)
