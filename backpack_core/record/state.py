@@ -80,10 +80,15 @@ def _nested(module: Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-_PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
 _OF_ALL = frozenset(vars(Module()))
 TRAITS_ATTRIBUTE = "_backpack_traits"
 _OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it holds no tensor: what a module returned would hold its own call."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def settings_of(module: Module) -> Settings:
@@ -92,7 +97,7 @@ def settings_of(module: Module) -> Settings:
     names = [
         name
         for name, value in attributes.items()
-        if name not in _OF_ALL and isinstance(value, _PLAIN) and name not in _OURS
+        if name not in _OF_ALL and _is_plain(value) and name not in _OURS
     ]
     return tuple(names), tuple([attributes[name] for name in names])
 
@@ -115,7 +120,9 @@ class Traits:
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        self._kind, self._count = type(module), len(attributes)
+        # What a tuple holds, its type does not tell.
+        is_open = any(isinstance(attributes[name], tuple) for name in others)
+        self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)
 
     def hold(self, module: Module) -> bool:
