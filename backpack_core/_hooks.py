@@ -124,7 +124,7 @@ class ModuleHooks:
         if not of_all:
             return True
         if len(of_all) == 1 and GLOBAL_KEY in of_all:
-            del of_all[GLOBAL_KEY]
+            of_all.pop(GLOBAL_KEY, None)  # another thread may be faster
         elif next(iter(of_all)) != GLOBAL_KEY:
             of_all[GLOBAL_KEY] = after_all
             of_all.move_to_end(GLOBAL_KEY, last=False)

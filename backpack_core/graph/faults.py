@@ -89,8 +89,8 @@ def uncovered(call: Call) -> BackpackError | None:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
                 f"{type(call.rule).__name__} knows nothing of. If it belongs to a "
-                "parametrization, remove that (torch.nn.utils.parametrize."
-                "remove_parametrizations), or freeze the parameter."
+                "parametrization that is new, call extend(model) again; else remove that (torch."
+                "nn.utils.parametrize.remove_parametrizations), or freeze the parameter."
             )
     return None
 

@@ -88,18 +88,28 @@ _OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 def _is_plain(value: Any) -> bool:
     """Whether it holds no tensor: what a module returned would hold its own call."""
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
-def settings_of(module: Module) -> Settings:
-    """Names and values of a module's plain attributes."""
-    attributes = module.__dict__
-    names = [
-        name
-        for name, value in attributes.items()
-        if name not in _OF_ALL and _is_plain(value) and name not in _OURS
-    ]
-    return tuple(names), tuple([attributes[name] for name in names])
+def settings_of(module: Module, has_rule: bool = False) -> Settings:
+    """Names and values of a module's plain attributes.
+
+    Args:
+        module: The module.
+        has_rule: A layer rule may read lists of them, too: they are copied. Where there is none,
+            they may be long, and only a replay reads them.
+    """
+    known = {
+        name: [*value] if isinstance(value, list) else value
+        for name, value in module.__dict__.items()
+        if name not in _OF_ALL
+        and _is_plain(value)
+        and name not in _OURS
+        and (has_rule or not isinstance(value, list))
+    }
+    return tuple(known), tuple(known.values())
 
 
 class Traits:
@@ -114,14 +124,14 @@ class Traits:
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
-        self.settings = names, _ = settings_of(module)
+        self.settings = names, values = settings_of(module, not resolved.is_fallback)
         others = attributes.keys() - _OF_ALL - {*names, *_OURS}
         # Of a single name, a getter gives no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        # What a tuple holds, its type does not tell.
-        is_open = any(isinstance(attributes[name], tuple) for name in others)
+        # What a tuple holds, its type does not tell; and a list is changed in place.
+        is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from backpack_core import backpack, extend, recording, unextend
-from backpack_core.errors import OverwrittenInputError
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, edge_of, live_calls, site_at
@@ -283,3 +283,32 @@ def test_a_parameter_is_computed_in_two_threads_at_once() -> None:
         outputs = list(pool.map(model, [x, x]))
     computed = [call_of(output).stored.owned["weight"][0] for output in outputs]
     assert computed[0] is not computed[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda layer: layer.padding.reverse(), lambda layer: setattr(layer, "padding", [1, 0])],
+)
+def test_a_list_among_the_settings_of_a_layer_changes_before_the_backward_pass(change: Any) -> None:
+    layer, x = nn.Conv2d(1, 1, 1), torch.randn(3, 1, 4, 4)
+    layer.stride, layer.dilation, model = [1, 1], [1, 1], extend(layer)  # type: ignore[assignment]
+    for _ in range(2):
+        vars(layer)["padding"] = [0, 1]
+        output = model(x)
+        (expected,) = torch.autograd.grad(output.square().sum(), layer.weight, retain_graph=True)
+        change(layer)
+        with backpack(BatchGrad(), check="never"):
+            output.square().sum().backward()
+        torch.testing.assert_close(vars(layer.weight)["grad_batch"].sum(0), expected)
+
+
+def test_a_parametrization_that_came_after_extend() -> None:
+    model, x = extend(nn.Linear(3, 3)), torch.randn(4, 3)
+    parametrize.register_parametrization(model, "bias", nn.Tanh())
+    with (
+        pytest.raises(UnsupportedError, match=r"call extend\(model\) again"),
+        backpack(BatchGrad()),
+    ):
+        model(x).sum().backward()
+    with backpack(BatchGrad()):
+        extend(model)(x).sum().backward()
