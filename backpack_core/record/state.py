@@ -98,8 +98,8 @@ def settings_of(module: Module, has_rule: bool = False) -> Settings:
 
     Args:
         module: The module.
-        has_rule: A layer rule may read lists of them, too: they are copied. Where there is none,
-            they may be long, and only a replay reads them.
+        has_rule: A layer rule may read lists of them, too, that users set: they are copied. Where
+            there is none, they may be long, and only a replay reads them.
     """
     known = {
         name: [*value] if isinstance(value, list) else value
@@ -107,7 +107,7 @@ def settings_of(module: Module, has_rule: bool = False) -> Settings:
         if name not in _OF_ALL
         and _is_plain(value)
         and name not in _OURS
-        and (has_rule or not isinstance(value, list))
+        and (not isinstance(value, list) or (has_rule and name[0] != "_"))
     }
     return tuple(known), tuple(known.values())
 
