@@ -72,11 +72,11 @@ def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
 
 
 def changed_output(call: Call) -> BackpackError:
-    """What a call computes more from was changed in place."""
+    """What a call computes more from was changed in place, or used past what it returned."""
     return UnsupportedError(
-        f"An output of {call.path} was changed in place, and what else it computes comes from it, "
-        "or from itself once more: what reaches it from outside cannot be told from what reaches "
-        "it from inside. Use an out-of-place operation."
+        f"An output of {call.path} was changed in place, or what it computes inside is used "
+        "outside, and it computes more from it: what reaches it from outside cannot be told from "
+        "what reaches it from inside. Use an out-of-place operation, and what the module returned."
     )
 
 

@@ -175,8 +175,8 @@ class Survey:
             return []
         self.sites[call, index] = site
         self._regions[call] = region
-        own = call.module._parameters
-        self.recursive.update(c for c in _calls(region) if c.module._parameters is own)
+        around = [c for c in _calls(region) if c.module._parameters is call.module._parameters]
+        self.recursive.update(c for c in around if self.trained[c])
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
