@@ -158,7 +158,8 @@ class ClippedSumGrad(FirstOrderExtension):
         kept = as_formed(single) if is_formed(single) else single
         if is_recorded or not is_seen(single.like):
             return Handle(kept, product.module, None, norm(product).squeeze(0))
-        if isinstance(kept, DenseProduct) and prod(product.shape) <= _SMALL:
+        is_there = isinstance(kept, DenseProduct) and kept.values is not None
+        if is_there and prod(product.shape) <= _SMALL:
             return Handle(kept, product.module)
         squares = kept.results[(squared_norm,)] = squared_norm(single)
         return Handle(kept, product.module, squares.squeeze(0))
