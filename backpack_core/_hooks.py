@@ -116,17 +116,20 @@ class ModuleHooks:
         after: Any = module._forward_hooks
         if KEY not in after:
             return False
-        if next(iter(after)) != KEY:
+        # Unpacked at once, since another thread may put hooks in meanwhile.
+        first, *_ = after
+        *_, last = before
+        if first != KEY:
             after.move_to_end(KEY, last=False)
-        if next(reversed(before)) != KEY:
+        if last != KEY:
             before.move_to_end(KEY)
         of_all: Any = torch_module._global_forward_hooks
         if not of_all:
             return True
         if len(of_all) == 1 and GLOBAL_KEY in of_all:
-            del of_all[GLOBAL_KEY]
-        elif next(iter(of_all)) != GLOBAL_KEY:
+            of_all.pop(GLOBAL_KEY, None)
+        elif list(of_all)[:1] != [GLOBAL_KEY]:
+            torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
             of_all[GLOBAL_KEY] = after_all
             of_all.move_to_end(GLOBAL_KEY, last=False)
-            torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
         return True

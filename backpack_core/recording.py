@@ -11,8 +11,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import cache, partial
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -75,8 +76,17 @@ class _Hook(partial[Any]):
         return self.func.__name__
 
 
-# On what computes a parameter of a module: the execution of that, and the name.
-_COMPUTES = "_backpack_computes"
+class _Computing(local):
+    """Of this thread: for which execution what computes a parameter does, and under which name.
+
+    Behind them stands the same of the execution around it, where a module calls itself.
+    """
+
+    def __init__(self) -> None:
+        self.known: WeakKeyDictionary[Module, tuple[Execution, str, Any]] = WeakKeyDictionary()
+
+
+_computing = _Computing()
 
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -85,8 +95,10 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
     if module._modules:
+        known = _computing.known
         for name, computing in parametrizations_of(module).items():
-            computing.__dict__[_COMPUTES] = (execution, name)
+            outer = known.get(computing) if _torch.running_calls(module) > 1 else None
+            known[computing] = execution, name, outer
     return args, execution
 
 
@@ -95,17 +107,24 @@ def after_forward(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The forward hook: records the call on every differentiable output."""
-    if module._modules:
-        for computing in parametrizations_of(module).values():
-            computing.__dict__.pop(_COMPUTES, None)
     if type(kwargs) is not Execution:
         if not is_recording():
             return None
         # A pre-hook of the user's, which had just been put behind ours, changed the keywords.
         kwargs = Execution(kwargs, ())
-    if kwargs.is_recorded or not torch.is_grad_enabled():
+    if kwargs.is_recorded:
         return None
-    return _record(module, args, result, kwargs)
+    if module._modules:
+        for computing in parametrizations_of(module).values():
+            execution, _, outer = _computing.known.pop(computing, (kwargs, "", None))
+            kwargs.computed = execution.computed
+            if outer is not None:
+                _computing.known[computing] = outer
+    if not torch.is_grad_enabled():
+        return None
+    replaced = _record(module, args, result, kwargs)
+    kwargs.tensors, kwargs.edges = (), ()  # a hook of the user's may keep it
+    return replaced
 
 
 def before_hooks_of_all(
@@ -150,7 +169,7 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
     Raises:
         UnsupportedError: It computed another one before, in the same forward pass.
     """
-    execution, name = module.__dict__.get(_COMPUTES, (None, ""))
+    execution, name, _ = _computing.known.get(module, (None, "", None))
     if execution is None or not isinstance(result, Tensor):
         return
     if execution.computed is None:
@@ -183,7 +202,8 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     kwargs = in_order(module, execution) if execution else {}
     received = Received(execution, outputs, own.values())
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
-    if received.replaced:
+    # A list may get more entries later: what is made of the output, and then holds it.
+    if received.replaced or any(isinstance(a, (list, dict)) for a in (*args, *kwargs.values())):
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
     kept = args, kwargs, inputs, outputs
     call = _call(module, resolved, settings, kept, received, execution)

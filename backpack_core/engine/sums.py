@@ -42,7 +42,7 @@ class SumCheck(FirstOrderExtension):
         Args:
             survey: What is known about the graph.
         """
-        super().__init__(fail_mode="silent")  # nothing is run once more for it
+        super().__init__(fail_mode="silent")  # nothing is run once more for it alone
         self._survey = survey
         # Under autocast, what is stored in single precision may have been computed in half.
         outputs = [call.stored.outputs[index] for call, index in survey.sites]
@@ -58,6 +58,8 @@ class SumCheck(FirstOrderExtension):
             if group.propagator == self.propagator and not group.has_overrides:
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
                 groups[slot] = group._replace(extensions=extensions, needs=needs)
+                if "autodiff" in [other.fail_mode for other in group.extensions]:
+                    self.fail_mode = "autodiff"  # which is run for them
                 return
         groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
 

@@ -72,11 +72,11 @@ def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
 
 
 def changed_output(call: Call) -> BackpackError:
-    """What other outputs are computed from was changed in place."""
+    """What a call computes more from was changed in place, or used past what it returned."""
     return UnsupportedError(
-        f"An output of {call.path} was changed in place, and its other outputs are computed from "
-        "it: what reaches it from outside cannot be told from what reaches it from inside. Use an "
-        "out-of-place operation."
+        f"An output of {call.path} was changed in place, or what it computes inside is used "
+        "outside, and it computes more from it: what reaches it from outside cannot be told from "
+        "what reaches it from inside. Use an out-of-place operation, and what the module returned."
     )
 
 
@@ -89,8 +89,8 @@ def uncovered(call: Call) -> BackpackError | None:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
                 f"{type(call.rule).__name__} knows nothing of. If it belongs to a "
-                "parametrization, remove that (torch.nn.utils.parametrize."
-                "remove_parametrizations), or freeze the parameter."
+                "parametrization that is new, call extend(model) again; else remove that (torch."
+                "nn.utils.parametrize.remove_parametrizations), or freeze the parameter."
             )
     return None
 

@@ -54,8 +54,7 @@ class Survey:
         axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
-        bare: Parameters that operations outside of any owning module use, by ``id``, with the
-            node of one such operation.
+        bare: Parameters that operations outside of owning modules use, by ``id``; one such node.
         bare_edges: The same by node, and position of the edge.
         leaves: Parameters that are looked at as calls, by the node that takes their gradient.
         disowned: Calls whose parameters are looked at where operations use them.
@@ -65,6 +64,7 @@ class Survey:
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
+        recursive: Calls in which their module is called again: to run one again counts both.
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
         is_declared: Whether samples are said to lie on another axis than the first, somewhere.
@@ -89,6 +89,7 @@ class Survey:
     freed: dict[int, tuple[Module, str]] = field(default_factory=dict)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
+    recursive: set[Call] = field(default_factory=set)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
@@ -143,8 +144,7 @@ class Survey:
 
     def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
         """Calls that returned views of a node's outputs, which were overwritten in place since."""
-        here = [site for site in self.sites.values() if site.edge.node is node]
-        return [(site, site.layout) for site in here if site.layout is not None]
+        return [(s, s.layout) for s in self.sites.values() if s.edge.node is node and s.layout]
 
     def _note_views(self, edge: Edge, region: Region | None) -> None:
         """See whether an output is reached past the views of it that modules returned."""
@@ -175,6 +175,8 @@ class Survey:
             return []
         self.sites[call, index] = site
         self._regions[call] = region
+        around = [c for c in _calls(region) if c.module._parameters is call.module._parameters]
+        self.recursive.update(c for c in around if self.trained[c])
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
@@ -276,13 +278,12 @@ class Survey:
         call, index = site.call, site.index
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        tensors = (output, *inputs)
-        if True in [t.is_nested for t in tensors]:
+        if True in [t.is_nested for t in (output, *inputs)]:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
-        self.widest = max(self.widest, *[t.nbytes for t in tensors])
+        self.widest = max(self.widest, *[t.nbytes for t in (output, *inputs)])
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0

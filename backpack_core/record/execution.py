@@ -40,12 +40,9 @@ class Execution(dict[str, Any]):
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
 
-    def __deepcopy__(self, memo: Any) -> None:
-        """One that never ended: an exception that hooks do not hear of came in between."""
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same for pickle."""
-        return type(None), ()
+        """Copies and what is restored from a file, which hooks of the user's make, are plain."""
+        return dict, (dict(self),)
 
 
 class Received:
@@ -133,8 +130,9 @@ def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Nod
 
     And left everything as it was: what was known before the forward is all that there is to store.
     """
-    # Tensors are the arguments themselves where nothing else was found among them.
-    if args is not execution.tensors or not args or not isinstance(result, Tensor):
+    # Tensors are the arguments themselves where nothing else was found among them; keywords there
+    # may be all the same, by a hook that had just been put behind ours.
+    if args is not execution.tensors or execution or not args or not isinstance(result, Tensor):
         return None
     received, edge = args[0], execution.edges[0]
     node: Any = result.grad_fn

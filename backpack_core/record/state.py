@@ -80,21 +80,36 @@ def _nested(module: Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-_PLAIN = (int, float, bool, str, type(None), tuple, torch.dtype)
+_PLAIN = (int, float, bool, str, type(None), torch.dtype)
 _OF_ALL = frozenset(vars(Module()))
 TRAITS_ATTRIBUTE = "_backpack_traits"
 _OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 
-def settings_of(module: Module) -> Settings:
-    """Names and values of a module's plain attributes."""
-    attributes = module.__dict__
-    names = [
-        name
-        for name, value in attributes.items()
-        if name not in _OF_ALL and isinstance(value, _PLAIN) and name not in _OURS
-    ]
-    return tuple(names), tuple([attributes[name] for name in names])
+def _is_plain(value: Any) -> bool:
+    """Whether it holds no tensor: what a module returned would hold its own call."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def settings_of(module: Module, has_rule: bool = False) -> Settings:
+    """Names and values of a module's plain attributes.
+
+    Args:
+        module: The module.
+        has_rule: A layer rule may read lists of them, too, that users set: they are copied. Where
+            there is none, they may be long, and only a replay reads them.
+    """
+    known = {
+        name: [*value] if isinstance(value, list) else value
+        for name, value in module.__dict__.items()
+        if name not in _OF_ALL
+        and _is_plain(value)
+        and name not in _OURS
+        and (not isinstance(value, list) or (has_rule and name[0] != "_"))
+    }
+    return tuple(known), tuple(known.values())
 
 
 class Traits:
@@ -109,13 +124,15 @@ class Traits:
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
-        self.settings = names, _ = settings_of(module)
+        self.settings = names, values = settings_of(module, not resolved.is_fallback)
         others = attributes.keys() - _OF_ALL - {*names, *_OURS}
         # Of a single name, a getter gives no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        self._kind, self._count = type(module), len(attributes)
+        # What a tuple holds, its type does not tell; and a list is changed in place.
+        is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
+        self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)
 
     def hold(self, module: Module) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
-from backpack_core import backpack, extend, unextend
-from backpack_core.errors import OverwrittenInputError
+from backpack_core import backpack, extend, recording, unextend
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, edge_of, site_at
+from backpack_core.record.call import Call, edge_of, live_calls, site_at
 
 
 def call_of(output: Tensor) -> Call:
@@ -171,3 +174,141 @@ def test_what_is_stored_is_put_in_order_once() -> None:
     assert stored.owned == {"weight": (weight, weight._version)}
     call.release()
     assert call.is_released
+
+
+class Stretching(nn.Module):
+    """A keyword that has a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        return x * self.weight * factor
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_a_hook_that_has_just_been_put_there_adds_a_keyword() -> None:
+    model, x = extend(Stretching()), torch.randn(4, 3)
+    model.register_forward_pre_hook(
+        lambda _, __, kwargs: kwargs.update(factor=3.0), with_kwargs=True
+    )
+    for _ in range(2):
+        check(model, x, 3 * x)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda k: pickle.loads(pickle.dumps(k))])
+def test_keywords_that_a_hook_sees_can_be_copied(duplicate: Any) -> None:
+    model, x, seen = extend(Stretching()), torch.randn(4, 3), []
+    model.register_forward_hook(
+        lambda _, __, kwargs, ___: seen.append(duplicate(kwargs)), with_kwargs=True
+    )
+    model(x, factor=2.0)
+    assert seen == [{"factor": 2.0}]
+    assert type(seen[0]) is dict
+
+
+def test_keywords_that_a_hook_keeps_hold_no_graph() -> None:
+    first, second, seen, before = extend(nn.Linear(3, 3)), extend(Stretching()), [], live_calls()
+    second.register_forward_hook(lambda _, __, kwargs, ___: seen.append(kwargs), with_kwargs=True)
+    second(first(torch.randn(4, 3)))
+    assert live_calls() == before
+
+
+class Summing(Scaled):
+    """Of a list of tensors."""
+
+    def forward(self, tensors: list[Tensor]) -> Tensor:  # type: ignore[override]
+        return sum(tensors) * self.weight
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_a_list_that_gets_what_is_made_of_it() -> None:
+    """As in a DenseNet: what is stored has the entries of then, and holds no call of its own."""
+    model, x, before = (
+        extend(nn.ModuleList([Summing(), Summing()])),
+        torch.randn(4, 3),
+        live_calls(),
+    )
+
+    def forward() -> list[Tensor]:
+        features = [x]
+        for part in model:
+            features.append(part(features))
+        return features
+
+    forward()
+    assert live_calls() == before
+    features = forward()
+    with backpack(BatchGrad(fail_mode="autodiff")):
+        features[-1].sum().backward()
+    first, second = model.parameters()
+    torch.testing.assert_close(vars(second)["grad_batch"], x + features[1].detach())
+    torch.testing.assert_close(vars(first)["grad_batch"], x * second.detach())
+
+
+def test_a_tuple_of_tensors_holds_no_call() -> None:
+    class Stateful(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            self.state: Any = (result, x)
+            return result
+
+    model, before = extend(Stateful(state=())), live_calls()
+    for state in ((1, 2), (3, 4)):
+        model(torch.randn(4, 3))
+        model.state = state
+        assert live_calls() == before
+    traits = recording._traits(model)
+    assert traits.settings == (("state",), ((3, 4),))
+
+
+class Waiting(nn.Module):
+    """Computes a parameter when two threads ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=30)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            self.barrier.wait()
+        return weight.square()
+
+
+def test_a_parameter_is_computed_in_two_threads_at_once() -> None:
+    model, x = nn.Linear(3, 3), torch.randn(4, 3)
+    extend(parametrize.register_parametrization(model, "weight", Waiting()))
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(model, [x, x]))
+    computed = [call_of(output).stored.owned["weight"][0] for output in outputs]
+    assert computed[0] is not computed[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda layer: layer.padding.reverse(), lambda layer: setattr(layer, "padding", [1, 0])],
+)
+def test_a_list_among_the_settings_of_a_layer_changes_before_the_backward_pass(change: Any) -> None:
+    layer, x = nn.Conv2d(1, 1, 1), torch.randn(3, 1, 4, 4)
+    layer.stride, layer.dilation, model = [1, 1], [1, 1], extend(layer)  # type: ignore[assignment]
+    for _ in range(2):
+        vars(layer)["padding"] = [0, 1]
+        output = model(x)
+        (expected,) = torch.autograd.grad(output.square().sum(), layer.weight, retain_graph=True)
+        change(layer)
+        with backpack(BatchGrad(), check="never"):
+            output.square().sum().backward()
+        torch.testing.assert_close(vars(layer.weight)["grad_batch"].sum(0), expected)
+
+
+def test_a_parametrization_that_came_after_extend() -> None:
+    model, x = extend(nn.Linear(3, 3)), torch.randn(4, 3)
+    parametrize.register_parametrization(model, "bias", nn.Tanh())
+    with (
+        pytest.raises(UnsupportedError, match=r"call extend\(model\) again"),
+        backpack(BatchGrad()),
+    ):
+        model(x).sum().backward()
+    with backpack(BatchGrad()):
+        extend(model)(x).sum().backward()

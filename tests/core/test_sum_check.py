@@ -79,3 +79,22 @@ def test_parameters_of_functions_have_autograds_gradient(gradient: Any) -> None:
                 oracle.assert_close(parameter.grad, expected)
             is_left_out = gradient == "none" and parameter is not model.weight
             assert (parameter.grad is None) == is_left_out
+
+
+class Held(nn.Module):
+    """Uses its parameter by another way, where a replay does not put its own in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.held = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held[0] * self.weight
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_parameters_of_modules_that_are_run_again() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Held()), (3,))
+    with pytest.raises(UnsupportedError, match=r"parameter 1\.weight of shape .* do not add up"):
+        problem.run(BatchGrad())
