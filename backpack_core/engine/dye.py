@@ -43,7 +43,8 @@ class DyePropagator(Propagator):
 
     Attributes:
         settled: Outputs of calls where there is nothing more to learn in passes of this structure.
-        is_cut: Whether a factor of zero let nothing through somewhere: another one may.
+        is_cut: Whether nothing but zeros came behind an operation that may mix: of a factor that is
+            zero, say, or a gate that is shut. Another one may let through what mixes.
     """
 
     per_sample = True
@@ -199,7 +200,8 @@ class DyePropagator(Propagator):
                 continue
             shape = nodes.shape_of(child, number)
             positions, rest = divmod(shape[axis : axis + 1].numel(), size) if size else (0, 0)
-            if positions and not rest:
+            # Where axis 0 is as long, others may tell of that: one gradient does not tell both.
+            if positions and not rest and (not axis or shape[0] % size):
                 found[position] = OPEN._replace(positions=positions, axis=axis, way=before.way)
         return found
 
@@ -261,8 +263,7 @@ class DyePropagator(Propagator):
                 crossed = cross_columns(node, {nr: dye.columns for nr, dye in quantities.items()})
         except Exception:  # as in propagate
             return []
-        if nodes.operation_of(node) in nodes.FACTORS:
-            self.is_cut |= not all(map(largest, (c.mat for _, c in crossed)))
+        self.is_cut |= not all(largest(columns.mat) for _, columns in crossed)
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
         if is_scalar or nodes.is_linear(node):
             return crossed

@@ -237,7 +237,7 @@ def test_other_lengths_are_the_same_structure(measured: list[int]) -> None:
     assert len(measured) == 3
 
 
-@pytest.mark.parametrize("way", ["alone", "beside", "in_the_loss"])
+@pytest.mark.parametrize("way", ["alone", "beside", "beside_others", "gate", "in_the_loss"])
 def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
     """A factor that starts at zero hides what mixes samples behind it."""
 
@@ -246,6 +246,10 @@ def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
         mixed = net.factor * (h - h.mean(0))
         if way == "in_the_loss":
             return net.b(h) + mixed.square().mean()  # type: ignore[no-any-return]
+        if way == "beside_others":
+            mixed = mixed + h.flip(1)
+        if way == "gate":
+            mixed = (h - h.mean(0) - 100 * (1 - net.factor)).relu() + h.flip(1)
         return net.b(mixed + (x if way == "alone" else h))  # type: ignore[no-any-return]
 
     model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
@@ -255,6 +259,20 @@ def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
     model.factor = 1.0  # type: ignore[assignment]
     with pytest.raises(SampleMixingError):
         run(model, squares)
+
+
+@pytest.mark.parametrize("second", ["function", "module"])
+def test_two_axes_of_one_tensor(second: str) -> None:
+    """One way takes the first of two axes of the same length for samples, another one the other."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        turned = net.a(x).permute(1, 0, 2)
+        first = turned.unbind(0)[0]
+        summed = (net.b(turned) if second == "module" else turned).sum(1)
+        return net.b(first + summed)  # type: ignore[no-any-return]
+
+    with pytest.raises(SampleMixingError):
+        run(net(forward), squares)
 
 
 def test_after_an_error_it_is_measured_again() -> None:
