@@ -239,10 +239,7 @@ class DyePropagator(Propagator):
             units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
             dye = Dye(columns, size=before.size, unit=max(before.unit, *units), way=way)
-            child, _ = node.next_functions[position]
-            if child is None or not nodes.is_stack_of_numbers(child):
-                dye = self._dyed(dye, child)  # terms of a loss may be as many as samples by chance
-            yield position, dye
+            yield position, self._dyed(dye, node.next_functions[position][0])
         if crossed:
             return
         axes = {nr: self._judge.axis(dye) for nr, dye in quantities.items()}
@@ -278,11 +275,13 @@ class DyePropagator(Propagator):
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
         for root, block in dye.columns.blocks.items():
-            is_later = root in _DYED_LATER
+            is_later, is_before = root in _DYED_LATER, root is _BEFORE
+            if is_before and node is not None and nodes.is_stack_of_numbers(node):
+                is_later = False  # terms of a loss may be as many as samples by chance
             # An extended loss has a row for each sample, or several.
-            is_asked = root is _BEFORE and self._is_readable
+            is_asked = is_before and self._is_readable
             owners = owners_of_rows(node, len(self._weights)) if is_asked else None
-            guesses = self._weights.guess(block[0], root is _IN_LOSS, owners) if is_later else None
+            guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:
                 root = _DYED_LATER[root]
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]

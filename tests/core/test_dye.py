@@ -156,6 +156,24 @@ def test_a_loss_that_is_a_sum(name: str) -> None:
         oracle.assert_close(parameter.grad_batch.sum(0), parameter.grad)
 
 
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_an_output_that_is_a_stack_of_numbers(samples: int, extension: Any) -> None:
+    """What an extended loss receives has samples, also where numbers were put side by side."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = x @ net.weight
+        return torch.cat([h, h.exp()], 1) if samples == 1 else torch.stack([*h.exp().flatten()])
+
+    model = extend(Net(forward, weight=nn.Parameter(torch.randn(3, 1))))
+    loss = squares(model(torch.randn(samples, 3)))
+    with backpack(extension(), check="always"):
+        loss.backward()
+    if extension is BatchGrad:
+        oracle.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+
+
 # Terms beside the loss.
 
 
