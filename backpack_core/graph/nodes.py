@@ -234,9 +234,13 @@ def turns_rows(node: Node) -> bool:
     return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}
 
 
-def is_shared(operation: str, position: int) -> bool:
-    """Whether an operand is one for all samples, where the result has them on axis 0."""
-    return position in _SHARED.get(operation, ())
+def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:
+    """Whether an operand is one for all samples, where the result has them on axis 0.
+
+    Axis 0 of the second factor of matrices is summed over: no samples are there in any case.
+    """
+    is_factor = has_samples or operation in _ROW_FACTOR
+    return is_factor and position in _SHARED.get(operation, ())
 
 
 def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
