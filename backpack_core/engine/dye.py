@@ -178,12 +178,12 @@ class DyePropagator(Propagator):
         if is_aside or not there.kept.isdisjoint(quantities):
             return [(i, OPEN) for i, _ in ways]
         known = self._kept(node, quantities) | dict.fromkeys(there.apart, OPEN)
-        if all(i in known or nodes.is_leaf(child) for i, child in ways):
-            return [*known.items()]
-        quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
+        is_known = all(i in known or nodes.is_leaf(child) for i, child in ways)
+        if there.apart or not is_known:
+            quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
             self._judge_at(node, quantities, there.positions)
-        return [*(dict(self._cross(node, quantities)) | known).items()]
+        return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
 
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
         """Where samples are known to stay apart: autograd's gradient tells behind the node, too."""

@@ -279,18 +279,22 @@ def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
         run(model, squares)
 
 
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
 @pytest.mark.parametrize("second", ["function", "module"])
-def test_two_axes_of_one_tensor(second: str) -> None:
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_two_axes_of_one_tensor(second: str, extension: Any, is_constant: bool) -> None:
     """One way takes the first of two axes of the same length for samples, another one the other."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        turned = net.a(x).permute(1, 0, 2)
+        turned = net.a(x[:, 0] * net.gain).unsqueeze(1).expand(-1, T, -1).permute(1, 0, 2)
         first = turned.unbind(0)[0]
         summed = (net.b(turned) if second == "module" else turned).sum(1)
         return net.b(first + summed)  # type: ignore[no-any-return]
 
+    model = net(forward)
+    model.gain = torch.ones(3) if is_constant else nn.Parameter(torch.ones(3))
     with pytest.raises(SampleMixingError):
-        run(net(forward), squares)
+        run(model, squares, extension())
 
 
 def test_after_an_error_it_is_measured_again() -> None:
