@@ -26,7 +26,6 @@ from backpack_core.extensions import (
     Variance,
 )
 from tests import oracle
-from tests.cases import Net
 
 V, T, D = 5, 4, 3
 Forward = Callable[[Any, Tensor], Tensor]
@@ -191,28 +190,6 @@ def test_curvature(net: tuple[str, str], samples: int, loss: Any) -> None:
 
 def _scrambled(net: Any, h: Tensor) -> Tensor:
     return net.inner(h.view(-1, 2, D).transpose(0, 1)).mT.reshape(h.shape)  # type: ignore[no-any-return]
-
-
-MIXED: dict[str, Callable[[Tensor], Tensor]] = {
-    "shifted": lambda h: torch.cat([h[1:], h[:1]]),
-    "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
-    "convolution": lambda h: F.conv1d(h.T[None], torch.ones(D, 1, 3), padding=1, groups=D)[0].T,
-}
-
-
-@pytest.mark.parametrize("extension", [BatchGrad, SumGradSquared, DiagGGNExact])
-@pytest.mark.parametrize("way", MIXED)
-def test_samples_that_mix_where_a_module_is_the_last(way: str, extension: Any) -> None:
-    """Behind it, samples are on axis 0 again, and a function uses a parameter."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        return net.b(MIXED[way](net.a(x * net.gain)))  # type: ignore[no-any-return]
-
-    gain = nn.Parameter(torch.randn(D))
-    model = extend(Net(forward, a=nn.Linear(D, D), b=nn.Linear(D, V), gain=gain))
-    loss = extend(nn.CrossEntropyLoss())(model(torch.randn(4, D)), torch.tensor([0, 1, 2, 0]))
-    with pytest.raises(SampleMixingError), backpack(extension()):
-        loss.backward()
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])

@@ -156,24 +156,6 @@ def test_a_loss_that_is_a_sum(name: str) -> None:
         oracle.assert_close(parameter.grad_batch.sum(0), parameter.grad)
 
 
-@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
-def test_an_output_that_is_a_stack_of_numbers(samples: int, extension: Any) -> None:
-    """What an extended loss receives has samples, also where numbers were put side by side."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        h = x @ net.weight
-        return torch.cat([h, h.exp()], 1) if samples == 1 else torch.stack([*h.exp().flatten()])
-
-    model = extend(Net(forward, weight=nn.Parameter(torch.randn(3, 1))))
-    loss = squares(model(torch.randn(samples, 3)))
-    with backpack(extension(), check="always"):
-        loss.backward()
-    if extension is BatchGrad:
-        oracle.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
-
-
 # Terms beside the loss.
 
 
@@ -277,24 +259,6 @@ def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
     model.factor = 1.0  # type: ignore[assignment]
     with pytest.raises(SampleMixingError):
         run(model, squares)
-
-
-@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
-@pytest.mark.parametrize("second", ["function", "module"])
-@pytest.mark.parametrize("is_constant", [True, False])
-def test_two_axes_of_one_tensor(second: str, extension: Any, is_constant: bool) -> None:
-    """One way takes the first of two axes of the same length for samples, another one the other."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        turned = net.a(x[:, 0] * net.gain).unsqueeze(1).expand(-1, T, -1).permute(1, 0, 2)
-        first = turned.unbind(0)[0]
-        summed = (net.b(turned) if second == "module" else turned).sum(1)
-        return net.b(first + summed)  # type: ignore[no-any-return]
-
-    model = net(forward)
-    model.gain = torch.ones(3) if is_constant else nn.Parameter(torch.ones(3))
-    with pytest.raises(SampleMixingError):
-        run(model, squares, extension())
 
 
 def test_after_an_error_it_is_measured_again() -> None:
