@@ -275,12 +275,13 @@ class DyePropagator(Propagator):
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
         for root, block in dye.columns.blocks.items():
-            is_later, is_before = root in _DYED_LATER, root is _BEFORE
-            if is_before and node is not None and nodes.is_stack_of_numbers(node):
-                is_later = False  # terms of a loss may be as many as samples by chance
-            # An extended loss has a row for each sample, or several.
+            is_before = root is _BEFORE
+            # Terms of a loss, side by side, may be as many as samples by chance.
+            are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             is_asked = is_before and self._is_readable
+            # An extended loss has a row for each sample, or several.
             owners = owners_of_rows(node, len(self._weights)) if is_asked else None
+            is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:
                 root = _DYED_LATER[root]

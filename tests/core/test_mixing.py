@@ -24,11 +24,11 @@ def net(forward: Callable[[Any, Tensor], Tensor], **parts: nn.Parameter) -> Any:
     return Net(forward, a=nn.Linear(D, D), b=nn.Linear(D, D), **parts)
 
 
-def run(model: nn.Module, extension: Any, x: Tensor) -> None:
+def run(model: nn.Module, extension: Any, x: Tensor, check: Any = "always") -> None:
     """One pass, with an extended loss."""
     output = extend(model)(x)
     loss = extend(nn.MSELoss())(output, torch.zeros_like(output))
-    with backpack(extension(), check="always"):
+    with backpack(extension(), check=check):
         loss.backward()
 
 
@@ -84,3 +84,27 @@ def test_an_output_that_is_a_stack_of_numbers(samples: int, extension: Any) -> N
     run(model, extension, torch.randn(samples, D))
     if extension is BatchGrad:
         oracle.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+
+
+@pytest.mark.parametrize("way", ["alone", "beside", "beside_others", "gate", "in_the_loss"])
+def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
+    """A factor that starts at zero hides what mixes samples behind it."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        mixed = net.factor * (h - h.mean(0))
+        if way == "in_the_loss":
+            return net.b(h) + mixed.square().mean()  # type: ignore[no-any-return]
+        if way == "beside_others":
+            mixed = mixed + h.flip(1)
+        if way == "gate":
+            mixed = (h - h.mean(0) - 100 * (1 - net.factor)).relu() + h.flip(1)
+        return net.b(mixed + (x if way == "alone" else h))  # type: ignore[no-any-return]
+
+    model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+    model.factor = 0.0  # type: ignore[assignment]
+    for _ in range(7):
+        run(model, BatchGrad, torch.randn(T, T, D), check="first")
+    model.factor = 1.0  # type: ignore[assignment]
+    with pytest.raises(SampleMixingError):
+        run(model, BatchGrad, torch.randn(T, T, D), check="first")
