@@ -239,8 +239,8 @@ def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:
 
     Axis 0 of the second factor of matrices is summed over: no samples are there in any case.
     """
-    is_factor = has_samples or operation in _ROW_FACTOR
-    return is_factor and position in _SHARED.get(operation, ())
+    is_known = has_samples or operation in _ROW_FACTOR
+    return is_known and position in _SHARED.get(operation, ())
 
 
 def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
