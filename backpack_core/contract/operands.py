@@ -213,7 +213,10 @@ def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
     own = shape[next((axis for axis, n in enumerate(shape) if n != 1), len(shape)) :]
     if not own or mat.shape[max(2, mat.dim() - len(own)) :] != own:
         return None
-    other = (node._saved_other, node._saved_self)[position].to(mat.dtype).expand(mat.shape[1:])
+    other = node._saved_self if position else node._saved_other
+    if not isinstance(other, Tensor):
+        return None  # a number
+    other = other.to(mat.dtype).expand(mat.shape[1:])
     out = mat.reshape(*mat.shape[:2], -1, own.numel())
     return ScaleProduct(out, other.reshape(len(other), -1, own.numel()), shape)
 

@@ -43,7 +43,8 @@ class DyePropagator(Propagator):
 
     Attributes:
         settled: Outputs of calls where there is nothing more to learn in passes of this structure.
-        is_cut: Whether a factor of zero let nothing through somewhere: another one may.
+        is_cut: Whether nothing but zeros came behind an operation that may mix: of a factor that is
+            zero, say, or a gate that is shut. Another one may let through what mixes.
     """
 
     per_sample = True
@@ -177,12 +178,12 @@ class DyePropagator(Propagator):
         if is_aside or not there.kept.isdisjoint(quantities):
             return [(i, OPEN) for i, _ in ways]
         known = self._kept(node, quantities) | dict.fromkeys(there.apart, OPEN)
-        if all(i in known or nodes.is_leaf(child) for i, child in ways):
-            return [*known.items()]
-        quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
+        is_known = all(i in known or nodes.is_leaf(child) for i, child in ways)
+        if there.apart or not is_known:
+            quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
             self._judge_at(node, quantities, there.positions)
-        return [*(dict(self._cross(node, quantities)) | known).items()]
+        return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
 
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
         """Where samples are known to stay apart: autograd's gradient tells behind the node, too."""
@@ -199,7 +200,8 @@ class DyePropagator(Propagator):
                 continue
             shape = nodes.shape_of(child, number)
             positions, rest = divmod(shape[axis : axis + 1].numel(), size) if size else (0, 0)
-            if positions and not rest:
+            # Where axis 0 is as long, others may tell of that: one gradient does not tell both.
+            if positions and not rest and (not axis or shape[0] % size):
                 found[position] = OPEN._replace(positions=positions, axis=axis, way=before.way)
         return found
 
@@ -237,10 +239,7 @@ class DyePropagator(Propagator):
             units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
             dye = Dye(columns, size=before.size, unit=max(before.unit, *units), way=way)
-            child, _ = node.next_functions[position]
-            if child is None or not nodes.is_stack_of_numbers(child):
-                dye = self._dyed(dye, child)  # terms of a loss may be as many as samples by chance
-            yield position, dye
+            yield position, self._dyed(dye, node.next_functions[position][0])
         if crossed:
             return
         axes = {nr: self._judge.axis(dye) for nr, dye in quantities.items()}
@@ -261,8 +260,7 @@ class DyePropagator(Propagator):
                 crossed = cross_columns(node, {nr: dye.columns for nr, dye in quantities.items()})
         except Exception:  # as in propagate
             return []
-        if nodes.operation_of(node) in nodes.FACTORS:
-            self.is_cut |= not all(map(largest, (c.mat for _, c in crossed)))
+        self.is_cut |= not all(largest(columns.mat) for _, columns in crossed)
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
         if is_scalar or nodes.is_linear(node):
             return crossed
@@ -277,11 +275,14 @@ class DyePropagator(Propagator):
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
         for root, block in dye.columns.blocks.items():
-            is_later = root in _DYED_LATER
+            is_before = root is _BEFORE
+            # Terms of a loss, side by side, may be as many as samples by chance.
+            are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
+            is_asked = is_before and self._is_readable
             # An extended loss has a row for each sample, or several.
-            is_asked = root is _BEFORE and self._is_readable
             owners = owners_of_rows(node, len(self._weights)) if is_asked else None
-            guesses = self._weights.guess(block[0], root is _IN_LOSS, owners) if is_later else None
+            is_later = root in _DYED_LATER and not are_terms
+            guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:
                 root = _DYED_LATER[root]
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]

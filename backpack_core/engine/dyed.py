@@ -80,7 +80,7 @@ def history(dyes: Iterable[Dye]) -> Dye:
         Columns({}),
         all(dye.is_whole for dye in dyes) and len(positions) < 3,
         max(positions),
-        max(dye.axis for dye in dyes),  # of several, one is no axis of samples: that is seen
+        max(dye.axis for dye in dyes),  # others only where axis 0 is not as long
         max(dye.size for dye in dyes),
         max(dye.unit for dye in dyes),
         tuple(dict.fromkeys(step for dye in dyes for step in dye.way)),

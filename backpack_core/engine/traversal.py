@@ -80,7 +80,7 @@ class Traversal:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
                 self._read(slot, view, carrier, whole)
-            if self.survey.alignment.apart and self._sends_apart(site):
+            if self.survey.alignment.apart and self._sends_apart(slot, site):
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
                 return
@@ -152,15 +152,16 @@ class Traversal:
             wide = propagator.narrow(wide)  # else samples lie elsewhere
         return wide if own is None else propagator.merge(own, wide)
 
-    def _sends_apart(self, site: Site) -> bool:
-        """Whether something has to be kept apart by sample behind a call."""
+    def _sends_apart(self, slot: int, site: Site) -> bool:
+        """Whether something has to be kept apart behind a call, or seen to be where it ends."""
         call, alignment = site.call, self.survey.alignment
         if call.rule.is_loss:
             return False
         if self.survey.goes_inside(call):
             # The nodes inside see to it, from the last that have samples on.
             return alignment.is_apart(site.edge)
-        return any(edge is not None and alignment.is_apart(edge) for edge in call.edges)
+        ends = alignment.is_apart(site.edge) and not self.groups[slot].propagator.travels
+        return any(edge is not None and (ends or alignment.is_apart(edge)) for edge in call.edges)
 
     def _send_apart(
         self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from torch.nn import Module
@@ -32,7 +32,7 @@ class Trust:
     """
 
     passes: int = 0
-    open_sites: set[int] | None = field(default=None)
+    open_sites: set[int] | None = None
 
     def is_due(self) -> bool:
         """Count a pass; whether it should be measured: the first, and 1, 2, 4, 8, … after it."""

@@ -71,14 +71,11 @@ class Weights:
         if not size or (tensor.numel() == 1 and size != 1):
             return None
         if owners is not None:
-            return [
-                self._shaped(self._values[owners.to(self._values.device)], tensor, 0)
-            ] * self._guesses
+            values = self._values[owners.to(self._values.device)]
+            return [self._shaped(values, tensor, 0)] * self._guesses
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
         found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
-        if (
-            tensor.dim() and not tensor.shape[0] % size and 0 not in axes
-        ):  # [N · k, *] or [k · N, *]
+        if tensor.dim() and not tensor.shape[0] % size and 0 not in axes:  # [N · k, *], [k · N, *]
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
             merged = [self._shaped(values, tensor, 0) for values in rows]

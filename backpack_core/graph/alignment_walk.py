@@ -181,7 +181,8 @@ class Walk:
         if not operation or place in self._before:
             return False
         has_samples = bool(self._found.positions[place])
-        if nodes.is_shared(operation, position) if has_samples else child[0] in self._of_constants:
+        is_constant = not has_samples and child[0] in self._of_constants
+        if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
         if nodes.keeps_rows(*place, position):
             return not has_samples and self._at(place).shape[:1] == (self._size,)

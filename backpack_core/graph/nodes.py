@@ -59,7 +59,12 @@ ELEMENTWISE = _names(
 )
 # What goes along axes that the node saved, and leaves all others alone.
 _ALONG = dict.fromkeys(
-    _names("Slice Select Cat Split SplitWithSizes Unbind Softmax LogSoftmax Sum Mean"),
+    _names(
+        """
+        Slice Select Cat Split SplitWithSizes Unbind Softmax LogSoftmax Sum Mean Amax Amin Logsumexp
+        LinalgVectorNorm Cumsum IndexSelect
+        """
+    ),
     ("_saved_dim",),
 ) | {"Transpose": ("_saved_dim0", "_saved_dim1"), "Permute": ("_saved_dims",)}
 # Entries of axis 0 are picked, any number of times.
@@ -100,6 +105,8 @@ _OF_SEVERAL = _names(
     """
 )
 _ROW_BY_ROW = ELEMENTWISE | _ATTENTION | {"Bmm", "Expand"}
+# Losses that are not reduced, or else a number; classes are on another axis.
+_LOSSES = _names("NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropyWithLogits")
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
 FACTORS = dict.fromkeys(_names("Mul Mm Bmm Mv Dot Matmul Linear Convolution"), (0, 1))
 FACTORS |= dict.fromkeys(_names("Addmm Baddbmm Addmv"), (1, 2))
@@ -191,8 +198,8 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     if operation in _ALONG:
         axes = [axis % len(inp) for axis in _axes(node, _ALONG[operation])]
         return axes[0] == 0 if operation == "Permute" else 0 not in axes
-    if len(out) != len(inp):
-        return False
+    if operation in _LOSSES or len(out) != len(inp):
+        return operation in _LOSSES
     if operation == "NativeLayerNorm":
         return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
     return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
@@ -227,9 +234,13 @@ def turns_rows(node: Node) -> bool:
     return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}
 
 
-def is_shared(operation: str, position: int) -> bool:
-    """Whether an operand is one for all samples, where the result has them on axis 0."""
-    return position in _SHARED.get(operation, ())
+def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:
+    """Whether an operand is one for all samples, where the result has them on axis 0.
+
+    Axis 0 of the second factor of matrices is summed over: no samples are there in any case.
+    """
+    is_known = has_samples or operation in _ROW_FACTOR
+    return is_known and position in _SHARED.get(operation, ())
 
 
 def _axes(node: Node, attributes: Sequence[str]) -> list[int]:

@@ -20,22 +20,20 @@ def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
         node: The node of the tensor.
         samples: Number of samples.
     """
+    rows = 0 if node is None else nodes.shape_of(node, 0)[:1].numel()
     while node is not None and nodes.operation_of(node) not in ("Index", "IndexSelect"):
         kept = [e.node for i, e in edges_behind(node) if nodes.keeps_rows(node, 0, i)]
         node = kept[0] if kept else None
-    if node is None:
+    child, number = (None, 0) if node is None else node.next_functions[0]
+    if node is None or child is None:
         return None
-    child, number = node.next_functions[0]
-    length = 0 if child is None else nodes.shape_of(child, number)[0]
-    picked = _picked(node)
-    if (
-        picked is None
-        or not length
-        or length % samples
-        or picked.shape != nodes.shape_of(node, 0)[:1]
-    ):
+    picked, length = _picked(node), nodes.shape_of(child, number)[0]
+    if picked is None or picked.shape != nodes.shape_of(node, 0)[:1]:
         return None
-    return picked % length // (length // samples)
+    if not length or length % samples or not len(picked) or rows % len(picked):
+        return None
+    owners = picked % length // (length // samples)
+    return owners.repeat_interleave(rows // len(picked))  # views may have merged more into them
 
 
 def _picked(node: Node) -> Tensor | None:

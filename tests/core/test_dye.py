@@ -237,26 +237,6 @@ def test_other_lengths_are_the_same_structure(measured: list[int]) -> None:
     assert len(measured) == 3
 
 
-@pytest.mark.parametrize("way", ["alone", "beside", "in_the_loss"])
-def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
-    """A factor that starts at zero hides what mixes samples behind it."""
-
-    def forward(net: Any, x: Tensor) -> Tensor:
-        h = net.a(x)
-        mixed = net.factor * (h - h.mean(0))
-        if way == "in_the_loss":
-            return net.b(h) + mixed.square().mean()  # type: ignore[no-any-return]
-        return net.b(mixed + (x if way == "alone" else h))  # type: ignore[no-any-return]
-
-    model = Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
-    model.factor = 0.0  # type: ignore[assignment]
-    for _ in range(7):
-        run(model, squares)
-    model.factor = 1.0  # type: ignore[assignment]
-    with pytest.raises(SampleMixingError):
-        run(model, squares)
-
-
 def test_after_an_error_it_is_measured_again() -> None:
     """Who runs a cell once more after an error gets the error again."""
 

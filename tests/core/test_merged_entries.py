@@ -115,6 +115,29 @@ def test_a_function_of_picked_entries(way: str) -> None:
             torch.testing.assert_close(vars(parameter)["grad_batch"][n], expected)
 
 
+TERMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "classes": lambda z: nn.functional.nll_loss(
+        z.log_softmax(1), torch.zeros(len(z), dtype=torch.long), reduction="none"
+    ),
+    "largest": lambda z: z.logsumexp(1),
+    "in_a_row": lambda z: z.view(-1).square(),
+    "behind_an_axis": lambda z: z.unsqueeze(0).squeeze(0).exp(),
+}
+
+
+@pytest.mark.parametrize("way", TERMS)
+def test_terms_of_picked_entries(way: str) -> None:
+    """None, one or several terms of each, in functions that are not linear."""
+    model, mask = nn.Linear(2, C), torch.arange(N * T).view(N, T) % 5 < 2
+    inputs = torch.randn(N, T, 2)
+    with backpack(BatchGrad(), check="always"):
+        TERMS[way](extend(model)(inputs)[mask]).sum().backward()
+    found = vars(model.weight)["grad_batch"]
+    for n in range(N):
+        loss = TERMS[way](model(inputs[n])[mask[n]]).sum()
+        torch.testing.assert_close(found[n], *torch.autograd.grad(loss, [model.weight]))
+
+
 @pytest.mark.parametrize("way", PICKED)
 def test_picked_entries_that_mix(way: str) -> None:
     model = extend(nn.Linear(2, C))

@@ -65,6 +65,10 @@ ALONG: dict[str, Callable[[Tensor, int], Any]] = {
     "unsqueeze": lambda x, axis: x.unsqueeze(axis),
     "index_select": lambda x, axis: x.index_select(axis, torch.tensor([1, 0, 2])),
     "cumsum": lambda x, axis: x.cumsum(axis),
+    "amax": lambda x, axis: x.amax(axis),
+    "amin": lambda x, axis: x.amin((axis, (axis + 1) % 3), keepdim=True),
+    "logsumexp": lambda x, axis: x.logsumexp(axis),
+    "norm": lambda x, axis: x.norm(dim=axis, keepdim=True) + x.norm(),
     "flip": lambda x, axis: x.flip(axis),
 }
 OTHERS: dict[str, Function] = {
@@ -80,6 +84,14 @@ OTHERS: dict[str, Function] = {
     "layer_norm": lambda x: F.layer_norm(x, [6]),
     "layer_norm_of_all": lambda x: F.layer_norm(x, [N, 4, 6]),
     "attention": lambda x, y: F.scaled_dot_product_attention(x[:, None], y[:, None], y[:, None]),
+    "nll": lambda x: F.nll_loss(x[:, :, 0], torch.zeros(N, dtype=torch.long), reduction="none"),
+    "nll_2d": lambda x: F.nll_loss(
+        x.unsqueeze(-1), torch.zeros(N, 6, 1, dtype=torch.long), reduction="none"
+    ),
+    "mse": lambda x, y: F.mse_loss(x, y, reduction="none"),
+    "huber": lambda x, y: F.huber_loss(x, y, reduction="none"),
+    "smooth_l1": lambda x, y: F.smooth_l1_loss(x, y, reduction="none"),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x), reduction="none"),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
 }
 
