@@ -6,15 +6,17 @@ function of leaves alone, so columns of any number of samples go through its nod
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from backpack_core._torch import ACCUMULATE, Node
+from backpack_core._torch import ACCUMULATE, Node, will_get_gradient
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge
 from backpack_core.graph.order import ranks
-from backpack_core.record.call import Call, edge_of
+from backpack_core.record.call import Call, Edge, edge_of
 
 
 class Trained(NamedTuple):
@@ -78,6 +80,25 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
     edge = edge_of(source)
     if edge is None:
         return mat
+    if will_get_gradient(leaf):
+        return _pulled(mat, edge, leaf)
+    # With inputs=..., nodes leave out what autograd does not need, whoever calls them.
+    found: list[Tensor] = []
+    is_differentiable = torch.is_grad_enabled()
+
+    def pull() -> None:
+        with torch.set_grad_enabled(is_differentiable):
+            found.append(_pulled(mat, edge, leaf))
+
+    with torch.enable_grad():
+        start = torch.zeros((), device=mat.device, requires_grad=True)
+        root = _OwnPass.apply(start, pull)  # type: ignore[no-untyped-call]
+    root.backward()
+    return found[0]
+
+
+def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
+    """From node to node."""
     waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}
     for node in ranks(edge.node):  # in this order
         arrived = waiting.pop(node, {})
@@ -91,3 +112,19 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
             there = waiting.setdefault(child, {})
             there[number] = there[number] + product if number in there else product
     return mat.new_zeros(len(mat), *leaf.shape)
+
+
+class _OwnPass(torch.autograd.Function):
+    """Calls a function inside a backward pass that is told nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, function: Callable[[], None]) -> Tensor:
+        """Keep the function."""
+        ctx.function = function
+        return start.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        """Call it."""
+        ctx.function()
+        return None, None
