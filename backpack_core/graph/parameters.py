@@ -6,8 +6,7 @@ function of leaves alone, so columns of any number of samples go through its nod
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,14 +85,14 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
     found: list[Tensor] = []
     is_differentiable = torch.is_grad_enabled()
 
-    def pull() -> None:
+    def pull(_: Tensor) -> None:
         with torch.set_grad_enabled(is_differentiable):
             found.append(_pulled(mat, edge, leaf))
 
     with torch.enable_grad():
-        start = torch.zeros((), device=mat.device, requires_grad=True)
-        root = _OwnPass.apply(start, pull)  # type: ignore[no-untyped-call]
-    root.backward()
+        root = torch.zeros((), device=mat.device, requires_grad=True).clone()
+    root.register_hook(pull)
+    root.backward()  # a pass that is told nothing
     return found[0]
 
 
@@ -112,19 +111,3 @@ def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
             there = waiting.setdefault(child, {})
             there[number] = there[number] + product if number in there else product
     return mat.new_zeros(len(mat), *leaf.shape)
-
-
-class _OwnPass(torch.autograd.Function):
-    """Calls a function inside a backward pass that is told nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, start: Tensor, function: Callable[[], None]) -> Tensor:
-        """Keep the function."""
-        ctx.function = function
-        return start.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        """Call it."""
-        ctx.function()
-        return None, None
