@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from reprlib import repr as abridged
 from typing import Any, ClassVar
 
 import torch
@@ -237,7 +238,7 @@ def _refuse_uncut(view: View, tensor: Tensor) -> None:
 
 def expect(
     view: View,
-    rule: LayerRule,
+    speaker: object,
     what: str,
     mat: Any,
     shape: torch.Size,
@@ -247,9 +248,9 @@ def expect(
     is_tensor = isinstance(mat, Tensor)
     if is_tensor and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
-    found = f"shape {list(mat.shape)}" if is_tensor else repr(mat)
+    found = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
     lead = "V" if columns is None else columns
     raise ShapeError(
-        f"{type(rule).__name__}.{what} {found} at {view.path}, expected a tensor "
+        f"{type(speaker).__name__}.{what} {found} at {view.path}, expected a tensor "
         f"[{lead}, {', '.join(map(str, shape))}]."
     )

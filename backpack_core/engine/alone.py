@@ -15,6 +15,7 @@ from backpack_core._torch import LeafNode, Node
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.gradient import leaves_to_narrow
 from backpack_core.engine.schedule import RankSchedule
+from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Site
 from backpack_core.values import without_autocast
@@ -33,7 +34,7 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
     order = _order(found, options)
     if order is None:
         return False
-    found.is_alone = True
+    found.is_running = found.is_alone = True
     schedule: Any = RankSchedule(found.survey, found._groups, order)
     found._schedule = found._traversal.schedule = schedule
 
@@ -42,7 +43,7 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
         found._visit(site, None if loss is None else torch.ones_like(loss), None)
 
     with torch.no_grad(), without_autocast():
-        for site in found.survey.sites.values():  # those that nothing is sent to have zeros
+        for site in found.survey.sites.values():  # where nothing is sent, that is an error
             schedule.await_site(site)
         schedule.run(visit)
     return True
@@ -52,7 +53,8 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     """Where every node stands in that order; ``None`` where autograd has to go.
 
     It has to for a gradient that somebody reads: a propagator, the dye, a parameter without any
-    quantity, a hook that gathers what is sharded; and from anything but a single loss.
+    quantity, a hook that gathers what is sharded; from anything but a single loss; and behind
+    Python functions, of which it alone knows what they leave undefined.
     """
     survey, context = found.survey, found.context
     if context.gradient != "skipped" or not found._is_outermost or len(found._roots) != 1:
@@ -67,7 +69,10 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     if is_apart or survey.shards or context.beside or options.get("create_graph"):
         return None
     site = survey.site_at(found._roots[0])
-    if site is None or not site.call.rule.is_loss:
+    losses = [call for call, _ in survey.sites if call.rule.is_loss]
+    if site is None or losses != [site.call]:
+        return None
+    if any(nodes.is_function(node) and not nodes.hands_on(node) for node, _ in survey.seen):
         return None
     is_number = site.call.stored.outputs[site.index].numel() == 1
     given = [options.get(name) for name in ("gradient", "grad_tensors", "grad_variables")]

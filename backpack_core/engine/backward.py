@@ -267,7 +267,7 @@ class BackwardPass:
     def _view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
         call, index, (node, *_), _ = site
-        is_reached = grad is not None or (self.is_alone and bool(self._schedule.waiting_at(site)))
+        is_reached = grad is not None or self.is_alone
         if not is_reached:
             grad = torch.zeros_like(call.stored.outputs[index])
         axis = self.survey.axes.get((call, index), 0)

@@ -83,8 +83,8 @@ class RuleCarrier(Carrier):
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
     """A method of a rule, a view, and more; what the core does itself needs nobody to watch it."""
     own: Callable[..., Any] = getattr(propagator, method)
-    if own.__module__.startswith("backpack_core."):
-        return own
+    if getattr(own, "__globals__", {}).get("__name__", "").startswith("backpack_core."):
+        return own  # where it was written, which a wrapper does not take over
     return lambda rule, view, *given: ask(propagator, method, rule, view, *given, view=view)
 
 

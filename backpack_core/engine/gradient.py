@@ -213,7 +213,7 @@ def without_gradients(
     """
     if any(call.run.is_distributed for call in survey.trained):
         raise UsageError(
-            "gradient='none' leaves gradients out, and DistributedDataParallel waits for them: use "
+            "gradient='none' and 'skipped' leave out what DistributedDataParallel waits for: use "
             "gradient='shared', or pass the model itself, which it wraps, its inputs."
         )
     leaves = leaves_to_narrow(survey, options, edges)

@@ -128,7 +128,7 @@ class Schedule(ABC):
                 if is_reader or any(known.get(child) for child in children):
                     known[node] = True
                 elif new := [child for child in children if child not in known]:
-                    todo.append(new[-1])
+                    todo += new
                     continue
                 else:
                     known[node] = False

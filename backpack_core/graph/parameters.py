@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from backpack_core._torch import ACCUMULATE, Node
+from backpack_core._torch import ACCUMULATE, Node, will_get_gradient
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge
 from backpack_core.graph.order import ranks
-from backpack_core.record.call import Call, edge_of
+from backpack_core.record.call import Call, Edge, edge_of
 
 
 class Trained(NamedTuple):
@@ -78,6 +79,25 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
     edge = edge_of(source)
     if edge is None:
         return mat
+    if will_get_gradient(leaf):
+        return _pulled(mat, edge, leaf)
+    # With inputs=..., nodes leave out what autograd does not need, whoever calls them.
+    found: list[Tensor] = []
+    is_differentiable = torch.is_grad_enabled()
+
+    def pull(_: Tensor) -> None:
+        with torch.set_grad_enabled(is_differentiable):
+            found.append(_pulled(mat, edge, leaf))
+
+    with torch.enable_grad():
+        root = torch.zeros((), device=mat.device, requires_grad=True).clone()
+    root.register_hook(pull)
+    root.backward()  # a pass that is told nothing
+    return found[0]
+
+
+def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
+    """From node to node."""
     waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}
     for node in ranks(edge.node):  # in this order
         arrived = waiting.pop(node, {})

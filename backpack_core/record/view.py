@@ -41,7 +41,7 @@ class View:
         is_reached: Whether any gradient arrived; autograd leaves some undefined that are zero.
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
-            pass.
+            pass, for chunks of columns, and, but at losses, where autograd does not go.
         dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them: for shapes and flags;

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from backpack_core import ColumnPropagator, Columns, Extension, Propagator, View
 from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.parameters import Trained
 from backpack_core.record.untouched import ask
@@ -66,9 +67,12 @@ class HandWrittenCarrier(Carrier):
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """What ``backpropagate`` returns, to every input."""
         value = self._run("backpropagate", view, present(quantity))
-        return dict.fromkeys(
-            range(len(view.stored.inputs)), adopt(self._propagator, value, quantity)
-        )
+        wanting = [i for i, edge in enumerate(view.call.edges) if edge is not None]
+        if isinstance(self._propagator, ColumnPropagator):
+            for i in wanting:
+                shape = view.inputs[i].shape
+                expect(view, self._module_extension, "backpropagate returned", value, shape)
+        return dict.fromkeys(wanting, adopt(self._propagator, value, quantity))
 
     def _run(self, method: str, view: View, *quantity: Any) -> Any:
         """Call a method of the module extension with inputs and output set on the module."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from backpack.extensions import BatchGrad, DiagGGNExact
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack_core import backpack, extend
-from backpack_core.errors import PluginCodeError, UnsupportedError, UsageError
+from backpack_core.errors import PluginCodeError, ShapeError, UnsupportedError, UsageError
 from backpack_secondorder import diag_ggn
 from tests import oracle
 from tests.cases import Problem, classification
@@ -172,8 +173,23 @@ def test_nothing_to_pass_on() -> None:
     extension.set_module_extension(nn.Tanh, ModuleExtension(), overwrite=True)
     with (
         pytest.warns(UserWarning, match="not been overwritten"),
-        pytest.raises(PluginCodeError, match=r"(?s)Tanh '2'"),
+        pytest.raises(ShapeError, match=r"ModuleExtension.backpropagate returned None at Tanh '2'"),
     ):
+        problem.run(extension)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda mat: mat[..., :1], lambda mat: mat[:, :2], lambda mat: (mat,)]
+)
+def test_what_has_another_shape_than_the_input(wrong: Callable[[Tensor], Any]) -> None:
+    class Wrong(ScaleDiagGGN):
+        def backpropagate(self, *args: Any) -> Any:
+            return wrong(super().backpropagate(*args))
+
+    _, problem = scaled()
+    extension = DiagGGNExact()
+    extension.set_module_extension(Scale, Wrong())
+    with pytest.raises(ShapeError, match=r"Wrong.backpropagate returned .* at Scale '1'"):
         problem.run(extension)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BackpackWarning, SampleMixingError
+from backpack_core.errors import BackpackWarning, NotExtendedError, SampleMixingError
 from backpack_core.extensions import (
     EKFAC,
     KFAC,
@@ -155,6 +155,46 @@ def test_inputs_that_are_trained_get_their_gradient() -> None:
     seen.run([KFAC()])
     (wanted,) = torch.autograd.grad(seen.lossfunc(seen.model(seen.x), seen.y), seen.x)
     torch.testing.assert_close(seen.x.grad, wanted)
+
+
+@pytest.mark.parametrize("gradient", ["none", "skipped"])
+def test_a_target_that_is_trained_is_refused(gradient: Any) -> None:
+    first, second = [extend(nn.Linear(2, 3).double()) for _ in range(2)]
+    x = torch.randn(N, 2, dtype=torch.float64)
+    loss = extend(nn.MSELoss())(first(x), second(x).sigmoid())
+    with (
+        pytest.raises(NotExtendedError, match="nothing arrived"),
+        backpack(DiagGGNExact(), gradient=gradient, check="never"),
+    ):
+        loss.backward()
+
+
+class Blocked(torch.autograd.Function):
+    """The first of two, with no gradient for the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        return x + other
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def test_what_a_function_leaves_undefined_is_zero() -> None:
+    net = Net(
+        lambda net, x: Blocked.apply(net.a(x), net.b(x)), a=nn.Linear(2, 3), b=nn.Linear(2, 3)
+    )
+    seen = Seen(net, (2,))
+    wanted, found = [seen.run([DiagGGNExact()], way) for way in ("none", "skipped")]
+    torch.testing.assert_close(found, wanted)
+    assert not net.b.weight.diag_ggn_exact.any()
+
+
+def test_observers_are_shown_no_zeros_for_gradients() -> None:
+    seen, shown = Seen(*_made("conv")), []
+    seen.run([DiagGGNExact()], observer=lambda view: shown.append(view.grad_output))
+    assert shown[1:] == [None] * (len(shown) - 1)
 
 
 def test_a_parameter_of_a_function_gets_its_gradient() -> None:

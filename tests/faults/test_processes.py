@@ -64,7 +64,7 @@ def test_what_data_parallel_waits_for_is_not_left_out() -> None:
     lossfunc = extend(nn.CrossEntropyLoss())
     loss = lossfunc(parallel(torch.randn(4, 3)), torch.randint(0, 3, (4,)))
     with (
-        pytest.raises(UsageError, match="DistributedDataParallel waits for them"),
+        pytest.raises(UsageError, match="DistributedDataParallel waits for"),
         backpack(BatchGrad(), gradient="none"),
     ):
         loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import Extension, FirstOrderExtension, backpack, extend
+from backpack_core.contract.column_propagator import ColumnPropagator
 from backpack_core.contract.operations import dense
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
@@ -128,19 +130,26 @@ class Restless(LossSqrt):
         return super().propagate(rule, view, quantity)
 
 
+@dataclass(frozen=True)
+class Wrapping(LossSqrt):
+    @wraps(ColumnPropagator.propagate)  # which says that it is the core's
+    def propagate(self, rule: Any, view: Any, quantity: Any) -> Any:
+        quantity.mat.mul_(2)
+        return super().propagate(rule, view, quantity)
+
+
 class OfRestless(Extension):
     savefield = "of_restless"
-
-    def __init__(self) -> None:
-        super().__init__(Restless())
 
     def read(self, product: Any) -> Any:
         return dense(product).sum()
 
 
-def test_a_propagator() -> None:
-    with pytest.raises(PluginCodeError, match=r"Restless\.propagate changed a tensor of shape"):
-        run(OfRestless(), GainRule)
+@pytest.mark.parametrize("kind", [Restless, Wrapping])
+def test_a_propagator(kind: type[LossSqrt]) -> None:
+    match = rf"{kind.__name__}\.propagate changed a tensor of shape"
+    with pytest.raises(PluginCodeError, match=match):
+        run(OfRestless(kind()), GainRule)
 
 
 def test_what_is_ones_own_may_be_changed() -> None:
