@@ -35,12 +35,12 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
     if order is None:
         return False
     found.is_running = found.is_alone = True
-    schedule: Any = RankSchedule(found.survey, found._groups, order)
-    found._schedule = found._traversal.schedule = schedule
+    schedule: Any = RankSchedule(found.survey, found.groups, order)
+    found.schedule = found.traversal.schedule = schedule
 
     def visit(site: Site) -> None:
         loss = site.call.stored.outputs[site.index] if site.call.rule.is_loss else None
-        found._visit(site, None if loss is None else torch.ones_like(loss), None)
+        found.visit(site, None if loss is None else torch.ones_like(loss), None)
 
     with torch.no_grad(), without_autocast():
         for site in found.survey.sites.values():  # where nothing is sent, that is an error
@@ -57,18 +57,18 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     Python functions, of which it alone knows what they leave undefined.
     """
     survey, context = found.survey, found.context
-    if context.gradient != "skipped" or not found._is_outermost or len(found._roots) != 1:
+    if context.gradient != "skipped" or not found.is_outermost or len(found.roots) != 1:
         return None
-    if found._measurement is not None or context.graph_extensions or context.extension_hook:
+    if found.measurement is not None or context.graph_extensions or context.extension_hook:
         return None
-    if not found._groups or any(
-        group.propagator.needs_gradient or group.has_overrides for group in found._groups
+    if not found.groups or any(
+        group.propagator.needs_gradient or group.has_overrides for group in found.groups
     ):
         return None
     is_apart = survey.alignment.starts or survey.leaves or survey.bare
     if is_apart or survey.shards or context.beside or options.get("create_graph"):
         return None
-    site = survey.site_at(found._roots[0])
+    site = survey.site_at(found.roots[0])
     losses = [call for call, _ in survey.sites if call.rule.is_loss]
     if site is None or losses != [site.call]:
         return None
@@ -80,7 +80,7 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
         return None
     if any(call.run.is_distributed for call in survey.trained):
         return None
-    if leaves_to_narrow(survey, options, found._roots) is None:
+    if leaves_to_narrow(survey, options, found.roots) is None:
         return None
     order = ranks(site.edge.node)
     leaves = (node for node in order if isinstance(node, LeafNode))

@@ -61,9 +61,14 @@ class BackwardPass:
     Attributes:
         context: What was asked for.
         survey: What is known about the graph.
+        groups: What travels: the context's groups, and the dye.
+        schedule: Where quantities wait.
+        traversal: Reads and sends.
+        measurement: What measures where samples are; ``None`` where that is known.
         visiting: The call that is visited now.
+        is_outermost: Whether it was begun in no hook of another pass.
         is_running: Whether autograd has begun.
-        is_alone: Whether it does not go at all; see ``alone.py``.
+        is_alone: Whether it does not go; see ``alone.py``.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class BackwardPass:
         """
         _alive.add(self)
         self.context = context
-        self._roots = [*roots]
+        self.roots = [*roots]
         self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
@@ -98,7 +103,7 @@ class BackwardPass:
         if graph is None:  # a pass inside another one has no part in what that is read as a whole
             graph = GraphPass(context.graph_extensions if outer is None else (), None)
         self._graph = graph
-        self._is_outermost = outer is None
+        self.is_outermost = outer is None
         self._is_part = is_part and outer is not None
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
@@ -108,13 +113,13 @@ class BackwardPass:
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
         self._release_last: list[Call] = []
-        self._groups = list(context.groups)
+        self.groups = list(context.groups)
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
         self._walked: list[Edge] = []
-        self._schedule = HookSchedule(self.survey, self._groups, context.passes)
-        chunks = Chunks(self.survey, self._groups, self._kept, self._sink.partial)
-        self._traversal = Traversal(self._schedule, self._sink, chunks)
-        self._measurement: Measurement | None = None
+        self.schedule = HookSchedule(self.survey, self.groups, context.passes)
+        chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
+        self.traversal = Traversal(self.schedule, self._sink, chunks)
+        self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None
         if context.groups or context.graph_extensions:
             self._look_around(roots)
@@ -145,7 +150,7 @@ class BackwardPass:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.context.passes)
-        if is_first and self._is_outermost:
+        if is_first and self.is_outermost:
             clear(self.survey, self.context.extensions)
 
     def _align(self, edges: list[Edge]) -> None:
@@ -156,7 +161,7 @@ class BackwardPass:
         align(alignment, self.survey, self._walked, all(p.keeps_apart for p in self._asked))
         refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
-            when_reached(node, self._schedule, HookSchedule.reach, self.context.passes)
+            when_reached(node, self.schedule, HookSchedule.reach, self.context.passes)
         add_leaves(self.survey, alignment)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
@@ -167,20 +172,20 @@ class BackwardPass:
             self._is_curvature or bool(context.graph_extensions),
             bool(self._of_losses),
         )
-        if not self._is_outermost or not any(question):
+        if not self.is_outermost or not any(question):
             return
-        self._measurement = measurement(self.survey, roots, context.check, question)
-        if self._measurement is None:
+        self.measurement = measurement(self.survey, roots, context.check, question)
+        if self.measurement is None:
             return
-        self._sums = check_of_sums(self.survey, self._groups)
+        self._sums = check_of_sums(self.survey, self.groups)
         if self._sums is not None:
-            self._sums.join(self._groups)
+            self._sums.join(self.groups)
             self._sums.listen()
-        dye, slot = self._measurement.dye, len(self._groups)
-        self._groups.append(Group(dye))
+        dye, slot = self.measurement.dye, len(self.groups)
+        self.groups.append(Group(dye))
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
-                self._schedule.leave(slot, edge, wide=dye.begin(gradient))
+                self.schedule.leave(slot, edge, wide=dye.begin(gradient))
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What to tell autograd so that it leaves out gradients, as ``gradient=`` says.
@@ -189,11 +194,11 @@ class BackwardPass:
             options: The arguments of ``backward()``.
         """
         what = self.context.gradient
-        if what == "autograd" or not self._is_outermost:
+        if what == "autograd" or not self.is_outermost:
             return {}
         if what in ("none", "skipped"):
-            return without_gradients(self.survey, self._roots, options)
-        plain = self._sink.plain = plan(self.survey, self.context.groups, self._roots, options)
+            return without_gradients(self.survey, self.roots, options)
+        plain = self._sink.plain = plan(self.survey, self.context.groups, self.roots, options)
         return {} if plain is None else plain.begin()
 
     # Visits --------------------------------------------------------------------------------------
@@ -211,13 +216,13 @@ class BackwardPass:
         if not (viewed and self.survey.is_moved(site.call, site.index)):
             if (node, output_nr) in viewed:
                 self._visit_views(node, {output_nr: grads[output_nr]})
-            self._visit(site, grads[output_nr], changed_by)
-        self._schedule.cross(node, grads)  # its hooks are running already
+            self.visit(site, grads[output_nr], changed_by)
+        self.schedule.cross(node, grads)  # its hooks are running already
 
     def _reach_viewed(self, grads: Grads) -> None:
         node = current_node()
         self._visit_views(node, dict(enumerate(grads)))
-        self._schedule.cross(node, grads)
+        self.schedule.cross(node, grads)
 
     def _visit_views(self, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
@@ -226,13 +231,13 @@ class BackwardPass:
                 self._viewed.add(site.call)
                 grad = grads[site.edge.output_nr]
                 seen = None if grad is None else layout.look_through(grad.unsqueeze(0)).squeeze(0)
-                self._visit(site, seen, None)
+                self.visit(site, seen, None)
 
-    def _visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
+    def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
         context.seen.add("ran")
-        is_asked = bool(self._groups or context.graph_extensions)
+        is_asked = bool(self.groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
@@ -253,8 +258,8 @@ class BackwardPass:
                 except Exception as error:
                     place(error, view, None)
                     raise
-            for slot in range(len(self._groups)):
-                self._traversal.visit(slot, site, view)
+            for slot in range(len(self.groups)):
+                self.traversal.visit(slot, site, view)
             if context.graph_extensions:
                 self._graph.observe(view)
         if context.debug:
@@ -296,9 +301,9 @@ class BackwardPass:
             for site in self.survey.leaves.values():
                 view = self._view(site, None)
                 # None, where backward(inputs=...) leaves it out.
-                slots = self._schedule.waiting_at(site)
+                slots = self.schedule.waiting_at(site)
                 for slot in slots:
-                    self._traversal.visit(slot, site, view)
+                    self.traversal.visit(slot, site, view)
                 if slots and self.context.extension_hook is not None:
                     self.context.extension_hook(site.call.module)
 
@@ -319,11 +324,11 @@ class BackwardPass:
         self._visit_leaves()
         # With backward(inputs=...), a parameter that is none of these may be reached in part: it
         # gets nothing then.
-        assert self._schedule.is_empty(), "a quantity was left on its way"
+        assert self.schedule.is_empty(), "a quantity was left on its way"
         if self._is_part:
             return
-        if self._measurement is not None:
-            self._measurement.settle()
+        if self.measurement is not None:
+            self.measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
             for extension, values in (
