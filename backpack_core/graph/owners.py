@@ -28,12 +28,10 @@ def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
     child, number = node.next_functions[0]
     length = 0 if child is None else nodes.shape_of(child, number)[0]
     picked = _picked(node)
-    if (
-        picked is None
-        or not length
-        or length % samples
-        or picked.shape != nodes.shape_of(node, 0)[:1]
-    ):
+    if picked is None or not length or length % samples:
+        return None
+    # As many in another order may be paired with other samples' targets.
+    if picked.shape != nodes.shape_of(node, 0)[:1] or len(picked) == length:
         return None
     return picked % length // (length // samples)
 
