@@ -30,10 +30,13 @@ def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
     picked = _picked(node)
     if picked is None or not length or length % samples:
         return None
-    # As many in another order may be paired with other samples' targets.
-    if picked.shape != nodes.shape_of(node, 0)[:1] or len(picked) == length:
+    if picked.shape != nodes.shape_of(node, 0)[:1]:
         return None
-    return picked % length // (length // samples)
+    picked = picked % length
+    # All in another order may be paired with other samples' targets.
+    if len(picked) == length == len(picked.unique()):
+        return None
+    return picked // (length // samples)
 
 
 def _picked(node: Node) -> Tensor | None:
