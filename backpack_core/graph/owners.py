@@ -32,7 +32,11 @@ def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
         return None
     if not length or length % samples or not len(picked) or rows % len(picked):
         return None
-    owners = picked % length // (length // samples)
+    picked = picked % length
+    # All in another order may be paired with other samples' targets.
+    if len(picked) == length == len(picked.unique()):
+        return None
+    owners = picked // (length // samples)
     return owners.repeat_interleave(rows // len(picked))  # views may have merged more into them
 
 

@@ -160,3 +160,11 @@ def test_an_extended_loss_of_selected_entries_says_what_to_do() -> None:
     with backpack(DiagGGNExact()):
         lossfunc(model(inputs[kept]), target[kept]).backward()
     torch.testing.assert_close(vars(model.weight)["diag_ggn_exact"], found)
+
+
+def test_samples_in_another_order_may_be_paired_with_other_targets() -> None:
+    model = extend(nn.Linear(2, C))
+    logits = model(torch.randn(N, 2))[torch.tensor([1, 0, 3, 2])]
+    loss = nn.functional.cross_entropy(logits, torch.arange(N) % C)
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        loss.backward()
