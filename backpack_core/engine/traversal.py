@@ -171,8 +171,14 @@ class Traversal:
         if not propagator.keeps_apart or quantity is None:
             return
         if self.survey.goes_inside(call):
-            if not propagator.travels:
+            if propagator.travels:
+                return
+            if site.layout is None:
                 self.schedule.deliver(slot, site.below, own=quantity)
+            else:
+                wide = propagator.widen(quantity, self.survey.batch_size)
+                wide = propagator.map(wide, site.layout.look_back)
+                self.schedule.deliver(slot, site.below, wide=wide)
             return
         if view.positions:  # of all samples: inputs without any cannot be cut
             view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)

@@ -61,11 +61,22 @@ class Layout(NamedTuple):
 
     def look_through(self, mat: Tensor) -> Tensor:
         """Columns at the view, from columns at the tensor: ``[V, *base] → [V, *size]``."""
+        base, view = self._blank(mat)
+        base.copy_(mat)
+        return view
+
+    def look_back(self, mat: Tensor) -> Tensor:
+        """Columns at the tensor, zero where the view does not look: ``[V, *size] → [V, *base]``."""
+        base, view = self._blank(mat)
+        view.copy_(mat)
+        return base
+
+    def _blank(self, mat: Tensor) -> tuple[Tensor, Tensor]:
+        """Zeros at the tensor, and the view of them."""
         span = 1 + sum((n - 1) * s for n, s in zip(self.base_size, self.base_stride, strict=True))
         flat = mat.new_zeros(len(mat), span)
         base = flat.as_strided((len(mat), *self.base_size), (span, *self.base_stride))
-        base.copy_(mat)
-        return flat.as_strided((len(mat), *self.size), (span, *self.stride), self.offset)
+        return base, flat.as_strided((len(mat), *self.size), (span, *self.stride), self.offset)
 
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
