@@ -43,7 +43,10 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
         losses: Its losses, which have just run.
         loss: What became of it.
     """
-    beside = [BESIDE[term.kind] for term in recipe.terms if term.kind in BESIDE]
+    data = {name for name, source in recipe.sources.items() if not source.requires_grad}
+    # A term of the data alone is a constant.
+    terms = [term for term in recipe.terms if term.value not in data]
+    beside = [BESIDE[term.kind] for term in terms if term.kind in BESIDE]
     found = {term.trap if recipe.batch > 1 else term.trap_of_one for term in beside} - {""}
     if any(term.kind == "functional" for term in recipe.terms):
         found.add("beside")
