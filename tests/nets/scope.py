@@ -43,8 +43,12 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
         losses: Its losses, which have just run.
         loss: What became of it.
     """
-    data = {name for name, source in recipe.sources.items() if not source.requires_grad}
     # A term of the data alone is a constant.
+    data = {name for name, source in recipe.sources.items() if not source.requires_grad}
+    for step in recipe.steps:
+        part = net.parts[step.part] if step.part in net.parts else nn.Identity()
+        if data.issuperset(step.inputs) and not [*part.parameters()]:
+            data.update(step.outputs)
     terms = [term for term in recipe.terms if term.value not in data]
     beside = [BESIDE[term.kind] for term in terms if term.kind in BESIDE]
     found = {term.trap if recipe.batch > 1 else term.trap_of_one for term in beside} - {""}
