@@ -65,7 +65,10 @@ def test_one_pass_serves_variance_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(contractions, "moments", counted)
     model = nn.Linear(2, 1, bias=False)
-    run(model, SNR(), Variance())
+    outputs = extend(model)(torch.rand(4, 3, 2))  # of several positions, which take one reading
+    loss = extend(nn.MSELoss())(outputs, torch.zeros(4, 3, 1))
+    with backpack(SNR(), Variance()):
+        loss.backward()
     assert len(calls) == 1
     found: Any = model.weight
     assert found.snr.shape == found.variance.shape == model.weight.shape
