@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, stateless
@@ -153,6 +154,11 @@ def memory_of(tensor: Tensor) -> int:
     """What tells the memory of one tensor from that of another; views share it."""
     found: int = tensor.untyped_storage()._cdata
     return found
+
+
+def hold_address(tensor: Tensor) -> object:
+    """As long as this lives, no other memory has the number of that one, though it may be freed."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

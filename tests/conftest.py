@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from backpack_core import plugins
 from backpack_core.errors import forget_warnings
 from backpack_core.testing.execution import forget_executions
 from tests.devices import DrawnOnHost, usable
@@ -96,6 +97,12 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     forget_executions()
     if not request.node.stash.get(_FAILED, False):
         assert not left_behind(before)
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_a_test() -> None:
+    """What is installed is loaded, also where the test before forgot all plugins."""
+    plugins.ensure_loaded()
 
 
 @pytest.fixture(autouse=True)

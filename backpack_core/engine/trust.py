@@ -28,7 +28,8 @@ class Trust:
     Attributes:
         passes: How many passes had it.
         open_sites: Outputs of calls at which nothing could be compared yet, by their position in
-            the walk, and -1 while a factor was zero; ``None`` before the first pass.
+            the walk, and -1 while an operation gave nothing but zeros; ``None`` before the first
+            pass.
     """
 
     passes: int = 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import memory_of, running_calls
+from backpack_core._torch import hold_address, memory_of, running_calls
 from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
@@ -26,11 +25,13 @@ class Run(NamedTuple):
         sizes: How long axis 0 of each tensor is; one of them is the number of samples.
         memories: Where the tensors lie, and the stride of that axis.
         is_distributed: It runs inside of DistributedDataParallel.
+        passed: What keeps addresses of :meth:`pass_on` from being given to other tensors.
     """
 
-    sizes: tuple[int, ...] = ()
-    memories: Mapping[int, int] = MappingProxyType({})
-    is_distributed: bool = False
+    sizes: tuple[int, ...]
+    memories: dict[int, int]
+    is_distributed: bool
+    passed: list[Any]
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether one of some tensors lies in the memory of one of these: 2 if samples are first.
@@ -41,6 +42,18 @@ class Run(NamedTuple):
         found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
         return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
 
+    def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+        """Count as received what a layer rule's module made of it without a graph.
+
+        Such a module keeps samples where they are. Of others nobody knows: a table of positions is
+        made of the input as well.
+        """
+        if self.receives(tensors) > 1:
+            for result in results:
+                if result.dim() and not result.is_nested:
+                    self.memories[memory_of(result)] = result.stride(0)
+                    self.passed.append(hold_address(result))
+
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
         """The same for a call whose tensors others stand for, in memory of their own."""
         found = self.receives(tensors)
@@ -50,7 +63,8 @@ class Run(NamedTuple):
         )
 
 
-NO_RUN: Final = Run()
+NO_RUN: Final[Run] = Run((), {}, False, [])
+NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
 # Modules that were extended as a whole and run, outermost first, by thread.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 _models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
@@ -105,7 +119,7 @@ class Owner:
                 )
             sizes, is_distributed = [t.shape[axis] for t in received], _torch.is_distributed
             strides = {memory_of(t): t.stride(axis) for t in received}
-            run = Run(tuple(sizes), strides, is_distributed(self.module))
+            run = Run(tuple(sizes), strides, is_distributed(self.module), [])
         _still_running()
         _running.setdefault(get_ident(), []).append((self, run))
 
@@ -180,7 +194,7 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
 def run_of_model(module: Module, thread: int) -> Run:
     """What the extended model of a part received, if it runs as a whole on this thread."""
     mine = module.__dict__.get(OWNER_ATTRIBUTE)
-    for owner, run in reversed(_running.get(thread, ())):
+    for owner, run in reversed(_running.get(thread, [])):
         if owner is mine:
             return run
-    return NO_RUN._replace(is_distributed=True) if _torch.is_distributed() else NO_RUN
+    return NO_RUN_OF_RANKS if _torch.is_distributed() else NO_RUN

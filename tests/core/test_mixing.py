@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
+from backpack_core._torch import hold_address, memory_of
 from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
@@ -108,3 +109,69 @@ def test_where_nothing_was_compared_it_is_measured_again(way: str) -> None:
     model.factor = 1.0  # type: ignore[assignment]
     with pytest.raises(SampleMixingError):
         run(model, BatchGrad, torch.randn(T, T, D), check="first")
+
+
+FRONTS: dict[str, Callable[[], nn.Module]] = {
+    "none": nn.Identity,
+    "activation": nn.ReLU6,
+    "several": lambda: nn.Sequential(nn.Softplus(), nn.Sigmoid(), nn.Tanh()),
+    "frozen": lambda: nn.Linear(D, D).requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("front", FRONTS)
+def test_layers_without_a_graph_pass_the_samples_on(front: str, extension: Any) -> None:
+    """Two samples are as small as a table of positions; what is made of the input is none."""
+    model = net(lambda net, x: net.b(net.a(net.front(x)).softmax(0)))
+    model.front = FRONTS[front]()
+    with pytest.raises(SampleMixingError):
+        run(model, extension, torch.randn(2, 1, D), check="first")
+    model = net(lambda net, x: net.b(net.a(net.front(x)).softmax(-1)))
+    model.front, x = FRONTS[front](), torch.randn(2, 1, D)
+    run(model, extension, x)
+    if extension is BatchGrad:
+        for n, sample in enumerate(x):
+            own = model(sample[None]).square().sum() / (2 * D)
+            expected = torch.autograd.grad(own, model.a.weight)[0]
+            oracle.assert_close(model.a.weight.grad_batch[n], expected)
+
+
+def test_an_address_that_is_held_is_not_given_again() -> None:
+    tensor = torch.randn(3)
+    number, held = memory_of(tensor), hold_address(tensor)
+    del tensor
+    assert number not in [memory_of(torch.randn(3)) for _ in range(50)]
+    del held
+
+
+class Halved(nn.Linear):
+    """Another forward pass, whose parameters are looked at where operations use them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / 2, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize(("positions", "width"), [(1, 3), (2, 1)])
+def test_a_part_of_what_such_a_module_returned_is_overwritten(positions: int, width: int) -> None:
+    """Inside, the output is a view of ``[N · positions, width]``."""
+
+    def forward(net: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = net.halved(x)
+        F.elu_(h.narrow(1, 0, 1))
+        return h, net.a(x.tanh())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        lossfunc = extend(nn.MSELoss(reduction="sum"))
+        first, second = model(x)
+        return lossfunc(first, first * 0) + lossfunc(second, second * 0)  # type: ignore[no-any-return]
+
+    model = extend(Net(forward, halved=Halved(1, width), a=nn.Linear(1, 1)))
+    x = torch.randn(3, positions, 1)
+    with backpack(BatchGrad()):
+        loss(model, x).backward()
+    for n in range(3):
+        own = torch.autograd.grad(loss(model, x[n : n + 1]), [*model.parameters()])
+        for parameter, expected in zip(model.parameters(), own, strict=True):
+            oracle.assert_close(parameter.grad_batch[n], expected)

@@ -12,7 +12,9 @@ from backpack_core.testing.fake_distribution import fake_distribution as fake_di
 
 
 @pytest.fixture(autouse=True)
-def no_preferences(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def plugins_of_a_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """None is loaded or preferred, and the environment names none."""
+    plugins.reset()
     for name in ("LOAD_PLUGINS", "BLOCK_PLUGINS", "STRICT_PLUGINS", "PREFER"):
         monkeypatch.delenv(f"BACKPACK_{name}", raising=False)
     before = dict(preferred)
