@@ -31,7 +31,7 @@ class Run(NamedTuple):
     sizes: tuple[int, ...]
     memories: dict[int, int]
     is_distributed: bool
-    passed: list[Any]
+    passed: list[object]
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether one of some tensors lies in the memory of one of these: 2 if samples are first.
@@ -193,7 +193,7 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
 
 def run_of_model(module: Module, thread: int) -> Run:
     """What the extended model of a part received, if it runs as a whole on this thread."""
-    mine = module.__dict__.get(OWNER_ATTRIBUTE)
+    mine: Owner | None = module.__dict__.get(OWNER_ATTRIBUTE)
     for owner, run in reversed(_running.get(thread, [])):
         if owner is mine:
             return run
