@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backpack_core.contract import contractions
+from backpack_core.contract.contractions import sums
+from backpack_firstorder import contractions
 from benchmarks.measure import CLOCKS, alternate
 
 SHAPES = (
@@ -35,12 +36,12 @@ def ways(out: Tensor, inp: Tensor) -> dict[str, Callable[[], object]]:
         return torch.linalg.vector_norm(rows, dim=1).sum() + rows.T @ ones + rows.T @ weights
 
     return {
-        "plain": lambda: contractions.sums(out, inp),
-        "Gram": lambda: contractions._squared_norm_by_gram(out, inp),
+        "plain": lambda: sums(out, inp),
+        "Gram": lambda: contractions.inner(out, inp, out, inp),
         "pieces": lambda: contractions.moments(out, inp, False, False, True),
         "pieces+sum": lambda: contractions.moments(out, inp, True, False, True),
         "squares+sum": lambda: contractions.moments(out, inp, True, True, False),
-        "weighted": lambda: contractions.sums(out * weights[:, None, None, None], inp),
+        "weighted": lambda: sums(out * weights[:, None, None, None], inp),
         "kept": kept,
     }
 

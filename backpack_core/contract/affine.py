@@ -9,24 +9,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract import contractions, grams
+from backpack_core.contract import contractions
 from backpack_core.contract.columns import Root
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
     dense,
     gram,
-    has_free_sum,
-    inner_version,
     is_formed,
-    per_sample_square_sum,
+    read_together,
     square_sum,
-    squared_norm,
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct
 from backpack_core.contract.rows import JoinedRows, Rows
-from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
 
@@ -160,24 +156,10 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
 @for_weights(square_sum)
 def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.square_sum`, or as a by-product of what others need."""
-    if per_sample_square_sum in product.needs and product.positions > 1:
-        return per_sample_square_sum(product).sum(0)
-    squares = _moments(product, inp).squares
-    found = contractions.square_sum(product.out, inp) if squares is None else squares
-    return product.to_parameter(found)
-
-
-@for_weights(per_sample_square_sum)
-def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.per_sample_square_sum`."""
-    return product.to_parameter(contractions.per_sample_square_sum(product.out, inp))
-
-
-@for_weights(squared_norm)
-def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
-    norms = _moments(product, inp).norms
-    return contractions.squared_norm(product.out, inp) if norms is None else norms
+    known = read_together(product).get(square_sum)
+    if known is not None:
+        return known
+    return product.to_parameter(contractions.square_sum(product.out, inp))
 
 
 @batch_sum.register
@@ -188,48 +170,16 @@ def batch_sum_affine(product: AffineProduct) -> Tensor:
         values = dense(product)
         known = product.results.get((batch_sum,))
         return values.sum(1) if known is None else known
-    total = _moments(product, inp).sums
-    return product.to_parameter(contractions.sums(product.out, inp) if total is None else total)
-
-
-@has_free_sum.register
-def has_free_sum_affine(product: AffineProduct) -> bool:
-    """Of a bias, of what is formed anyway, and of moments; each where it has fewer numbers."""
-    if product.inp is None:
-        return True
-    is_formed_in_pieces = any(_of_pieces(product, product.inp)[1:])
-    return product.positions >= SUMMED and (is_formed(product) or is_formed_in_pieces)
-
-
-def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
-    """Which of sum, squares and norms are read off pieces of ``M``; no sum of nothing else."""
-    needs = product.needs
-    square = square_sum in needs and per_sample_square_sum not in needs
-    norm = squared_norm in needs and product.positions > 1
-    if norm and not square:  # else the pieces are there
-        norm = not contractions.is_gram_cheaper(product.out, inp, batch_sum in needs)
-    return batch_sum in needs and (square or norm), square, norm
-
-
-def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
-    """What several need of one product, from the same pieces."""
-    if product.positions == 1:
-        return contractions.Moments(None, None, None)
-    if "moments" not in product.results:
-        wanted = _of_pieces(product, inp)
-        is_shared = sum(wanted) > 1
-        nothing = contractions.Moments(None, None, None)
-        product.results["moments"] = (
-            contractions.moments(product.out, inp, *wanted) if is_shared else nothing
-        )
-    found: contractions.Moments = product.results["moments"]
-    return found
+    known = read_together(product).get(batch_sum)
+    if known is not None:
+        return known
+    return product.to_parameter(contractions.sums(product.out, inp))
 
 
 @for_weights(gram)
 def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`grams.gram`."""
-    return grams.gram(product.out, inp)
+    """By :func:`contractions.gram`."""
+    return contractions.gram(product.out, inp)
 
 
 @for_weights(weighted_sum)
@@ -245,15 +195,3 @@ def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> T
     else:
         out = torch.einsum("kvn,vnsgo->knsgo", weights, product.out)
     return product.to_parameter(contractions.sums(out, inp))
-
-
-@inner_version.register
-def inner_affine(product: AffineProduct, other: SampleProduct) -> Tensor | None:
-    """Of two affine products in the parameter's own order, from inner products of their factors."""
-    if not isinstance(other, AffineProduct) or product.sizes != other.sizes:
-        return None
-    if not (product.arrange is None and other.arrange is None):
-        return None
-    if product.inp is None or other.inp is None:
-        return None
-    return grams.inner(product.out, product.inp, other.out, other.inp)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -145,9 +145,6 @@ def _push_apart(
     for nr, columns in present.items():
         if not isinstance(columns, ApartColumns) and nr not in there.positions:
             raise nodes.refuse(node, "its output has no samples that could be told apart")
-    known = dict(_known(node, present, root, there))
-    if known and known.keys() >= there.apart:
-        return known
     parts: dict[int, list[Tensor]] = {}
     size = max(columns.blocks[root].nbytes for columns in present.values())  # with masks, for each
     for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
@@ -160,19 +157,4 @@ def _push_apart(
                 mats[nr] = taken_apart(mat, there.positions[nr], samples).flatten(0, 1)
         for position, product in bridge.push(node, mats).items():
             parts.setdefault(position, []).append(product.unflatten(0, (-1, count)))
-    return {position: torch.cat(found, 1) for position, found in parts.items()} | known
-
-
-def _known(
-    node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
-) -> Iterator[tuple[int, Tensor]]:
-    """What needs no masks: broadcast operands."""
-    (nr, columns), *others = present.items()
-    positions = there.positions.get(nr, 0)
-    if others or isinstance(columns, ApartColumns):
-        return
-    mat = columns.blocks[root]
-    for position in there.apart:
-        product = bridge.push_rows(node, mat, positions, position)
-        if product is not None:
-            yield position, product
+    return {position: torch.cat(found, 1) for position, found in parts.items()}

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract.rows import DirectRows, Rows
-from backpack_core.tuning import CACHE, DIRECT, LARGE, PIECE, READ, SHARED, even_size, memory_budget
+from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
 
 def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
@@ -62,102 +62,9 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
-    if _is_column(inp, out) and not is_empty(out, inp):
-        squares = _moments_of_column(out, inp, False, True, False).squares
-        assert squares is not None
-        return squares
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
         result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
-    return result
-
-
-class Moments(NamedTuple):
-    """What was asked for of one product; else ``None``."""
-
-    sums: Tensor | None  # Σ_n M, [V, G, O, I]
-    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
-    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
-
-
-def moments(
-    out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
-) -> Moments:
-    """Sum over samples, that of squares, and squared norms, all from the same pieces."""
-    if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
-        return Moments(
-            sums(out, inp) if sum_ else None,
-            square_sum(out, inp) if square else None,
-            squared_norm(out, inp) if norm else None,
-        )
-    if _is_column(inp, out):
-        return _moments_of_column(out, inp, sum_, square, norm)
-    total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
-    squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
-    norms = out.new_empty(out.shape[:2]) if norm else None
-    for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
-        for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
-            flat = part.reshape(len(part), -1)  # [n, G·O·I]
-            if norms is not None:
-                torch.linalg.vector_norm(flat, dim=1, out=norms[column, rows])
-            if total is not None:
-                add(total[column], flat)
-            if squares is not None:
-                add_squares(squares, flat)
-    return Moments(total, squares, None if norms is None else norms.square_())
-
-
-def _is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one column without groups, and factors that are views."""
-    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
-    return is_one and not torch.is_grad_enabled()
-
-
-def _moments_of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
-    """The same of one column without groups: by views that are cut once."""
-    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
-    single = features * size * out.element_size()
-    few = even_size(samples, max(1, min(PIECE, memory_budget()) // single))
-    left = out.reshape(samples, positions, features).mT.split(few)
-    right = inp.reshape(samples, positions, size).split(few)
-    buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
-    total = out.new_zeros(features * size) if sum_ else None
-    squares = out.new_zeros(features * size) if square else None
-    norms: list[Tensor] = []
-    for some, seen in zip(left, right, strict=True):
-        count = len(some)
-        piece = torch.bmm(some, seen, out=buffer if count == few else buffer[:count])
-        rows = piece.view(count, -1)
-        if norm:
-            norms.append(torch.linalg.vector_norm(rows, dim=1))
-        if total is not None:
-            total.addmv_(rows.T, ones[:count])
-        if squares is not None and count > 1:  # the last to read the piece
-            squares.addmv_(rows.square_().T, ones[:count])
-        elif squares is not None:
-            squares.addcmul_(rows[0], rows[0])
-    shape = (1, features, size)
-    return Moments(
-        None if total is None else total.view(1, *shape),
-        None if squares is None else squares.view(shape),
-        torch.cat(norms).square_().unsqueeze(0) if norm else None,
-    )
-
-
-def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
-    """``Σ_v M²``. Shape ``[N, G, O, I]``."""
-    columns, samples, positions, groups, features = out.shape
-    if is_empty(out, inp):
-        return out.new_zeros(samples, groups, features, inp.shape[3])
-    if positions == 1:
-        left = _sum_of_squares(out).squeeze(1)
-        return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
-    if columns == 1 or torch.is_grad_enabled():
-        return _squared(products(out, inp)).sum(0)
-    result = out.new_zeros(samples, groups, features, inp.shape[3])
-    for _, rows, piece in pieces(out, inp):
-        for target, sample in zip(result[rows], piece, strict=True):
-            add_squares(target, sample.transpose(0, 1))
     return result
 
 
@@ -179,38 +86,6 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
     for row in rows.reshape(len(rows), -1):
         flat.addcmul_(row, row)
     return total
-
-
-def squared_norm(out: Tensor, inp: Rows) -> Tensor:
-    """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
-    if is_empty(out, inp):
-        return out.new_zeros(out.shape[:2])
-    if out.shape[2] == 1:
-        left = out.square().sum(-1).squeeze(2)
-        return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
-    if is_gram_cheaper(out, inp):
-        return _squared_norm_by_gram(out, inp)
-    if torch.is_grad_enabled():  # whose graph has all pieces anyway
-        return products(out, inp).flatten(2).square().sum(2)
-    norms = moments(out, inp, sum_=False, square=False, norm=True).norms
-    assert norms is not None
-    return norms
-
-
-def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
-    """Whether norms cost less by Gram matrices over positions than from products.
-
-    Args:
-        out: Columns at the output.
-        inp: What the weight multiplies.
-        is_summed: The sum over samples is needed, too: products have it for one more reading.
-    """
-    columns, _, positions, _, features = out.shape
-    single = columns * features * inp.shape[3]
-    gram = positions**2 * (columns * (features + READ) + inp.shape[3])
-    if is_summed:
-        gram += positions * single
-    return gram < (positions + READ * (1 + is_summed)) * single
 
 
 def sums(out: Tensor, inp: Rows) -> Tensor:
@@ -327,21 +202,31 @@ def square_norm_of(mat: Tensor) -> Tensor:
     return norms.square_()
 
 
-def _squared(piece: Tensor) -> Tensor:
-    return piece.square() if torch.is_grad_enabled() else piece.square_()
+def gram(out: Tensor, inp: Rows) -> Tensor:
+    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
+    columns, samples, positions, groups, features = out.shape
+    size, count = inp.shape[3], columns * samples
+    if is_empty(out, inp):
+        return out.new_zeros(columns, samples, columns, samples)
+    rows, pairs = samples * positions, (count * positions) ** 2
+    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
+    if is_cheaper and pairs * out.element_size() <= memory_budget():
+        return _gram_by_positions(out, inp[:])
+    total = out.new_zeros(count, count)
+    step = max(1, memory_budget() // (count * groups * size * out.element_size()))
+    for start in range(0, features, step):
+        some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
+        total = torch.addmm(total, some, some.T)
+    return total.reshape(columns, samples, columns, samples)
 
 
-def _squared_norm_by_gram(out: Tensor, inp: Rows) -> Tensor:
-    """``Σ_s Σ_t ⟨out_s, out_t⟩ ⟨inp_s, inp_t⟩``. Shape ``[V, N]``."""
-    parts = []
-    for rows in row_steps(inp, out.element_size()):
-        right = _right(inp[rows])  # [n·G, S, I]
-        inner = torch.bmm(right, right.mT)
-        norms = []
-        for column in out[:, rows]:
-            left = _right(column)
-            pairs = torch.bmm(left, left.mT)
-            pairs = pairs * inner if torch.is_grad_enabled() else pairs.mul_(inner)
-            norms.append(pairs.view(len(column), -1).sum(1))
-        parts.append(torch.stack(norms))
-    return torch.cat(parts, 1)
+def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
+    """``Σ_g Σ_s Σ_t ⟨out[v, n, s], out[w, m, t]⟩ ⟨inp[n, s], inp[m, t]⟩``."""
+    columns, samples, positions, groups, _ = out.shape
+    total = out.new_zeros(columns, samples, columns, samples)
+    for group in range(groups):
+        left, right = out[:, :, :, group].flatten(0, 2), inp[:, :, group].flatten(0, 1)
+        outer = (left @ left.T).reshape(2 * (columns, samples, positions))
+        inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
+        total = total + (outer * inner).sum((2, 5))
+    return total

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backpack_core.contract import contractions
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.operations import (
-    batch_sum,
-    inner_version,
-    square_sum,
-    squared_norm,
-    weighted_sum,
-)
+from backpack_core.contract.operations import batch_sum, square_sum, weighted_sum
 from backpack_core.contract.product import SampleProduct
 
 
@@ -39,7 +31,7 @@ class LookupProduct(SampleProduct):
         (num, dim), (count, samples_) = self.shape, out.shape[:2]
         start = torch.arange(samples_, device=row.device).unsqueeze(1) * num
         where = (start + row).flatten()
-        flat = _scattered(out.flatten(1, 2), where, 1, (count, samples_ * num, dim))
+        flat = scattered(out.flatten(1, 2), where, 1, (count, samples_ * num, dim))
         return flat.reshape(count, samples_, num, dim)
 
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +45,7 @@ class LookupProduct(SampleProduct):
             start = torch.arange(self.samples, device=self.row.device).unsqueeze(1) * num
             where, inverse = torch.unique((start + self.row).flatten(), return_inverse=True)
             shape = (self.columns, len(where), self.shape[1])
-            sums = _scattered(self.out.flatten(1, 2), inverse, 1, shape)
+            sums = scattered(self.out.flatten(1, 2), inverse, 1, shape)
             self.results["segments"] = sums, where // num, where % num
         found: tuple[Tensor, Tensor, Tensor] = self.results["segments"]
         return found
@@ -63,22 +55,14 @@ class LookupProduct(SampleProduct):
 def square_sum_lookup(product: LookupProduct) -> Tensor:
     """Of the rows that are not zero."""
     sums, _, row = product.segments()
-    return _scattered(sums.square().sum(0), row, 0, product.shape)
-
-
-@squared_norm.register
-def squared_norm_lookup(product: LookupProduct) -> Tensor:
-    """Of the rows that are not zero."""
-    sums, sample, _ = product.segments()
-    squares = contractions.square_norm_of(sums)
-    return _scattered(squares, sample, 1, (product.columns, product.samples))
+    return scattered(sums.square().sum(0), row, 0, product.shape)
 
 
 @batch_sum.register
 def batch_sum_lookup(product: LookupProduct) -> Tensor:
     """Of the rows that are not zero."""
     shape = (product.columns, *product.shape)
-    return _scattered(product.out.flatten(1, 2), product.row.flatten(), 1, shape)
+    return scattered(product.out.flatten(1, 2), product.row.flatten(), 1, shape)
 
 
 @weighted_sum.register
@@ -91,30 +75,7 @@ def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
     return batch_sum(LookupProduct(out, product.row, product.shape))
 
 
-@inner_version.register
-def inner_lookup(product: LookupProduct, other: SampleProduct) -> Tensor:
-    """From the rows of the other product that were looked up."""
-    if (
-        isinstance(other, AffineProduct)
-        and other.inp is not None
-        and other.arrange is None
-        and other.sizes[0] == 1
-    ):
-        columns = other.out.squeeze(3)  # [V, N, S, num]
-        index = product.row.unsqueeze(1).expand(-1, columns.shape[2], -1)  # [N, S, K]
-        found = columns.gather(3, index.expand(len(columns), -1, -1, -1))  # [V, N, S, K]
-        inp = other.inp[0 : other.samples].squeeze(2)  # [N, S, dim]
-        return torch.einsum("vnsk,vnkd,nsd->vn", found, product.out, inp)
-    result = product.new_zeros(product.columns, product.samples)
-    for columns_, samples, part in other.pieces():
-        rows = product.row[samples]
-        index = rows.unsqueeze(2).expand(-1, -1, part.shape[3]).expand(len(part), -1, -1, -1)
-        found = part.gather(2, index)
-        result[columns_, samples] = (found * product.out[columns_, samples]).sum((2, 3))
-    return result
-
-
-def _scattered(values: Tensor, where: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
+def scattered(values: Tensor, where: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
     """Values added up where they belong along an axis of zeros; a copy would be fresh memory."""
     zeros = values.new_zeros(shape)
     if torch.is_grad_enabled():

@@ -14,9 +14,8 @@ with what holds for sums; contractions of factors stand with the forms that have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce, singledispatch, update_wrapper
-from itertools import combinations
 from math import prod
 from typing import Any, Generic, TypeVar
 
@@ -156,28 +155,16 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
     return result
 
 
-def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
-    """``⟨M[v, n], M'[v, n]⟩`` with another product of the same parameter. Shape ``[V, N]``."""
-    for first, second in ((product, other), (other, product)):
-        found = inner_version(first, second)
-        if found is not None:
-            return found
-    result = product.new_zeros(product.columns, product.samples)
-    for columns, samples, part in _pieces(product):
-        result[columns, samples] = _flat(part * other.part(columns, samples)).sum(2)
-    return result
+@Operation
+def read_together(product: SampleProduct) -> Mapping[Operation[Tensor], Tensor]:
+    """What one reading of a product gives for several of its ``needs``, by operation: open, too."""
+    return {}
 
 
 @singledispatch
 def has_free_sum(product: SampleProduct) -> bool:
     """Whether :func:`batch_sum` comes with what else is needed, at no more than its reading."""
     return False
-
-
-@singledispatch
-def inner_version(product: SampleProduct, other: SampleProduct) -> Tensor | None:
-    """The same from the factors of the first form, where it knows how with the second's."""
-    return None
 
 
 def _values(product: SampleProduct) -> Tensor | None:
@@ -203,17 +190,6 @@ def is_formed(product: SampleProduct) -> bool:
 
 
 # Sums ---------------------------------------------------------------------------------------------
-
-
-@squared_norm.register
-def squared_norm_sum(product: SumProduct) -> Tensor:
-    """``Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩``: nothing is formed that its parts do not form."""
-    if is_formed(product):
-        return squared_norm(as_formed(product))
-    total = reduce(torch.add, map(squared_norm, product.parts))
-    for first, second in combinations(product.parts, 2):
-        total = total + 2 * inner(first, second)
-    return total.clamp(min=0)
 
 
 @batch_sum.register

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operations import batch_sum, dense, has_free_sum, is_formed
+from backpack_core.contract.operations import batch_sum, dense, is_formed
 from backpack_core.contract.product import SampleProduct
 
 
@@ -42,12 +42,6 @@ def batch_sum_scale(product: ScaleProduct) -> Tensor:
     else:
         total = _summed(product.out, product.inp, (0, 1))
     return total.reshape(product.columns, *product.shape)
-
-
-@has_free_sum.register
-def has_free_sum_scale(product: ScaleProduct) -> bool:
-    """Where it was formed: a gain has few numbers."""
-    return is_formed(product)
 
 
 def _summed(out: Tensor, inp: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -49,6 +49,14 @@ def push(node: Node, mats: Columns) -> Columns:
         return {}
     if nodes.hands_on(node):
         return mats
+    return {
+        position: _fit(product, *node.next_functions[position])
+        for position, product in push_unsummed(node, mats).items()
+    }
+
+
+def push_unsummed(node: Node, mats: Columns) -> Columns:
+    """The same of an operation's own, before results are summed to the shapes of operands."""
     if nodes.is_compiled(node):
         raise nodes.refuse(
             node,
@@ -62,60 +70,10 @@ def push(node: Node, mats: Columns) -> Columns:
     columns = list(mats.values())
     with unpacking_again(node):  # autograd itself comes after us
         if nodes.is_vmap_exact(node):
-            products = _over_columns(formula, columns)
-        else:
-            # Some formulas take it that a gradient begins where its memory does.
-            fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
-            products = _checked(formula, fresh)
-    return {
-        position: _fit(product, *node.next_functions[position])
-        for position, product in products.items()
-    }
-
-
-def push_rows(node: Node, mat: Tensor, positions: int, position: int) -> Tensor | None:
-    """What each sample sends to an operand that has no samples, where the operation is known.
-
-    Args:
-        node: An autograd node that autograd has not executed yet, with one output.
-        mat: Columns ``[V, N · positions, *]`` there.
-        positions: How many entries of axis 0 each sample has.
-        position: Where the operand is, in ``node.next_functions``.
-
-    Returns:
-        Shape ``[V, N, *operand]``; ``None`` where it takes a mask for every sample.
-    """
-    operation = nodes.operation_of(node)
-    child, number = node.next_functions[position]
-    assert child is not None
-    target = metadata_of(child, number)
-    is_broadcast = len(target.shape) < mat.dim() - 1 or target.shape[:1] == (1,)
-    if (operation == "Expand" or operation in nodes.ELEMENTWISE) and not is_broadcast:
-        return None
-    if operation == "Expand":
-        return _fit_rows(mat, target) if positions == 1 else None
-    if operation in nodes.ELEMENTWISE and positions == 1:
-        mat = mat.to(metadata_of(node, 0).dtype)
-        product = _over_columns(_formula(node, [0], [metadata_of(node, 0)]), [mat])
-        whole = product.get(position)
-        if whole is not None and whole.shape == mat.shape:
-            return _fit_rows(whole, target)
-        return None
-    return None
-
-
-def _fit_rows(product: Tensor, target: Any) -> Tensor:
-    """Sum ``[V, N, *broadcast]`` to ``[V, N, *shape]``: everything but samples."""
-    shape = target.shape
-    inner = product.dim() - 2  # the axes of the output but the first
-    own = len(shape) - inner  # one if the operand has an axis where the samples are
-    if own <= 0:
-        surplus = tuple(range(2, 2 - own))
-        product = product.sum(surplus) if surplus else product
-    rest = shape[1:] if own > 0 else shape
-    axes = tuple(2 + i for i, n in enumerate(rest) if n == 1 and product.shape[2 + i] != 1)
-    product = product.sum(axes, keepdim=True) if axes else product
-    return product.reshape(*product.shape[:2], *shape).to(target.dtype)
+            return _over_columns(formula, columns)
+        # Some formulas take it that a gradient begins where its memory does.
+        fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
+        return _checked(formula, fresh)
 
 
 def _formula(node: Node, numbers: list[int], metadata: list[Any]) -> Formula:

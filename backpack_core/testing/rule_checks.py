@@ -189,7 +189,6 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
         lambda p: ops.weighted_sum(p, draw((2, p.columns, p.samples), 12)),
         lambda m: torch.einsum("kvn,vn...->k...", draw((2, *m.shape[:2]), 12), m),
     ),
-    "inner": (lambda p: ops.inner(p, p), lambda m: m.flatten(2).square().sum(2)),
 }
 
 # What else may be needed in the pass.

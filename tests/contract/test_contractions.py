@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
-from backpack_core.contract import contractions, grams
+from backpack_core.contract import contractions
 from backpack_core.contract.rows import JoinedRows
+from backpack_firstorder import contractions as first
+from backpack_secondorder import sample_squares
 from tests.contract.products import Lazy
 from tests.oracle import assert_close
 
@@ -24,15 +26,13 @@ def products(out: Tensor, inp: Tensor) -> Tensor:
 CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     contractions.products: lambda m: m,
     contractions.square_sum: lambda m: m.square().sum((0, 1)),
-    contractions.per_sample_square_sum: lambda m: m.square().sum(0),
-    contractions.squared_norm: lambda m: m.square().sum((2, 3, 4)),
+    sample_squares.contracted: lambda m: m.square().sum(0),
+    first.squared_norm: lambda m: m.square().sum((2, 3, 4)),
     contractions.sums: lambda m: m.sum(1),
-    grams.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
-    lambda out, inp: contractions.moments(out, inp)[0]: lambda m: m.sum(1),
-    lambda out, inp: contractions.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
-    lambda out, inp: contractions.moments(out, inp, norm=True)[2]: (
-        lambda m: m.square().sum((2, 3, 4))
-    ),
+    contractions.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
+    lambda out, inp: first.moments(out, inp)[0]: lambda m: m.sum(1),
+    lambda out, inp: first.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
+    lambda out, inp: first.moments(out, inp, norm=True)[2]: (lambda m: m.square().sum((2, 3, 4))),
 }
 NAMES = ["products", "square_sum", "per_sample_square_sum", "squared_norm", "sums", "gram",
          "first moment", "second moment", "norms along"]  # fmt: skip
@@ -140,7 +140,7 @@ def test_inner_products_of_two(
     (out, inp), (other, seen) = _factors(shape), _factors((columns, samples, positions + 2, *rest))
     expected = (products(out, inp) * products(other, seen)).sum((2, 3, 4))
     with torch.set_grad_enabled(differentiable):
-        assert_close(grams.inner(out, inp, other, seen), expected)
+        assert_close(first.inner(out, inp, other, seen), expected)
 
 
 @pytest.mark.parametrize("contraction", CONTRACTIONS, ids=NAMES)
@@ -181,7 +181,7 @@ def test_moments_take_pieces_of_their_own_size(
 ) -> None:
     out, inp = _factors((columns, 7, 9, 1, 3, 2))
     for limit in ("SHARED", "PIECE"):
-        monkeypatch.setattr(contractions, limit, 2 * columns * 3 * 2 * 8)  # four pieces
+        monkeypatch.setattr(first, limit, 2 * columns * 3 * 2 * 8)  # four pieces
     counts, bmm = [], torch.bmm
 
     def counted(*args: Tensor, **options: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def test_moments_take_pieces_of_their_own_size(
 
     monkeypatch.setattr(torch, "bmm", counted)
     with torch.no_grad():
-        sums, squares, norms = contractions.moments(out, make(inp), norm=True)
+        sums, squares, norms = first.moments(out, make(inp), norm=True)
     assert counts == [2, 2, 2, 1]
     mat = products(out, inp)
     assert_close(sums, mat.sum(1))

@@ -34,6 +34,8 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_firstorder import contractions as norms
+from backpack_secondorder import sample_squares
 from tests import oracle
 from tests.cases import Problem, classification
 from tests.contract.products import FORMS, affine, table, values
@@ -107,6 +109,8 @@ def conv(*extensions: Extension) -> Problem:
     return problem
 
 
+# What stands in a family.
+HOMES = {"moments": norms, "squared_norm": norms, "contracted": sample_squares}
 # What extensions ask for, and how often each contraction runs for the weight.
 PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
     ((SumGradSquared,), {"square_sum": 1, "moments": 0, "sums": 0, "products": 0}),
@@ -119,7 +123,7 @@ PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
     ),
     (
         (DiagGGNExact, BatchDiagGGNExact),
-        {"per_sample_square_sum": 1, "square_sum": 0, "products": 0},
+        {"contracted": 1, "square_sum": 0, "products": 0},
     ),
     # Of different propagators, they have products of their own.
     ((BatchGrad, DiagGGNExact), {"products": 1, "square_sum": 1}),
@@ -132,7 +136,7 @@ def test_what_one_needs_serves_the_others(
     expected: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = {name: counted(monkeypatch, contractions, name) for name in expected}
+    calls = {name: counted(monkeypatch, HOMES.get(name, contractions), name) for name in expected}
     problem = conv(*(kind() for kind in extensions))
     assert {name: len(found) for name, found in calls.items()} == expected
     gradients = problem.expected(oracle.individual_gradients)
@@ -150,7 +154,7 @@ def test_what_one_needs_serves_the_others(
 
 
 def test_moments_come_from_the_same_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = counted(monkeypatch, contractions, "pieces")
+    pieces = counted(monkeypatch, norms, "pieces")
     with torch.no_grad():
         product, matrix, _ = affine(5, (1, 6, 2))
         product.needs = frozenset({batch_sum, square_sum})

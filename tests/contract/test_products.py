@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from backpack_core import SampleProduct, extend, memory_budget
 from backpack_core.contract import operations as ops
 from backpack_firstorder.norms import norm
+from backpack_firstorder.products import inner
 from tests.contract.products import FORMS, SAMPLES, budget
 from tests.oracle import assert_close
 
@@ -111,7 +112,7 @@ def test_derivative(form: str, operation: str, size: int | None) -> None:
 def test_inner_product(form: str, other: str, size: int | None) -> None:
     with torch.no_grad(), budget(size or memory_budget()):
         (first, one, _), (second, two, _) = FORMS[form](), FORMS[other]()
-        assert_close(ops.inner(first, second), (one * two).sum((2, 3)), rtol=1e-12)
+        assert_close(inner(first, second), (one * two).sum((2, 3)), rtol=1e-12)
 
 
 @forms

@@ -13,7 +13,6 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import Operation, squared_norm
@@ -21,6 +20,7 @@ from backpack_core.contract.product import DenseProduct, PlacedProduct, SamplePr
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
+from backpack_firstorder import contractions, products  # noqa: F401 - registers its versions
 
 # Numbers smaller than this times the smallest normal one have lost digits.
 _MARGIN = 1e7

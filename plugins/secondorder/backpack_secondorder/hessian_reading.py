@@ -12,12 +12,12 @@ from torch import Tensor
 from backpack_core import AffineRule, ParametricRule, View
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.columns import Root
-from backpack_core.contract.operations import per_sample_square_sum, square_sum
 from backpack_core.contract.product import Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.order import behind
 from backpack_core.tuning import column_budget
 from backpack_secondorder.hessian import Hessian, add
+from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
 
 
@@ -105,7 +105,7 @@ def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) ->
     product = sum_of(products) if len(products) > 1 else products[0]
     if root.signs is not None:
         return signed_square_sum(product, root.signs, per_sample)
-    return per_sample_square_sum(product) if per_sample else square_sum(product)
+    return sample_diagonals(product) if per_sample else diagonal(product)
 
 
 def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:

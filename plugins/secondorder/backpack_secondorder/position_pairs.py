@@ -17,6 +17,7 @@ from backpack_core.contract.contractions import slices
 from backpack_core.contract.operations import Operation, per_sample_square_sum, square_sum
 from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE, memory_budget
+from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
 
 # A multiply-add of the small products over columns, and an entry that is copied or multiplied for a
 # pair, in multiply-adds of a large product.
@@ -37,11 +38,13 @@ def sample_diagonals(product: SampleProduct) -> Tensor:
 
 @diagonal.register
 def diagonal_affine(product: AffineProduct) -> Tensor:
-    """By :func:`by_pairs` where that is cheaper; the sum over samples if that is needed anyway."""
-    if product.inp is None or not is_cheaper(product):
+    """By :func:`by_pairs` where that is cheaper; of those of samples if they are needed anyway."""
+    if product.inp is None or reads_formed(product):
         return square_sum(product)
-    if per_sample_square_sum in product.needs:
+    if per_sample_square_sum in product.needs and product.positions > 1:
         return sample_diagonals(product).sum(0)
+    if not is_cheaper(product):
+        return square_sum(product)
     return product.to_parameter(by_pairs(product.out, product.inp).sum(0))
 
 

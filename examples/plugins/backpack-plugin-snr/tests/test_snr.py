@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from backpack_core import Extension, backpack, extend
-from backpack_core.contract import contractions
 from backpack_core.testing import (
     ExtensionCase,
     Quantity,
@@ -55,6 +54,7 @@ def test_without_noise(weight: float, expected: float) -> None:
 def test_one_pass_serves_variance_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both read the same two operations: next to ``Variance``, this extension is free."""
     from backpack_core.extensions import Variance
+    from backpack_firstorder import contractions
 
     calls: list[str] = []
     original = contractions.moments

@@ -1,0 +1,153 @@
+"""Sums, squares and norms of individual gradients, from the factors of an affine product.
+
+Pure functions, as ``backpack_core.contract.contractions``, whose letters and pieces they use: with
+``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, each returns a reduction of ``M``, and ``moments``
+several of them from the same pieces.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.contractions import (
+    add,
+    add_squares,
+    is_empty,
+    pieces,
+    products,
+    row_steps,
+    square_sum,
+    sums,
+)
+from backpack_core.contract.rows import Rows
+from backpack_core.tuning import PIECE, READ, SHARED, even_size, memory_budget
+
+
+class Moments(NamedTuple):
+    """What was asked for of one product; else ``None``."""
+
+    sums: Tensor | None  # Σ_n M, [V, G, O, I]
+    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
+    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
+
+
+def moments(
+    out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
+) -> Moments:
+    """Sum over samples, that of squares, and squared norms, all from the same pieces."""
+    if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
+        return Moments(
+            sums(out, inp) if sum_ else None,
+            square_sum(out, inp) if square else None,
+            squared_norm(out, inp) if norm else None,
+        )
+    if is_column(inp, out):
+        return _of_column(out, inp, sum_, square, norm)
+    total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
+    squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
+    norms = out.new_empty(out.shape[:2]) if norm else None
+    for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
+        for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
+            flat = part.reshape(len(part), -1)  # [n, G·O·I]
+            if norms is not None:
+                torch.linalg.vector_norm(flat, dim=1, out=norms[column, rows])
+            if total is not None:
+                add(total[column], flat)
+            if squares is not None:
+                add_squares(squares, flat)
+    return Moments(total, squares, None if norms is None else norms.square_())
+
+
+def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one column without groups, and factors that are views."""
+    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
+    return is_one and not torch.is_grad_enabled()
+
+
+def _of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
+    """The same of one column without groups: by views that are cut once."""
+    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
+    single = features * size * out.element_size()
+    few = even_size(samples, max(1, min(PIECE, memory_budget()) // single))
+    left = out.reshape(samples, positions, features).mT.split(few)
+    right = inp.reshape(samples, positions, size).split(few)
+    buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
+    total = out.new_zeros(features * size) if sum_ else None
+    squares = out.new_zeros(features * size) if square else None
+    norms: list[Tensor] = []
+    for some, seen in zip(left, right, strict=True):
+        count = len(some)
+        piece = torch.bmm(some, seen, out=buffer if count == few else buffer[:count])
+        rows = piece.view(count, -1)
+        if norm:
+            norms.append(torch.linalg.vector_norm(rows, dim=1))
+        if total is not None:
+            total.addmv_(rows.T, ones[:count])
+        if squares is not None and count > 1:  # the last to read the piece
+            squares.addmv_(rows.square_().T, ones[:count])
+        elif squares is not None:
+            squares.addcmul_(rows[0], rows[0])
+    shape = (1, features, size)
+    return Moments(
+        None if total is None else total.view(1, *shape),
+        None if squares is None else squares.view(shape),
+        torch.cat(norms).square_().unsqueeze(0) if norm else None,
+    )
+
+
+def squared_norm(out: Tensor, inp: Rows) -> Tensor:
+    """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
+    if is_empty(out, inp):
+        return out.new_zeros(out.shape[:2])
+    if out.shape[2] == 1:
+        left = out.square().sum(-1).squeeze(2)
+        return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
+    if is_gram_cheaper(out, inp):
+        return inner(out, inp, out, inp)
+    if torch.is_grad_enabled():  # whose graph has all pieces anyway
+        return products(out, inp).flatten(2).square().sum(2)
+    norms = moments(out, inp, sum_=False, square=False, norm=True).norms
+    assert norms is not None
+    return norms
+
+
+def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
+    """Whether norms cost less by Gram matrices over positions than from products.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        is_summed: The sum over samples is needed, too: products have it for one more reading.
+    """
+    columns, _, positions, _, features = out.shape
+    single = columns * features * inp.shape[3]
+    gram = positions**2 * (columns * (features + READ) + inp.shape[3])
+    if is_summed:
+        gram += positions * single
+    return gram < (positions + READ * (1 + is_summed)) * single
+
+
+def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
+    """``Σ_s Σ_t ⟨out_s, out'_t⟩ ⟨inp_s, inp'_t⟩`` of two products of one form. Shape ``[V, N]``."""
+    if is_empty(out, inp) or is_empty(other_out, other_inp):
+        return out.new_zeros(out.shape[:2])
+    parts = []
+    for rows in row_steps(inp, out.element_size()):
+        left = _by_group(inp[rows])
+        right = left if other_inp is inp else _by_group(other_inp[rows])
+        seen = torch.bmm(left, right.mT)  # [n·G, S, T]
+        norms = []
+        for column, other in zip(out[:, rows], other_out[:, rows], strict=True):
+            pairs = torch.bmm(_by_group(column), _by_group(other).mT)
+            pairs = pairs * seen if torch.is_grad_enabled() else pairs.mul_(seen)
+            norms.append(pairs.view(len(column), -1).sum(1))
+        parts.append(torch.stack(norms))
+    return torch.cat(parts, 1)
+
+
+def _by_group(mat: Tensor) -> Tensor:
+    """``[n, S, G, I] → [n·G, S, I]``, a view for the usual layouts."""
+    return mat.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,157 @@
+"""Versions of the core's operations for what is read of individual gradients: norms, and moments.
+
+Sum, squares and norms of one affine product come from the same pieces, where several of them are
+needed. The norm of a sum of products comes from inner products of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce, singledispatch
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.affine import AffineProduct, for_weights
+from backpack_core.contract.contractions import square_norm_of
+from backpack_core.contract.lookup import LookupProduct, scattered
+from backpack_core.contract.operations import (
+    as_formed,
+    batch_sum,
+    has_free_sum,
+    is_formed,
+    per_sample_square_sum,
+    read_together,
+    square_sum,
+    squared_norm,
+)
+from backpack_core.contract.product import SampleProduct, SumProduct
+from backpack_core.contract.rows import Rows
+from backpack_core.contract.scale import ScaleProduct
+from backpack_core.tuning import SUMMED
+from backpack_firstorder import contractions
+
+
+def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
+    """Which of sum, squares and norms are read off pieces of ``M``; no sum of nothing else."""
+    needs = product.needs
+    square = square_sum in needs and per_sample_square_sum not in needs
+    norm = squared_norm in needs and product.positions > 1
+    if norm and not square:  # else the pieces are there
+        norm = not contractions.is_gram_cheaper(product.out, inp, batch_sum in needs)
+    return batch_sum in needs and (square or norm), square, norm
+
+
+@read_together.register
+def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
+    """Of a weight that positions share, what takes the same pieces."""
+    inp = product.inp
+    if inp is None or product.positions == 1:
+        return {}
+    wanted = _of_pieces(product, inp)
+    is_column = wanted[1] and contractions.is_column(inp, product.out)  # its views are cut once
+    if sum(wanted) < 2 and not is_column:
+        return {}
+    total, squares, norms = contractions.moments(product.out, inp, *wanted)
+    found = {batch_sum: total, square_sum: squares}
+    result = {key: product.to_parameter(mat) for key, mat in found.items() if mat is not None}
+    return result if norms is None else {**result, squared_norm: norms}
+
+
+@has_free_sum.register
+def has_free_sum_affine(product: AffineProduct) -> bool:
+    """Of a bias, of what is formed anyway, and of moments; each where it has fewer numbers."""
+    if product.inp is None:
+        return True
+    is_formed_in_pieces = any(_of_pieces(product, product.inp)[1:])
+    return product.positions >= SUMMED and (is_formed(product) or is_formed_in_pieces)
+
+
+@has_free_sum.register
+def has_free_sum_scale(product: ScaleProduct) -> bool:
+    """Where it was formed: a gain has few numbers."""
+    return is_formed(product)
+
+
+# Norms --------------------------------------------------------------------------------------------
+
+
+@for_weights(squared_norm)
+def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
+    norms = read_together(product).get(squared_norm)
+    return contractions.squared_norm(product.out, inp) if norms is None else norms
+
+
+@squared_norm.register
+def squared_norm_lookup(product: LookupProduct) -> Tensor:
+    """Of the rows that are not zero."""
+    sums, sample, _ = product.segments()
+    return scattered(square_norm_of(sums), sample, 1, (product.columns, product.samples))
+
+
+@squared_norm.register
+def squared_norm_sum(product: SumProduct) -> Tensor:
+    """``Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩``: nothing is formed that its parts do not form."""
+    if is_formed(product):
+        return squared_norm(as_formed(product))
+    total = reduce(torch.add, map(squared_norm, product.parts))
+    for first, second in combinations(product.parts, 2):
+        total = total + 2 * inner(first, second)
+    return total.clamp(min=0)
+
+
+def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
+    """``⟨M[v, n], M'[v, n]⟩`` with another product of the same parameter. Shape ``[V, N]``."""
+    for first, second in ((product, other), (other, product)):
+        found = inner_version(first, second)
+        if found is not None:
+            return found
+    result = product.new_zeros(product.columns, product.samples)
+    for columns, samples, part in product.pieces():
+        pairs = part * other.part(columns, samples)
+        result[columns, samples] = pairs.unsqueeze(-1).flatten(2).sum(2)
+    return result
+
+
+@singledispatch
+def inner_version(product: SampleProduct, other: SampleProduct) -> Tensor | None:
+    """The same from the factors of the first form, where it knows how with the second's."""
+    return None
+
+
+@inner_version.register
+def inner_affine(product: AffineProduct, other: SampleProduct) -> Tensor | None:
+    """Of two affine products in the parameter's own order, from inner products of their factors."""
+    if not isinstance(other, AffineProduct) or product.sizes != other.sizes:
+        return None
+    if not (product.arrange is None and other.arrange is None):
+        return None
+    if product.inp is None or other.inp is None:
+        return None
+    return contractions.inner(product.out, product.inp, other.out, other.inp)
+
+
+@inner_version.register
+def inner_lookup(product: LookupProduct, other: SampleProduct) -> Tensor:
+    """From the rows of the other product that were looked up."""
+    if (
+        isinstance(other, AffineProduct)
+        and other.inp is not None
+        and other.arrange is None
+        and other.sizes[0] == 1
+    ):
+        columns = other.out.squeeze(3)  # [V, N, S, num]
+        index = product.row.unsqueeze(1).expand(-1, columns.shape[2], -1)  # [N, S, K]
+        found = columns.gather(3, index.expand(len(columns), -1, -1, -1))  # [V, N, S, K]
+        inp = other.inp[0 : other.samples].squeeze(2)  # [N, S, dim]
+        return torch.einsum("vnsk,vnkd,nsd->vn", found, product.out, inp)
+    result = product.new_zeros(product.columns, product.samples)
+    for columns_, samples, part in other.pieces():
+        rows = product.row[samples]
+        index = rows.unsqueeze(2).expand(-1, -1, part.shape[3]).expand(len(part), -1, -1, -1)
+        found = part.gather(2, index)
+        result[columns_, samples] = (found * product.out[columns_, samples]).sum((2, 3))
+    return result

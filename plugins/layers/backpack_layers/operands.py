@@ -1,0 +1,109 @@
+"""Products at operands of torch's operations, as at the modules that are made of these.
+
+What autograd saved at the node is the other factor: ``backpack_core.contract.operands``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core import AffineProduct, DenseProduct, LookupProduct, SampleProduct, ScaleProduct
+from backpack_core.contract.operands import Operand, products_at
+from backpack_core.graph import bridge, nodes
+
+
+@products_at("Mm", "Bmm", "Addmm")
+def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """``out = a b``, also of batches; rows are those of ``a``, or the columns of ``b``."""
+    node, position, shape, is_apart = operand
+    names = ("_saved_self", "_saved_mat2")
+    if nodes.operation_of(node) == "Addmm":
+        names, position = ("_saved_mat1", "_saved_mat2"), position - 1
+        mat = _times(mat, node._saved_beta if position < 0 else node._saved_alpha)
+    if mat.dim() != (4 if nodes.operation_of(node) == "Bmm" else 3):
+        return None  # a view of the output was changed in place, and stands for it
+    if position < 0:
+        return _of_bias(mat, shape)
+    if not is_apart and (position == 0 or mat.dim() > 3):
+        return None  # axis 0 of the output is no axis of rows
+    inp = getattr(node, names[1 - position])
+    if inp.layout is not torch.strided:
+        return None
+    out, inp = (mat.mT, inp.mT) if position == 0 else (mat, inp)
+    if inp.dim() == 2:
+        out, inp = out.unsqueeze(1), inp.unsqueeze(0)
+    out, inp = out.movedim(1, 2).unsqueeze(2), inp.transpose(0, 1).unsqueeze(1)
+    if position == 0:  # [V, R, 1, G, O] and [R, 1, G, I]
+        return AffineProduct(out, inp, shape)
+    return AffineProduct(out, inp, shape, lambda m: m.mT.reshape(*m.shape[:-3], *shape))
+
+
+@products_at("Add", "Sub")
+def _of_sum(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of a vector along the last axis."""
+    node, position, shape, _ = operand
+    sign = -1 if nodes.operation_of(node) == "Sub" else 1
+    found = _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
+    return found or _of_rows(operand, mat)
+
+
+def _of_bias(mat: Tensor, shape: torch.Size) -> SampleProduct | None:
+    width = mat.shape[-1]
+    if (shape[-1:], shape.numel()) != ((width,), width):
+        return None
+    return AffineProduct(mat.reshape(*mat.shape[:2], -1, 1, width), None, shape)
+
+
+def _times(mat: Tensor, scale: float) -> Tensor:
+    return mat if scale == 1 else mat * scale
+
+
+@products_at("Mul")
+def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of a gain along the last axes."""
+    node, position, shape, _ = operand
+    own = shape[next((axis for axis, n in enumerate(shape) if n != 1), len(shape)) :]
+    other = node._saved_self if position else node._saved_other
+    is_along = own and mat.shape[max(2, mat.dim() - len(own)) :] == own
+    if not is_along or not isinstance(other, Tensor):  # but a number
+        return _of_rows(operand, mat)
+    other = other.to(mat.dtype).expand(mat.shape[1:])
+    out = mat.reshape(*mat.shape[:2], -1, own.numel())
+    return ScaleProduct(out, other.reshape(len(other), -1, own.numel()), shape)
+
+
+@products_at("Embedding", "Index")
+def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of a table ``[num, dim]`` whose rows were looked up."""
+    node, _, shape, _ = operand
+    row = node._saved_indices
+    if nodes.operation_of(node) == "Index":
+        if len(row) != 1 or row[0] is None or row[0].dtype == torch.bool:
+            return None
+        row = row[0] % shape[0]
+    elif node._saved_sparse or node._saved_scale_grad_by_freq:
+        return None
+    elif node._saved_padding_idx in range(shape[0]):  # none has another number
+        mat = mat * (row != node._saved_padding_idx).unsqueeze(-1)
+    if len(shape) != 2 or mat.shape[1:] != (*row.shape, shape[1]):
+        return None
+    out = mat.reshape(*mat.shape[:2], -1, shape[1])
+    return LookupProduct(out, row.reshape(len(row), -1), shape)
+
+
+@products_at("Expand", *(nodes.ELEMENTWISE - {"Add", "Sub", "Mul"}))
+def _of_rows(operand: Operand, mat: Tensor) -> SampleProduct | None:
+    """Of what is broadcast: the operation's result, before autograd sums it."""
+    node, position, shape, is_apart = operand
+    missing = mat.dim() - 1 - len(shape)
+    if is_apart or not (missing or shape[0] == 1):
+        return None
+    is_view = nodes.operation_of(node) == "Expand"
+    whole = mat if is_view else bridge.push_unsummed(node, {0: mat}).get(position)
+    if whole is None or whole.shape != mat.shape:
+        return None
+    own = [1] * missing + list(shape)  # as broadcast, with samples in front
+    axes = [1 + axis for axis, n in enumerate(own) if axis and n == 1 != whole.shape[1 + axis]]
+    whole = whole.sum(axes) if axes else whole
+    return DenseProduct(whole.reshape(*mat.shape[:2], *shape))

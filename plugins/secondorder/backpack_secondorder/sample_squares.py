@@ -1,0 +1,35 @@
+"""``Σ_v M[v, n]²`` of each sample, from the factors of an affine product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.affine import AffineProduct, for_weights
+from backpack_core.contract.contractions import add_squares, is_empty, pieces, products
+from backpack_core.contract.operations import per_sample_square_sum
+from backpack_core.contract.rows import Rows
+
+
+@for_weights(per_sample_square_sum)
+def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contracted`."""
+    return product.to_parameter(contracted(product.out, inp))
+
+
+def contracted(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_v M²`` of columns ``[V, N, S, G, O]`` and inputs ``[N, S, G, I]``: ``[N, G, O, I]``."""
+    columns, samples, positions, groups, features = out.shape
+    if is_empty(out, inp):
+        return out.new_zeros(samples, groups, features, inp.shape[3])
+    if positions == 1:
+        left = out.square().sum(0).squeeze(1)
+        return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
+    if columns == 1 or torch.is_grad_enabled():
+        squares = products(out, inp)
+        return (squares.square() if torch.is_grad_enabled() else squares.square_()).sum(0)
+    result = out.new_zeros(samples, groups, features, inp.shape[3])
+    for _, rows, piece in pieces(out, inp):
+        for target, sample in zip(result[rows], piece, strict=True):
+            add_squares(target, sample.transpose(0, 1))
+    return result
