@@ -20,67 +20,32 @@ from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, opera
 from backpack_core.errors import BridgeError, is_library
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _lines(name: str) -> list[str]:
+    """The lines of a table beside this file, without comments; long ones are continued."""
+    text = (files("backpack_core.graph") / name).read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    return text.replace("\n ", " ").split("\n")
 
 
-# Operations that are linear maps whatever their arguments are.
-LINEAR = _names(
-    """
-    Add Sub Neg Sum Mean View UnsafeView ReshapeAlias Transpose Permute T Expand Squeeze Unsqueeze
-    Slice Select Index IndexSelect Gather Cat Stack Split SplitWithSizes Unbind Clone Alias
-    AsStrided Flip Roll Repeat ConstantPadNd ReflectionPad1D ReflectionPad2D ReflectionPad3D
-    ReplicationPad1D ReplicationPad2D ReplicationPad3D ToCopy Diagonal Trace Tril Triu Unfold
-    Cumsum AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D PixelShuffle Where MaskedFill
-    Rot90 Im2Col Col2Im UnsafeSplit LiftFresh Rsub UpsampleNearest1D UpsampleNearest2D
-    UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D
-    IndexAdd ScatterAdd IndexPut
-    """
-)
-# Linear almost everywhere, in real numbers: the second derivative is zero.
-PIECEWISE_LINEAR = _names(
-    """
-    Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp
-    ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices MaxPool3DWithIndices
-    AdaptiveMaxPool2D AdaptiveMaxPool3D NativeDropout Sort Topk Kthvalue Median
-    """
-)
-# Views in the order of the entries.
-VIEWS = _names("View UnsafeView ReshapeAlias Unsqueeze Squeeze Alias")
-SELECTIONS = _names("Select Unbind")
-# Entry by entry: what is broadcast is summed around the node, not in it.
-ELEMENTWISE = _names(
-    """
-    Add Sub Rsub Mul Div Neg Where MaskedFill Pow Relu LeakyRelu Gelu Silu Mish Elu Celu Selu Tanh
-    Sigmoid Softplus Hardtanh Hardswish Hardsigmoid Threshold Exp Log Sqrt Rsqrt Reciprocal Abs
-    Clamp ClampMin ClampMax Maximum Minimum Addcmul Addcdiv Lerp NativeDropout Clone ToCopy Sin Cos
-    Erf Expm1 Log1P Square
-    """
-)
-# What goes along axes that the node saved, and leaves all others alone.
-_ALONG = dict.fromkeys(
-    _names(
-        """
-        Slice Select Cat Split SplitWithSizes Unbind Softmax LogSoftmax Sum Mean Amax Amin Logsumexp
-        LinalgVectorNorm Cumsum IndexSelect
-        """
-    ),
-    ("_saved_dim",),
-) | {"Transpose": ("_saved_dim0", "_saved_dim1"), "Permute": ("_saved_dims",)}
-# Entries of axis 0 are picked, any number of times.
-GATHERS = _names("Index IndexSelect Gather Embedding")
-# Another axis comes to the front.
-TURNS = _names("T Transpose Permute")
-# Entries go to picked places: the second operand has no order of its own.
-SCATTERS = _names("IndexAdd IndexPut IndexCopy Scatter ScatterAdd MaskedScatter")
-# Queries, keys and values of one entry of axis 0 meet each other alone.
-_ATTENTION = _names(
-    """
-    ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu
-    ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
-    ScaledDotProductFusedAttentionOverrideable
-    """
-)
+# What ``operations.txt`` says of each operation.
+_PROPERTIES = {
+    operation: frozenset(properties.split())
+    for properties, _, operations in (line.partition(":") for line in _lines("operations.txt"))
+    for operation in operations.split()
+}
+
+
+def _with(*properties: str) -> frozenset[str]:
+    """The operations that have one of some properties."""
+    return frozenset(name for name, has in _PROPERTIES.items() if not has.isdisjoint(properties))
+
+
+LINEAR, PIECEWISE_LINEAR, QUOTIENTS = _with("linear"), _with("piecewise"), _with("quotient")
+ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn", "selection"))
+GATHERS, SCATTERS = _with("gather"), _with("scatter")
+_ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
+_OF_ONE = _with("of_one", "view")
+_ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Expand"}
 # Where the factor stands that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Operands that are one for all samples, where these are on axis 0 of the result.
@@ -89,30 +54,11 @@ _SHARED = {
     "Addmm": (2,),
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
-# Of one tensor, in any order of its entries; or of tensors that all have an edge, if they need any.
-_OF_ONE = VIEWS | _names(
-    """
-    T Transpose Permute Clone ToCopy Neg Exp Log Sqrt Rsqrt Reciprocal Abs Tanh Sigmoid Relu
-    Softplus Sum Mean Norm LinalgVectorNorm Slice Select Split Unbind Flip Diagonal Tril Triu
-    DiagEmbed Softmax LogSoftmax Clamp ClampMin ClampMax Expm1 Log1P Sin Cos Erf Gelu Silu LeakyRelu
-    Elu Hardtanh Amax Amin
-    """
-)
-_OF_SEVERAL = _names(
-    """
-    Add Sub Mul Div Mm Bmm Cat Stack Mv Dot Addmm Baddbmm Addmv Pow Maximum Minimum
-    WeightNormInterface
-    """
-)
-_ROW_BY_ROW = ELEMENTWISE | _ATTENTION | {"Bmm", "Expand"}
-# Losses that are not reduced, or else a number; classes are on another axis.
-_LOSSES = _names("NllLoss NllLoss2D MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropyWithLogits")
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
-FACTORS = dict.fromkeys(_names("Mul Mm Bmm Mv Dot Matmul Linear Convolution"), (0, 1))
-FACTORS |= dict.fromkeys(_names("Addmm Baddbmm Addmv"), (1, 2))
-# Linear in the numerator, and only if the denominator is a constant.
-QUOTIENTS = _names("Div")
-
+FACTORS = dict.fromkeys(
+    ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
+)
+FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv"], (1, 2))
 
 _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
 
@@ -196,7 +142,7 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     if not out or out[:1] != inp[:1]:
         return False
     if operation in _ALONG:
-        axes = [axis % len(inp) for axis in _axes(node, _ALONG[operation])]
+        axes = [axis % len(inp) for axis in _axes(node)]
         return axes[0] == 0 if operation == "Permute" else 0 not in axes
     if operation in _LOSSES or len(out) != len(inp):
         return operation in _LOSSES
@@ -222,10 +168,10 @@ def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | N
     if child is None:
         return None
     count = len(shape_of(child, number))
-    if operation == "Unbind" and axis == 0 == _axes(node, _ALONG[operation])[0] % count:
+    if operation == "Unbind" and axis == 0 == _axes(node)[0] % count:
         return 1
     if axis:
-        return _axes(node, _ALONG["Permute"])[axis] % count if operation == "Permute" else None
+        return _axes(node)[axis] % count if operation == "Permute" else None
     return 0 if keeps_rows(node, output_nr, position) else None
 
 
@@ -243,9 +189,10 @@ def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:
     return is_known and position in _SHARED.get(operation, ())
 
 
-def _axes(node: Node, attributes: Sequence[str]) -> list[int]:
+def _axes(node: Node) -> list[int]:
     """Axes that a node saved; torch gives negative ones as numbers of 64 bits without a sign."""
-    found = [getattr(node, attribute) for attribute in attributes]
+    saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
+    found = [getattr(node, f"_saved_{name}") for name in saved]
     found = [0 if axis is None else axis for axis in found]  # all of them
     axes = [axis for one in found for axis in (one if isinstance(one, tuple) else (one,))]
     return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
@@ -312,9 +259,8 @@ def vmap_nodes() -> tuple[str, frozenset[str]]:
 
     Written by ``python -m tests.faults.vmap_nodes --write`` from torch's own operator database.
     """
-    text = (files("backpack_core.graph") / "vmap_nodes.txt").read_text(encoding="utf-8")
-    _, version, *names = text.split()
-    return version, frozenset(names)
+    heading, *lines = _lines("vmap_nodes.txt")
+    return heading.split()[1], frozenset(" ".join(lines).split())
 
 
 def mixes_samples(node: Node) -> bool:
