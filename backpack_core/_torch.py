@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -92,26 +92,25 @@ def keeps_graph() -> bool:
     return torch.is_grad_enabled() or _keeps_graph()
 
 
+def _frames() -> Iterator[FrameType]:
+    """What runs on this thread, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def is_inside_function() -> bool:
     """Whether the backward formula of a Python ``autograd.Function`` is running: a checkpoint's."""
     code = torch.autograd.function.BackwardCFunction.apply.__code__
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is code for frame in _frames())
 
 
 def running_calls(module: Module | None) -> int:
     """How often a module is being called on this thread: more than once if it calls itself."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
     code = Module._wrapped_call_impl.__code__
-    while frame is not None:
-        count += frame.f_code is code and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return count
+    calls = (frame for frame in _frames() if frame.f_code is code)
+    return sum(frame.f_locals.get("self") is module for frame in calls)
 
 
 def has_saving_hooks() -> bool:
@@ -244,14 +243,12 @@ def class_of(module: Module) -> type[Module]:
     return original
 
 
-@contextmanager
-def parametrized(module: Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+def parametrized(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
     """Let a module and those in it have other parameters and buffers for a ``with`` block.
 
     ``torch.func.functional_call`` without the call: that runs hooks of the module once more.
     """
-    with stateless._reparametrize_module(module, tensors, tie_weights=False):
-        yield
+    return stateless._reparametrize_module(module, tensors, tie_weights=False)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
@@ -87,33 +87,53 @@ def cross_apart(
     """
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
     factored = _factored(node, quantities, there)
-    goes_on = keeps_all and not are_apart and there.has_others
-    is_done = factored.keys() >= there.apart and not (are_apart and there.has_others)
-    if is_done and not goes_on:
-        return [*factored.items()]
-    roots = list(dict.fromkeys(r for columns in quantities.values() for r in columns.blocks))
+    crossed: list[tuple[int, Columns]] = [*factored.items()]
+    if keeps_all and not are_apart and there.has_others:
+        whole = cross_columns(node, quantities)
+        crossed += [
+            (position, columns) for position, columns in whole if position not in there.apart
+        ]
+    if factored.keys() >= there.apart and not (are_apart and there.has_others):
+        return crossed
     found: dict[int, dict[Root, Tensor]] = {}
-    for root in roots:
-        present = {nr: c for nr, c in quantities.items() if root in c.blocks}
-        if goes_on:
-            whole = bridge.push(node, {nr: c.blocks[root] for nr, c in present.items()})
-            for position, product in whole.items():
-                if position not in there.apart:
-                    found.setdefault(position, {})[root] = product
-        pushed = {} if is_done else _push_apart(node, present, root, there)
-        for position in pushed.keys() - factored.keys():
-            product = pushed[position]
-            if position in there.apart:
+    for root, present in _by_root(quantities):
+        for position, product in _push_apart(node, present, root, there).items():
+            if position in there.apart - factored.keys():
                 found.setdefault(position, {})[root] = product
-            elif are_apart:
+            elif are_apart and position not in there.apart:
                 together = put_together(product, there.behind.get(position, 0))
                 if keeps_all:
                     found.setdefault(position, {})[root] = together
-    formed = (
-        (position, (ApartColumns if position in there.apart else Columns)(blocks))
-        for position, blocks in found.items()
-    )
-    return [*factored.items(), *formed]
+    for position, blocks in found.items():
+        crossed.append((position, (ApartColumns if position in there.apart else Columns)(blocks)))
+    return crossed
+
+
+def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:
+    """Push columns through a node, root by root.
+
+    Args:
+        node: An autograd node that autograd has not executed yet.
+        quantities: Columns of the whole batch at the node's outputs, by output number.
+
+    Returns:
+        Pairs (position in ``node.next_functions``, columns there).
+
+    Raises:
+        BridgeError: The node cannot be called for columns.
+    """
+    results: dict[int, dict[Root, Tensor]] = {}
+    for root, present in _by_root(quantities):
+        blocks = {nr: columns.blocks[root] for nr, columns in present.items()}
+        for position, product in bridge.push(node, blocks).items():
+            results.setdefault(position, {})[root] = product
+    return [(position, Columns(blocks)) for position, blocks in results.items()]
+
+
+def _by_root(quantities: Mapping[int, Columns]) -> Iterator[tuple[Root, dict[int, Columns]]]:
+    """Each root, and the columns that have some of it."""
+    for root in dict.fromkeys(root for columns in quantities.values() for root in columns.blocks):
+        yield root, {nr: c for nr, c in quantities.items() if root in c.blocks}
 
 
 def _factored(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.apart import cross_apart, put_together, taken_apart
+from backpack_core.contract.apart import cross_apart, cross_columns, put_together, taken_apart
 from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
@@ -18,7 +18,6 @@ from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import bridge
 from backpack_core.graph.alignment import Crossing
 from backpack_core.record.view import View
 
@@ -45,11 +44,7 @@ class ColumnPropagator(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """One transposed Jacobian product for all columns."""
-        if isinstance(quantity, ApartColumns):
-            lead = quantity.mat.shape[:2]
-            found = enumerate(rule.jac_t_mat_prod(view, quantity.flat))
-            return {i: quantity.split(p.unflatten(0, lead)) for i, p in found if p is not None}
-        products = rule.jac_t_mat_prod(view, quantity.mat)
+        products = rule.jac_t_mat_prod(view, quantity.flat)
         return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
 
     def product(
@@ -172,25 +167,3 @@ class OutputGradient(ColumnPropagator):
         picked = whole[:, [n % there.batch_size for n in self.subsampling or ()]]
         found = self.widen(Columns({self._ROOT: picked}), there.batch_size)
         return Columns({self._ROOT: found.mat.flatten(1, 2)})
-
-
-def cross_columns(node: Node, quantities: dict[int, Columns]) -> list[tuple[int, Columns]]:
-    """Push columns through a node, root by root.
-
-    Args:
-        node: An autograd node that autograd has not executed yet.
-        quantities: Columns of the whole batch at the node's outputs, by output number.
-
-    Returns:
-        Pairs (position in ``node.next_functions``, columns there).
-
-    Raises:
-        BridgeError: The node cannot be called for columns.
-    """
-    roots = list(dict.fromkeys(root for columns in quantities.values() for root in columns.blocks))
-    results: dict[int, dict[Root, Tensor]] = {}
-    for root in roots:
-        present = {nr: c.blocks[root] for nr, c in quantities.items() if root in c.blocks}
-        for position, product in bridge.push(node, present).items():
-            results.setdefault(position, {})[root] = product
-    return [(position, Columns(blocks)) for position, blocks in results.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,10 +35,7 @@ class Columns:
 
     Attributes:
         blocks: One tensor ``[V, N, *]`` for every root.
-        mat: All columns side by side. Shape ``[V, N, *]``.
     """
-
-    mat: Tensor
 
     def __init__(self, blocks: Mapping[Root, Tensor]) -> None:
         """Store the blocks."""
@@ -52,13 +50,11 @@ class Columns:
         """A single block with a root of its own."""
         return cls({Root(name, signs, scale): mat})
 
-    def __getattr__(self, name: str) -> Tensor:
-        # Asked of what is not there only: of several blocks, until somebody wants them together.
-        if name != "mat":
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+    @cached_property
+    def mat(self) -> Tensor:
+        """All columns side by side. Shape ``[V, N, *]``."""
         blocks = [*self.blocks.values()]
-        self.mat = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-        return self.mat
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
     @property
     def sizes(self) -> dict[Root, int]:
@@ -82,11 +78,16 @@ class Columns:
         return type(self)(blocks)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Apply a function that is linear in, and keeps, axis 0."""
-        return self.split(function(self.mat))
+        """Apply a function that is linear in, and keeps, axis 0 of :attr:`flat`."""
+        return self.split(function(self.flat))
+
+    @property
+    def flat(self) -> Tensor:
+        """All of them as columns of the tensor."""
+        return self.mat
 
     def split(self, mat: Tensor) -> Columns:
-        """Columns with the roots of these and the values of ``mat``, ``[V, N, *]``."""
+        """Columns with the roots of these and the values of ``mat``, as :attr:`flat` has them."""
         if len(self.blocks) == 1:
             return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
@@ -170,9 +171,9 @@ class ApartColumns(Columns):
         """All of them as columns of the tensor. Shape ``[V·N, *]``."""
         return self.mat.flatten(0, 1)
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Apply a function that is linear in, and keeps, axis 0 of ``[V·N, *]``."""
-        return self.split(function(self.flat).unflatten(0, self.mat.shape[:2]))
+    def split(self, mat: Tensor) -> Columns:
+        """From ``[V·N, *]``."""
+        return super().split(mat.unflatten(0, self.mat.shape[:2]))
 
 
 def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:

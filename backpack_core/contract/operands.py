@@ -8,7 +8,7 @@ long as nothing but the order of entries changes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +50,11 @@ class FactoredColumns(ApartColumns):
         """Store what is to be added up of each root."""
         self.products = products
 
-    def __getattr__(self, name: str) -> Any:
-        # As for ``mat``: formed when somebody wants that.
-        if name != "blocks":
-            return super().__getattr__(name)
+    @cached_property
+    def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
+        """Formed, when somebody wants that."""
         parts = self.products.items()
-        self.blocks = {root: reduce(torch.add, map(dense, some)) for root, some in parts}
-        return self.blocks
+        return {root: reduce(torch.add, map(dense, some)) for root, some in parts}
 
     @property
     def sizes(self) -> dict[Root, int]:

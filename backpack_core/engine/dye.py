@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.column_propagator import cross_columns
+from backpack_core.contract.apart import cross_columns
 from backpack_core.contract.columns import Columns, Root
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule

@@ -17,12 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._checkpoints import unpacking_again
-from backpack_core._torch import (
-    Node,
-    is_symbolic,
-    metadata_of,
-    quiet_vmap,
-)
+from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError
 from backpack_core.graph import nodes
 from backpack_core.values import largest
@@ -64,10 +59,8 @@ def push_unsummed(node: Node, mats: Columns) -> Columns:
             "Run the forward pass inside the block of backpack(...), where compiled code runs as "
             "it was written.",
         )
-    metadata = [metadata_of(node, nr) for nr in range(len(node._input_metadata))]
-    mats = {nr: mat.to(metadata[nr].dtype) for nr, mat in mats.items()}
-    formula = _formula(node, list(mats), metadata)
-    columns = list(mats.values())
+    columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
+    formula = _formula(node, list(mats))
     with unpacking_again(node):  # autograd itself comes after us
         if nodes.is_vmap_exact(node):
             return _over_columns(formula, columns)
@@ -76,29 +69,24 @@ def push_unsummed(node: Node, mats: Columns) -> Columns:
         return _checked(formula, fresh)
 
 
-def _formula(node: Node, numbers: list[int], metadata: list[Any]) -> Formula:
+def _formula(node: Node, numbers: list[int]) -> Formula:
     """The node as a function of the gradients at some of its outputs."""
     edges = node.next_functions
 
-    def of_torch(*gradients: Tensor) -> dict[int, Tensor]:
-        grads: list[Tensor | None] = [None] * len(metadata)
+    def formula(*gradients: Tensor) -> dict[int, Tensor]:
+        grads: list[Tensor | None] = [None] * len(node._input_metadata)
         for number, gradient in zip(numbers, gradients, strict=True):
             grads[number] = gradient
-        result: Any = node(*grads)  # type: ignore[operator]
-        found = result if isinstance(result, tuple) else (result,)
-        return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
-
-    def of_function(*gradients: Tensor) -> dict[int, Tensor]:
+        if not nodes.is_function(node):
+            result: Any = node(*grads)  # type: ignore[operator]
+            found = result if isinstance(result, tuple) else (result,)
+            return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
         # Nodes of Python functions are not callable, but have apply, which fills in no zeros.
-        grads = [gradients[0].new_zeros(m.shape, dtype=m.dtype, device=m.device) for m in metadata]
-        for number, gradient in zip(numbers, gradients, strict=True):
-            grads[number] = gradient
         with _WithoutBackward(node):
-            result: Any = node.apply(*grads)  # type: ignore[attr-defined]
-        found = result if isinstance(result, tuple) else (result,)
-        return dict(_by_edge(node, found))
+            result = node.apply(*nodes.filled(node, grads))  # type: ignore[attr-defined]
+        return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
 
-    return of_function if nodes.is_function(node) else of_torch
+    return formula
 
 
 def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -47,12 +46,7 @@ class _Uncompiled:
                     raise UsageError(_INSIDE) from error
             self._inside += 1
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Turn it on again behind the last of them."""
         with self._lock:
             self._inside -= 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.contract.column_propagator import cross_columns
+from backpack_core.contract.apart import cross_columns
 from backpack_core.contract.columns import Columns
 from backpack_core.extensions import KFRA, DiagGGNExact
 from backpack_core.graph.nodes import vmap_nodes

@@ -25,7 +25,7 @@ from backpack_core import (
     Propagator,
     View,
 )
-from backpack_core.contract.column_propagator import cross_columns
+from backpack_core.contract.apart import cross_columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
