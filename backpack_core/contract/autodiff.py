@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from backpack_core._hooks import ModuleHooks
 from backpack_core._torch import is_symbolic, parametrized, quiet_vmap, version_of
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.errors import BackpackError, OverwrittenInputError, UnsupportedError
-from backpack_core.graph.bridge import agree
+from backpack_core.graph.bridge import agree, random_weights
 from backpack_core.record.state import State
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.switch import disable
@@ -77,10 +76,7 @@ def _agrees_with_the_batch(view: View, name: str, mat: Tensor, product: Tensor) 
     """
     if is_symbolic(product):
         return True
-    generator = torch.Generator(mat.device).manual_seed(0)
-    weights = 0.5 + torch.rand(
-        product.shape[:2], generator=generator, dtype=torch.float64, device=mat.device
-    )
+    weights = random_weights(product.shape[:2], mat.device)
     with torch.enable_grad():
         parameter = view.parameter(name).detach().requires_grad_()
         output = _of_batch(view, name, parameter)
@@ -186,9 +182,10 @@ def replaying(view: View) -> Iterator[None]:
     except BackpackError:
         raise
     except Exception as error:
+        first_line = str(error).strip().split("\n", 1)[0]
         raise UnsupportedError(
             f"{view.path} has no layer rule, and its forward pass could not be replayed for single "
-            f"samples ({_first_line(error)}). A module that draws random numbers inside, or cannot "
+            f"samples ({first_line}). A module that draws random numbers inside, or cannot "
             "take a batch of one, cannot be replayed: write a layer rule for it."
         ) from error
     finally:
@@ -253,7 +250,3 @@ def _is_changed(view: View) -> bool:
     return {*inside} != {state.module for state in view.call.inside} or any(
         version_of(tensor) != version for tensor, version in view.stored.owned.values()
     )
-
-
-def _first_line(error: Any) -> str:
-    return str(error).strip().split("\n", 1)[0]

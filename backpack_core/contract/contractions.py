@@ -59,7 +59,8 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
     if out.shape[2] == 1 and not is_empty(out, inp):
-        left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
+        squares = out[0].square() if len(out) == 1 else out.square().sum(0)
+        left = squares.squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
@@ -187,11 +188,6 @@ def _batched(out: Tensor) -> Tensor:
     if out.stride(4) == 1:
         return out.permute(1, 3, 2, 0, 4).reshape(shape[0], positions, shape[1]).transpose(1, 2)
     return out.permute(1, 3, 0, 4, 2).reshape(*shape, positions)
-
-
-def _sum_of_squares(out: Tensor) -> Tensor:
-    """``Σ_v out[v]²``. Shape ``[N, S, G, O]``."""
-    return out[0].square() if out.shape[0] == 1 else out.square().sum(0)
 
 
 def square_norm_of(mat: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from backpack_core.errors import UnsupportedError
-
 if TYPE_CHECKING:
     from backpack_core.contract.extension import Extension
 
@@ -116,24 +114,6 @@ _WORDS = {"sum": SUM, "concatenate": CONCATENATE}
 Declaration: TypeAlias = (
     OverBatches | Literal["sum", "concatenate"] | Callable[[Tensor, Tensor], Tensor]
 )
-
-
-def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
-    """What an extension declares, for those that do.
-
-    Args:
-        extension: The extension.
-        what: What is asked for, for the message.
-
-    Raises:
-        UnsupportedError: Values of several batches make none of all.
-    """
-    found = declaration(extension)
-    if found.refusal:
-        raise UnsupportedError(
-            f"{type(extension).__name__} was asked for {what}, but {found.refusal}"
-        )
-    return found
 
 
 def declaration(extension: Extension) -> OverBatches:

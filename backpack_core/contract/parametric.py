@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -120,15 +121,11 @@ class ParametricRule(LayerRule):
             part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
             some = mat[columns, rows]
             result = ask(self, "_param_jac_t_mat_prod", part, name, some, view=part)
-            expected = (*some.shape[:2], *shape)
-            if not isinstance(result, Tensor) or tuple(result.shape) != expected:
-                is_tensor = isinstance(result, Tensor)
-                got = f"shape {list(result.shape)}" if is_tensor else repr(result)
-                raise ShapeError(
-                    f"{type(self).__name__}._param_jac_t_mat_prod returned {got} for {name!r} of "
-                    f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
-                )
-            return result
+            expected = torch.Size((some.shape[1], *shape))
+            what = f"_param_jac_t_mat_prod of {name!r} returned"
+            expect(view, self, what, result, expected, len(some))
+            found: Tensor = result
+            return found
 
         return DenseProduct(form=form, mat=mat, shape=shape)
 

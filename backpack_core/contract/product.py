@@ -188,13 +188,10 @@ class DenseProduct(SampleProduct):
             mat: Together with ``form``: columns ``[V, N, *]``, for number, dtype and device.
             shape: Together with ``form``: shape of the parameter.
         """
-        if values is not None:
-            super().__init__(values.shape[0], values.shape[1], values.shape[2:], values)
-        else:
-            assert form is not None
-            assert mat is not None
-            assert shape is not None
-            super().__init__(len(mat), mat.shape[1], shape, mat)
+        like = mat if values is None else values
+        assert like is not None
+        shape = like.shape[2:] if shape is None else shape
+        super().__init__(like.shape[0], like.shape[1], shape, like)
         self.values = values
         self._form = form
 

@@ -145,11 +145,7 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Columns:
     result = _over_columns(formula, mats)
     if len(mats[0]) < 2 or is_symbolic(mats[0]):
         return result
-    # Numbers of its own: quantities by Monte Carlo are the same with and without the check.
-    generator = torch.Generator(mats[0].device).manual_seed(0)
-    weights = 0.5 + torch.rand(
-        len(mats[0]), generator=generator, dtype=torch.float64, device=generator.device
-    )
+    weights = random_weights(mats[0].shape[:1], mats[0].device)
     sums = [_weighted_sum(weights, mat) for mat in mats]
     expected = formula(*sums)
     size = torch.stack([total.abs().sum() for total in sums]).sum()
@@ -158,6 +154,12 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Columns:
     ):
         return result
     return _one_by_one(formula, mats)
+
+
+def random_weights(shape: torch.Size, device: torch.device) -> Tensor:
+    """Numbers of their own: quantities by Monte Carlo are the same with and without a check."""
+    generator = torch.Generator(device).manual_seed(0)
+    return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
 def _one_by_one(formula: Formula, mats: list[Tensor]) -> Columns:

@@ -42,26 +42,16 @@ def ranks(*starts: Node) -> dict[Node, int]:
     """
     finished: list[Node] = []
     opened: set[Node] = set()
-    for start in starts:
-        if start not in opened:
-            opened.add(start)
-            _finish(start, opened, finished)
-    return {node: rank for rank, node in enumerate(reversed(finished))}
-
-
-def _finish(start: Node, opened: set[Node], finished: list[Node]) -> None:
-    """Add everything behind a node, what lies deepest first."""
-    stack: list[tuple[Node, Iterator[Node]]] = [(start, _behind(start))]
-    while stack:
-        node, children = stack[-1]
-        for child in children:
-            if child not in opened:
-                opened.add(child)
-                stack.append((child, _behind(child)))
-                break
-        else:
+    todo = [(start, False) for start in reversed(starts)]
+    while todo:  # what lies deepest is finished first
+        node, is_through = todo.pop()
+        if is_through:
             finished.append(node)
-            stack.pop()
+        elif node not in opened:
+            opened.add(node)
+            todo.append((node, True))
+            todo += [(child, False) for child in reversed([*_behind(node)])]
+    return {node: rank for rank, node in enumerate(reversed(finished))}
 
 
 def _behind(node: Node) -> Iterator[Node]:

@@ -308,13 +308,6 @@ def site_at(edge: Edge) -> Site | None:
     return None if found is None else Site(found[0], found[1], edge)
 
 
-def edge_at(call: Call, index: int, node: Node) -> Edge | None:
-    """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
-    table: Any = node.metadata.get(SITES, {})  # type: ignore[attr-defined]
-    places = (nr for nr, found in table.items() if found == (call, index))
-    return next((Edge(node, nr) for nr in places), None)
-
-
 def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
     """Calls that returned views of an output, those inside of others first.
 
@@ -325,16 +318,3 @@ def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
     table: Any = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
     found: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
     return found
-
-
-def node_inside(call: Call, node: Node, kind: str) -> Node | None:
-    """The node next to that of an output whose name begins so, among those that a call made."""
-    seen = {edge.node for edge in call.edges if edge is not None}
-    found = [node]
-    for node in found:
-        if node.name().startswith(kind):
-            return node
-        new = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
-        seen.update(new)
-        found += new
-    return None

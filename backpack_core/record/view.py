@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
-from backpack_core.record.call import Call, Stored, node_inside
+from backpack_core.record.call import Call, Stored
 from backpack_core.record.replay import output_again
 from backpack_core.record.saving import Taken, read
 from backpack_core.record.state import as_it_was
@@ -222,13 +222,12 @@ class View:
         """Where the output is."""
         return self.stored.outputs[self.index].device
 
-    def saved(self, name: str, kind: str = "") -> Tensor | None:
+    def saved(self, name: str, node: Node | None = None) -> Tensor | None:
         """What torch keeps for its own backward pass at the node of the output.
 
         Args:
             name: As torch calls it: ``"result1"`` for ``grad_fn._saved_result1``.
-            kind: How the name of the node begins, for the next one of that kind inside of the
-                module (``"ScaledDotProduct"``).
+            node: Another one inside of the module.
 
         Returns:
             The tensor, for the samples that are shown; ``None`` if there is none of that name
@@ -236,8 +235,7 @@ class View:
         """
         if self.node is None or not self.call.is_readable or self.axis:
             return None
-        node = node_inside(self.call, self.node, kind) if kind else self.node
-        found: Tensor | None = getattr(node, f"_saved_{name}", None)
+        found: Tensor | None = getattr(node or self.node, f"_saved_{name}", None)
         if found is None or found.shape[:1] != self.stored.outputs[self.index].shape[:1]:
             return None
         return self._cut(found)

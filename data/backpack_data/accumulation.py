@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from backpack_core import Extension, backpack, extend, is_extended, unextend
-from backpack_core.contract.merging import declaration, over_batches
+from backpack_core.contract.merging import declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.structure import iter_tensors, map_tensors
@@ -25,6 +25,7 @@ from backpack_data.checkpoint import Checkpoint
 from backpack_data.processes import Heartbeat, InStep, reduce
 from backpack_data.quantities import Quantities
 from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
+from backpack_data.state import over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights
 

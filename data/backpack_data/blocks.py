@@ -10,10 +10,11 @@ from torch import distributed
 from torch.nn import Module
 
 from backpack_core import Extension, backpack
-from backpack_core.contract.merging import declaration, over_batches
+from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_data.processes import reduce
 from backpack_data.shards import carriers, has_shards, placed
+from backpack_data.state import over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights
 

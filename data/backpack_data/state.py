@@ -12,8 +12,26 @@ import torch
 from torch import Tensor
 
 from backpack_core import Extension
-from backpack_core.contract.merging import Part, declaration, over_batches
+from backpack_core.contract.merging import OverBatches, Part, declaration
 from backpack_core.errors import UnsupportedError
+
+
+def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
+    """What an extension declares, for those that do.
+
+    Args:
+        extension: The extension.
+        what: What is asked for, for the message.
+
+    Raises:
+        UnsupportedError: Values of several batches make none of all.
+    """
+    found = declaration(extension)
+    if found.refusal:
+        raise UnsupportedError(
+            f"{type(extension).__name__} was asked for {what}, but {found.refusal}"
+        )
+    return found
 
 
 @dataclass

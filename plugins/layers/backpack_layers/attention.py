@@ -9,13 +9,15 @@ from typing import cast
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
-from backpack_core.contract.arguments import arguments, by_slot, tensor, whole_call
 from backpack_core.contract.parametric import AffinePairsRule
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.call import Call
 from backpack_core.record.view import View
+from backpack_layers.arguments import arguments, by_slot, tensor, whole_call
 
 NAMES = ("query", "key", "value")
 SAVED = (*NAMES, "output")
@@ -177,13 +179,27 @@ def _attend(view: View) -> Heads:
     """The heads: what torch's fused kernels saved, or the attention run again."""
     if view.is_differentiable:
         return _attend_again(view)
-    query, key, value, context = [view.saved(name, "ScaledDotProduct") for name in SAVED]
+    node = None if view.node is None else _kernel(view.call, view.node)
+    query, key, value, context = [view.saved(name, node) for name in SAVED]
     if query is None or key is None or value is None or context is None:
         return _attend_again(view)
     query, key, value, context = [x.to(view.dtype) for x in (query, key, value, context)]
     query = query * (1 / sqrt(query.shape[-1]))
     attention = _softmax(query @ key.transpose(-1, -2), _mask(view, key.shape[2]))
     return Heads(query, key, value, attention, context)
+
+
+def _kernel(call: Call, node: Node) -> Node | None:
+    """The node of a fused kernel next to that of an output, among those that a call made."""
+    seen = {edge.node for edge in call.edges if edge is not None}
+    found = [node]
+    for node in found:
+        if node.name().startswith("ScaledDotProduct"):
+            return node
+        new = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
+        seen.update(new)
+        found += new
+    return None
 
 
 def _attend_again(view: View) -> Heads:

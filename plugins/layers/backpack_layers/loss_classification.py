@@ -8,7 +8,6 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from backpack_core.contract.arguments import tensor
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
@@ -22,6 +21,7 @@ from backpack_layers._loss import (
     restrict,
     setting,
 )
+from backpack_layers.arguments import tensor
 from backpack_layers.softmax_root import softmax_root
 
 

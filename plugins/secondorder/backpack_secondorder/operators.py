@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
@@ -20,7 +20,7 @@ from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.plugins.refusals import nothing_arrived
-from backpack_core.record.call import edge_at
+from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import without_autocast
 from backpack_secondorder.residual import (
     dense_residual,
@@ -272,13 +272,20 @@ def _edge(view: View) -> GradientEdge:
 
 def _edge_of_loss(view: View) -> GradientEdge:
     assert view.node is not None
-    found = edge_at(view.call, view.index, view.node)
+    found = _edge_at(view.call, view.index, view.node)
     if found is None:
         raise UnsupportedError(
             f"The output of {view.path} was changed in place afterwards, so the gradient of some "
             "samples cannot be told. Use an out-of-place operation."
         )
     return GradientEdge(found.node, found.output_nr)
+
+
+def _edge_at(call: Call, index: int, node: Node) -> Edge | None:
+    """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
+    table: Any = node.metadata.get(SITES, {})  # type: ignore[attr-defined]
+    places = (nr for nr, found in table.items() if found == (call, index))
+    return next((Edge(node, nr) for nr in places), None)
 
 
 def _of_samples(view: View, gradient: Tensor) -> Tensor:
