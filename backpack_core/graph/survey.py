@@ -20,7 +20,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
+from backpack_core.record.call import Call, Edge, Layout, Site, edge_of, site_at, viewed_at
 from backpack_core.record.view import View
 
 
@@ -327,10 +327,13 @@ def _is_parameter(edge: Edge, region: Region | None) -> bool:
     """
     if region is None:
         return False
-    owned, names = region.call.stored.owned, region.call.stored.parameters
-    return any(
-        owned[n][0].grad_fn is edge.node and owned[n][0].output_nr == edge.output_nr for n in names
-    )
+    stored = region.call.stored
+    return _is_among(edge, (edge_of(stored.owned[name][0]) for name in stored.parameters))
+
+
+def _is_among(edge: Edge, others: Iterable[Edge | None]) -> bool:
+    """Whether an edge leads where one of others does, seen from anywhere."""
+    return any(e is not None and e[:2] == edge[:2] for e in others)
 
 
 def _calls(region: Region | None) -> Iterator[Call]:
@@ -342,9 +345,6 @@ def _calls(region: Region | None) -> Iterator[Call]:
 
 def _leave(edge: Edge, region: Region | None) -> Region | None:
     """The enclosing call at an edge: the parent, where the inputs of the call begin."""
-    while region is not None and any(
-        e is not None and e.node is edge.node and e.output_nr == edge.output_nr
-        for e in region.call.edges
-    ):
+    while region is not None and _is_among(edge, region.call.edges):
         region = region.parent
     return region
