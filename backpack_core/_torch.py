@@ -92,25 +92,26 @@ def keeps_graph() -> bool:
     return torch.is_grad_enabled() or _keeps_graph()
 
 
-def _frames() -> Iterator[FrameType]:
-    """What runs on this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def is_inside_function() -> bool:
     """Whether the backward formula of a Python ``autograd.Function`` is running: a checkpoint's."""
     code = torch.autograd.function.BackwardCFunction.apply.__code__
-    return any(frame.f_code is code for frame in _frames())
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def running_calls(module: Module | None) -> int:
     """How often a module is being called on this thread: more than once if it calls itself."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
     code = Module._wrapped_call_impl.__code__
-    calls = (frame for frame in _frames() if frame.f_code is code)
-    return sum(frame.f_locals.get("self") is module for frame in calls)
+    while frame is not None:
+        count += frame.f_code is code and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 def has_saving_hooks() -> bool:
