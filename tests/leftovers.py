@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -11,19 +12,30 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core.engine.active import active_contexts
-from backpack_core.engine.backward import live_passes
+from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import live_calls
 from backpack_core.record.switch import is_disabled
 from backpack_core.tuning import memory_budget
 
 State = dict[str, int]
 
+_passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
+_begin = BackwardPass.__init__
+
+
+def _noted(found: BackwardPass, *args: Any, **kwargs: Any) -> None:
+    _passes.add(found)
+    _begin(found, *args, **kwargs)
+
+
+BackwardPass.__init__ = _noted  # type: ignore[method-assign]
+
 
 def state() -> State:
     """What is there now, by name."""
     return {
         "calls alive": live_calls(),
-        "passes alive": live_passes(),
+        "passes alive": len(_passes),
         "contexts entered": active_contexts(),
         "recording off": int(is_disabled()),
         "function modes entered": torch._C._len_torch_function_stack(),

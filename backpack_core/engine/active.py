@@ -97,21 +97,6 @@ def current(forward_thread: int) -> Context | None:
     return stack[-1] if stack else None
 
 
-def exchange(before: Context | None, after: Context | None) -> None:
-    """Put a context in the place of the innermost one of this thread.
-
-    Args:
-        before: The innermost context, or ``None`` outside of any block.
-        after: The new one, made from it by ``dataclasses.replace``; ``None`` removes it.
-    """
-    ident = threading.get_ident()
-    stack = _stacks.get(ident, ())
-    outer = stack if before is None else stack[:-1]
-    _stacks[ident] = outer if after is None else (*outer, after)
-    if not _stacks[ident]:
-        del _stacks[ident]
-
-
 def push(context: Context) -> None:
     """Make a context the innermost one of this thread."""
     ident = threading.get_ident()
@@ -119,7 +104,7 @@ def push(context: Context) -> None:
 
 
 def pop(context: Context) -> None:
-    """Remove a context, or what :func:`exchange` has put in its place, from this thread."""
+    """Remove a context, or one made of it by ``dataclasses.replace``, from this thread."""
     ident = threading.get_ident()
     # By what they have seen, which a replacement shares.
     remaining = tuple(c for c in _stacks.get(ident, ()) if c.seen is not context.seen)

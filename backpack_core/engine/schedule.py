@@ -15,14 +15,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from backpack_core._torch import (
-    Node,
-    casts,
-    current_node,
-    graph_task_id,
-    will_execute,
-    will_get_gradient,
-)
+from backpack_core import _torch
+from backpack_core._torch import Node
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
@@ -87,7 +81,7 @@ class Schedule(ABC):
             wide: What comes from nodes, for the whole batch.
             own: What comes from calls, for the samples that take part.
         """
-        if will_execute(edge.node):
+        if _torch.will_execute(edge.node):
             self.leave(slot, edge, wide, own)
 
     def leave(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
@@ -181,7 +175,7 @@ class Schedule(ABC):
         if (
             leaf is not None
             and self.groups[slot].propagator.keeps_apart
-            and will_get_gradient(leaf)
+            and _torch.will_get_gradient(leaf)
         ):
             self.leave(slot, edge, wide=quantity)
 
@@ -206,7 +200,7 @@ class HookSchedule(Schedule):
 
     def reach(self, grads: Any) -> None:
         """Autograd is at a node."""
-        self.cross(current_node(), grads)
+        self.cross(_torch.current_node(), grads)
 
 
 def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passes: Passes) -> None:
@@ -229,13 +223,13 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
     """Do something in a hook; the pass under way ends if it fails."""
     try:
-        if casts():
+        if _torch.casts():
             with without_autocast():  # the forward pass has said what precision to take
                 function(*args)
         else:
             function(*args)
     except BaseException:
-        passes.pop(graph_task_id(), None)
+        passes.pop(_torch.graph_task_id(), None)
         raise
 
 

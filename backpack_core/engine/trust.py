@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from torch.nn import Module
 
@@ -18,7 +18,6 @@ from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
 _TRUST: Final = "_backpack_trust"
-T = TypeVar("T")
 
 
 @dataclass
@@ -30,21 +29,17 @@ class Trust:
         open_sites: Outputs of calls at which nothing could be compared yet, by their position in
             the walk, and -1 while an operation gave nothing but zeros; ``None`` before the first
             pass.
+        summed: Parameters whose gradient is the sum of their products, by the keys of their uses.
     """
 
     passes: int = 0
     open_sites: set[int] | None = None
+    summed: set[Hashable] = field(default_factory=set)
 
     def is_due(self) -> bool:
-        """Count a pass; whether it should be measured: the first, and 1, 2, 4, 8, … after it."""
-        self.passes += 1
-        return self.open_sites is None or bool(self.open_sites) or is_round(self.passes)
-
-
-def is_round(passes: int) -> bool:
-    """Whether so many passes are the first, or 1, 2, 4, 8, … after it."""
-    before = passes - 1
-    return before & (before - 1) == 0
+        """Whether this pass is the first, or 1, 2, 4, 8, … after it."""
+        before = self.passes - 1
+        return before & (before - 1) == 0
 
 
 class Measurement:
@@ -94,27 +89,27 @@ def measurement(
         return None
     if any(is_symbolic(call.stored.outputs[index]) for call, index in survey.sites):
         return None
-    trust = known_of(survey, Trust, question)
-    is_due = trust.is_due()
-    if not is_due and check != "always":
+    trust = known_of(survey, question)
+    is_known = trust.open_sites is not None and not trust.open_sites
+    if is_known and not trust.is_due() and check != "always":
         return None
     return Measurement(survey, roots, trust, question)
 
 
-def known_of(survey: Survey, make: Callable[[], T], *asked: Any) -> T:
-    """What is known of the structure of a pass.
+def known_of(survey: Survey, asked: Hashable) -> Trust:
+    """What is known of the structure of a pass, which is counted.
 
     Structures differ by the calls and the nodes between them, in train and eval mode, and by which
     axes are as long as the batch; not by sizes, so that padding to other lengths is the same one.
 
     Args:
         survey: The graph.
-        make: Makes what is known of a new one: nothing.
         asked: What else tells passes apart.
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
     table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
-    found: T = table.setdefault(hash((make, asked, _structure(survey))), make())
+    found: Trust = table.setdefault(hash((asked, _structure(survey))), Trust())
+    found.passes += 1
     return found
 
 

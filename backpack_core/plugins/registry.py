@@ -18,14 +18,7 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType
-from backpack_core.discovery import (
-    Provenance,
-    canonical,
-    class_named,
-    conflict,
-    preference,
-    spelled_out,
-)
+from backpack_core.discovery import Provenance, class_named, conflict, preferred_of, spelled_out
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
 from backpack_core.plugins.sameness import is_same_map, methods_behind
@@ -196,17 +189,10 @@ class Registry:
         Raises:
             PluginConflictError: There are several, and none is preferred.
         """
-        if len(claims) == 1:
-            return claims[0]
-        wanted = canonical(preference(key))
-        chosen = [
-            c
-            for c in claims
-            if wanted in (canonical(c.provenance.distribution), canonical(c.provenance.plugin))
-        ]
-        if wanted and len(chosen) == 1:
-            return chosen[0]
-        raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
+        chosen: Claim[T] | None = claims[0] if len(claims) == 1 else preferred_of(key, claims)
+        if chosen is None:
+            raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
+        return chosen
 
 
 def _identity(value: Any) -> Any:
