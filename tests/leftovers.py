@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core.engine.active import active_contexts
+from backpack_core.engine.active import stacks
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import live_calls
 from backpack_core.record.switch import is_disabled
@@ -36,7 +36,7 @@ def state() -> State:
     return {
         "calls alive": live_calls(),
         "passes alive": len(_passes),
-        "contexts entered": active_contexts(),
+        "contexts entered": len(stacks),
         "recording off": int(is_disabled()),
         "function modes entered": torch._C._len_torch_function_stack(),
         "bytes of memory budget": memory_budget(),

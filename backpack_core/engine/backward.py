@@ -86,7 +86,7 @@ class BackwardPass:
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         # A pass inside another one has no part in what that is read as a whole.
-        self._graph = graph or GraphPass(whole if outer is None else (), None)
+        self._graph = graph or GraphPass(whole if outer is None else (), ())
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self._of_losses = refusals.curvature_of_losses(groups, whole)
         self._question = Question(
@@ -308,10 +308,8 @@ class BackwardPass:
             self.measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
-            for extension, values in (
-                *finished,
-                *self._graph.results(self.survey, self.context.watch),
-            ):
+            whole = self._graph.results(self.survey, self.context.watch)
+            for extension, values in (*finished, *whole):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
         hand_over(self.survey, self.context.extensions)

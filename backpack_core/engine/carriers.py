@@ -18,7 +18,7 @@ from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.refusals import missing
+from backpack_core.plugins.loading import missing
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 

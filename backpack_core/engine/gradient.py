@@ -212,6 +212,7 @@ def inputs_without(
 def _candidates(survey: Survey) -> dict[int, _Candidate]:
     """Parameters that are read by products wherever they are used, by ``id``."""
     found: dict[int, _Candidate] = {}
+    sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
         dtype = call.stored.outputs[index].dtype
         for name, parameter, used, is_covered in survey.trained[call]:
@@ -220,11 +221,11 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
                 key = id(parameter)
                 keys = found[key][1] if key in found else ()
                 found[key] = parameter, (*keys, (number, name))
-    for key, (parameter, keys) in list(found.items()):
-        is_every = len(keys) == survey.uses[key].count and key not in survey.bare
-        if not is_every or (survey.shards and parameter in survey.shards):
-            del found[key]
-    return found
+    return {
+        key: (parameter, keys)
+        for key, (parameter, keys) in found.items()
+        if len(keys) == survey.uses[key].count and not (key in survey.bare or key in sharded)
+    }
 
 
 def _has_individual(group: Group) -> bool:

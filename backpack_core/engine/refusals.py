@@ -21,7 +21,7 @@ from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.paths import nonlinear_above, reached_past_losses
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.refusals import nothing_arrived
+from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
@@ -41,11 +41,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
     Raises:
         UnsupportedError: An extension has no quantity of one of them, and has to.
     """
-    at_leaves = {
-        id(site.call.stored.owned[name][0])
-        for site in survey.leaves.values()
-        for name in site.call.stored.owned
-    }
+    at_leaves = set(map(id, survey.alignment.leaves.values()))
     owned = owned_by_models()
     for key in survey.bare.keys() - {*known}:
         parameter, node = survey.bare[key]
@@ -285,4 +281,25 @@ def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.Unsupporte
         f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
         "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
         "or leave second-order extensions out."
+    )
+
+
+def nothing_arrived(view: View, name: str) -> Exception:
+    """The error where a call is no part of an extended loss: a quantity would miss something.
+
+    Args:
+        view: The call.
+        name: What needs the loss.
+    """
+    if view.output_shape == ():
+        return missing(
+            f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
+            "an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
+            f"LossRule for {type(view.call.module).__name__}.",
+            "loss",
+        )
+    return errors.NotExtendedError(
+        f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
+        f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
+        "torch.nn, and compute the loss with it; a functional loss cannot be seen."
     )

@@ -236,12 +236,7 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
 class RankSchedule(Schedule):
     """In an order that was made beforehand."""
 
-    def __init__(
-        self,
-        survey: Survey,
-        groups: Sequence[Group],
-        ranks: dict[Node, int],
-    ) -> None:
+    def __init__(self, survey: Survey, groups: Sequence[Group], ranks: dict[Node, int]) -> None:
         """Begin.
 
         Args:

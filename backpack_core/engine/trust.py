@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
-from backpack_core.engine.dyed import Question
+from backpack_core.engine.dyed import Judge, Question, Weights
 from backpack_core.graph import nodes
 from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
@@ -55,9 +55,8 @@ class Measurement:
         # Extended losses say where samples are; for curvature of them, any other term is one too
         # many.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
-        self.dye = DyePropagator(
-            survey.batch_size, trust.passes, guesses, question, survey.is_readable
-        )
+        weights = Weights(survey.batch_size, trust.passes, guesses)
+        self.dye = DyePropagator(Judge(weights, question), survey.is_readable)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # nothing is trusted after a pass that fails

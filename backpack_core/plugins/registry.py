@@ -85,17 +85,11 @@ class Registry:
 
     def remove(self, provenance: Provenance) -> None:
         """Take back everything that came from one plugin."""
-        for table in self._tables:
+        for table in self.tables:
             for key in list(table):
                 table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
-        self.forget()
-
-    def clear(self) -> None:
-        """Take back everything that came from plugins; preferences stay."""
-        for table in self._tables:
-            table.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -104,7 +98,8 @@ class Registry:
         self.generation += 1
 
     @property
-    def _tables(self) -> tuple[dict[Any, list[Any]], ...]:
+    def tables(self) -> tuple[dict[Any, list[Any]], ...]:
+        """All of them."""
         return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
@@ -145,11 +140,7 @@ class Registry:
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
-        claims = list(self.rules.get(kind, ()))
-        for key, named in self.rules.items():
-            if isinstance(key, str) and class_named(key) is kind:
-                claims += named
-        return claims
+        return [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
         """What makes a carrier for this pair: set on the instance, else contributed by a plugin."""
@@ -157,8 +148,7 @@ class Registry:
         if kind in extension.carriers:
             return extension.carriers[kind]
         for (extension_type, key), claims in self.overrides.items():
-            is_kind = (class_named(key) if isinstance(key, str) else key) is kind
-            if is_kind and isinstance(extension, extension_type):
+            if isinstance(extension, extension_type) and _names(key, kind):
                 name = f"{extension_type.__name__}/{spelled_out(kind)}"
                 return self.choose(claims, name, "pair override").value
         return None
@@ -193,6 +183,10 @@ class Registry:
         if chosen is None:
             raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
         return chosen
+
+
+def _names(key: ModuleType, kind: type) -> bool:
+    return kind is (class_named(key) if isinstance(key, str) else key)
 
 
 def _identity(value: Any) -> Any:
