@@ -89,8 +89,8 @@ def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
     module._forward_hooks_always_called[key] = True
 
 
-def remove(module: Module, key: Any = KEY) -> None:
-    """Take them out."""
+def remove(module: Module) -> None:
+    """Take out all that are ours."""
     for table in (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
@@ -98,7 +98,8 @@ def remove(module: Module, key: Any = KEY) -> None:
         module._forward_hooks_with_kwargs,
         module._forward_hooks_always_called,
     ):
-        table.pop(key, None)
+        table.pop(KEY, None)
+        table.pop(MODEL_KEY, None)
 
 
 def are_installed(module: Module) -> bool:

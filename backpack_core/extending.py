@@ -13,7 +13,7 @@ from backpack_core._checkpoints import let_checkpoints_give_again
 from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
-from backpack_core.engine.trust import forget
+from backpack_core.engine.trust import TRUST_ATTRIBUTE
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
@@ -91,11 +91,8 @@ def unextend(module: M) -> M:
     """
     for part in module.modules():
         _hooks.remove(part)
-        _hooks.remove(part, MODEL_KEY)
-        part.__dict__.pop(PATH_ATTRIBUTE, None)
-        part.__dict__.pop(OWNER_ATTRIBUTE, None)
-        part.__dict__.pop(TRAITS_ATTRIBUTE, None)
-        forget(part)
+        for name in (PATH_ATTRIBUTE, OWNER_ATTRIBUTE, TRAITS_ATTRIBUTE, TRUST_ATTRIBUTE):
+            part.__dict__.pop(name, None)
     return module
 
 

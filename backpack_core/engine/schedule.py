@@ -169,15 +169,11 @@ class Schedule(ABC):
         """Leave what has crossed a node at an edge behind it."""
         if not nodes.is_leaf(edge.node):
             self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
-            return
-        leaf = self.survey.alignment.leaves.get(edge.node)
-        # Of other parameters, calls are read off.
-        if (
-            leaf is not None
-            and self.groups[slot].propagator.keeps_apart
-            and _torch.will_get_gradient(leaf)
-        ):
-            self.leave(slot, edge, wide=quantity)
+        elif self.groups[slot].propagator.keeps_apart:
+            leaf = self.survey.alignment.leaves.get(edge.node)
+            # Of other parameters, calls are read off.
+            if leaf is not None and _torch.will_get_gradient(leaf):
+                self.leave(slot, edge, wide=quantity)
 
 
 class HookSchedule(Schedule):

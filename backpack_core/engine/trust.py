@@ -6,8 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from torch.nn import Module
-
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
 from backpack_core.engine.dyed import Judge, Question, Weights
@@ -17,7 +15,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
-_TRUST: Final = "_backpack_trust"
+TRUST_ATTRIBUTE: Final = "_backpack_trust"
 
 
 @dataclass
@@ -106,15 +104,10 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
         asked: What else tells passes apart.
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
-    table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
+    table = owner_of(call.module).__dict__.setdefault(TRUST_ATTRIBUTE, {})
     found: Trust = table.setdefault(hash((asked, _structure(survey))), Trust())
     found.passes += 1
     return found
-
-
-def forget(module: Module) -> None:
-    """Trust nothing of a module any more."""
-    module.__dict__.pop(_TRUST, None)
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:

@@ -166,16 +166,14 @@ def prefer(distribution: str, *keys: Any) -> None:
     with lock:
         preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
         registry.forget()
-        if _plugins is None:
-            return
-        before = [p for p in _plugins if p.state == "loaded"]
-        settle(_plugins)
+        plugins = _plugins or []
+        before = [p for p in plugins if p.state == "loaded"]
+        settle(plugins)
         for plugin in before:
             if plugin.state != "loaded":
                 withdraw(plugin.provenance)
-        if _loaded:
-            for plugin in _plugins:
-                load(plugin)
+        for plugin in plugins if _loaded else ():
+            load(plugin)
 
 
 def failures() -> list[Plugin]:
