@@ -6,7 +6,6 @@ profiler of torch's runs, its trace has a label for each as well.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from time import perf_counter
@@ -47,9 +46,7 @@ class Profile:
     """Notes what everything took."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Module | None, type, str], list[Any]] = defaultdict(
-            lambda: [0, 0.0, 0]
-        )
+        self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
 
     def __call__(self, function: Callable[[], T], module: Module | None, kind: type, way: str) -> T:
         """Call a function.
@@ -65,7 +62,8 @@ class Profile:
         """
         if profiler_runs():
             function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
-        found, begin = self._known[module, kind, way], perf_counter()
+        found = self._known.setdefault((module, kind, way), [0, 0.0, 0])
+        begin = perf_counter()
         try:
             result = function()
         finally:

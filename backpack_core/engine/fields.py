@@ -19,10 +19,9 @@ from backpack_core.record.owner import owned_by_models, owners_of
 
 def add_leaves(survey: Survey) -> None:
     """Have the survey know the parameters at which samples are kept apart."""
-    leaves = survey.alignment.leaves
+    leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
     known = owned_by_models() if leaves else {}
-    for node in leaves.keys() - survey.leaves.keys():
-        parameter = leaves[node]
+    for node, parameter in leaves:
         module, name = survey.freed.get(id(parameter)) or known[id(parameter)]
         call = bare_call(module, name, parameter, FALLBACK.provenance)
         survey.add_leaf(Site(call, 0, Edge(node, 0)))

@@ -261,7 +261,7 @@ def test_an_unknown_extension_names_what_to_install(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loading, "_plugins", [])
     monkeypatch.setattr(loading, "_loaded", True)
-    registry.clear()
+    registry.extensions.clear()
     with pytest.raises(ImportError, match="pip install backpack-plugin-firstorder"):
         extensions.BatchGrad  # noqa: B018
     with pytest.raises(ImportError, match="pip install backpack-plugin-secondorder"):
