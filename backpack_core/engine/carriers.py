@@ -103,15 +103,9 @@ def allows_fallback(extension: Extension, view: View) -> bool:
             f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
             "fail_mode='autodiff', freeze them, or write a layer rule."
         )
-    if extension.fail_mode == "silent":
-        return False
-    if extension.fail_mode == "warning":
-        errors.warn_once(
-            (kind, type(extension)),
-            f"{view.path} has no layer rule: {type(extension).__name__} leaves it out "
-            f"(a {full_name}).",
-            errors.BackpackWarning,
-        )
+    mine = type(extension)
+    text = f"{view.path} has no layer rule: {mine.__name__} leaves it out (a {full_name})."
+    if _leaves_out(extension, (kind, mine), text):
         return False
     errors.warn_once(
         (kind,),
@@ -125,9 +119,13 @@ def allows_fallback(extension: Extension, view: View) -> bool:
 
 def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
     """Whether an extension goes on where it has no value, as its ``fail_mode`` says."""
-    if extension.fail_mode in ("error", "autodiff") or extension.needs_every_parameter:
+    if extension.needs_every_parameter:
         return False
+    key = (type(view.call.module), type(extension), name)
+    return _leaves_out(extension, key, f"{view.path}: {error}")
+
+
+def _leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
     if extension.fail_mode == "warning":
-        key = (type(view.call.module), type(extension), name)
-        errors.warn_once(key, f"{view.path}: {error}", errors.BackpackWarning)
-    return True
+        errors.warn_once(key, text, errors.BackpackWarning)
+    return extension.fail_mode in ("warning", "silent")

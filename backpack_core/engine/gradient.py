@@ -19,14 +19,8 @@ from torch.autograd.graph import GradientEdge
 from backpack_core import _torch
 from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import Node
+from backpack_core.contract import operations
 from backpack_core.contract.column_propagator import OutputGradient
-from backpack_core.contract.operations import (
-    batch_sum,
-    dense,
-    has_free_sum,
-    square_sum,
-    squared_norm,
-)
 from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import known_of
@@ -60,7 +54,7 @@ class PlainGradient:
             leaves: Every leaf that autograd would get to.
         """
         self.group = group
-        self._needs = group.needs | {batch_sum}
+        self._needs = group.needs | {operations.batch_sum}
         self._sums: dict[int, Tensor] = {}
         trust, found = known_of(survey, group.needs), _candidates(survey)
         self._summed = trust.summed
@@ -92,13 +86,13 @@ class PlainGradient:
             is_reached: Whether any gradient arrives; where none does, autograd stores none.
         """
         number = id(parameter)
-        if number in self._judged and not has_free_sum(whole):
+        if number in self._judged and not operations.has_free_sum(whole):
             return
         if not is_reached:
             self._left.pop(number, None)
             return
-        is_known = batch_sum in self.group.needs  # somebody may have stored it
-        total = batch_sum(whole).squeeze(0)
+        is_known = operations.batch_sum in self.group.needs  # somebody may have stored it
+        total = operations.batch_sum(whole).squeeze(0)
         self._sums[number] = total.clone() if is_known else total
 
     def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
@@ -234,7 +228,7 @@ def _has_individual(group: Group) -> bool:
         isinstance(group.propagator, OutputGradient)
         and group.propagator.subsampling is None
         and not group.has_overrides
-        and bool(group.needs & {dense, square_sum, squared_norm})
+        and bool(group.needs & {operations.dense, operations.square_sum, operations.squared_norm})
     )
 
 
