@@ -62,8 +62,10 @@ class Profile:
         """
         if profiler_runs():
             function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
-        found = self._known.setdefault((module, kind, way), [0, 0.0, 0])
-        begin = perf_counter()
+        key = module, kind, way
+        if key not in self._known:
+            self._known[key] = [0, 0.0, 0]
+        found, begin = self._known[key], perf_counter()
         try:
             result = function()
         finally:
