@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch.nn import Module
 
+import backpack_core.recording as recording
 from backpack_core import _hooks
 from backpack_core._checkpoints import let_checkpoints_give_again
 from backpack_core._hooks import MODEL_KEY
@@ -19,14 +20,6 @@ from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
 from backpack_core.record.state import TRAITS_ATTRIBUTE
-from backpack_core.recording import (
-    after_forward,
-    after_model,
-    after_parametrization,
-    before_forward,
-    before_model,
-    before_parametrization,
-)
 
 M = TypeVar("M", bound=Module)
 
@@ -62,7 +55,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     let_checkpoints_give_again(model_runs)
     owner = Owner(module, _axes(module, batch_axis))
     module.__dict__[OWNER_ATTRIBUTE] = owner
-    _hooks.install(module, before_model, after_model, MODEL_KEY)
+    _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)
     _extend(module, "", owner, debug)
     return module
 
@@ -124,7 +117,7 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
     is_operation, children = _parts(module)
     if is_operation:
         if not _hooks.are_installed(module):
-            _hooks.install(module, before_forward, after_forward)
+            _hooks.install(module, recording.before_forward, recording.after_forward)
             if path:
                 module.__dict__[PATH_ATTRIBUTE] = path
         module.__dict__[OWNER_ATTRIBUTE] = owner
@@ -132,6 +125,6 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)
     for part in parametrizations_of(module).values():
-        _hooks.install(part, before_parametrization, after_parametrization)
+        _hooks.install(part, recording.before_parametrization, recording.after_parametrization)
     for name, child in children:
         _extend(child, f"{path}.{name}" if path else name, owner, debug)
