@@ -7,7 +7,6 @@ profiler of torch's runs, its trace has a label for each as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -61,7 +60,8 @@ class Profile:
             What it returns.
         """
         if profiler_runs():
-            function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
+            label = f"backpack: {kind.__name__} at {_path(module)}"
+            function = torch.profiler.record_function(label)(function)
         key = module, kind, way
         if key not in self._known:
             self._known[key] = [0, 0.0, 0]
@@ -84,11 +84,6 @@ class Profile:
                 yield Row(_path(module), kind.__name__, way, calls, seconds, size)
         if visits:
             yield Row("all modules", "(checks of sums)", "check", visits, took, 0)
-
-
-def _labelled(label: str, function: Callable[[], T]) -> T:
-    with torch.profiler.record_function(label):
-        return function()
 
 
 def _path(module: Module | None) -> str:
