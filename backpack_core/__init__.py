@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from backpack_core import errors as errors  # which modules of this package import from here
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
 from backpack_core._torch import Node
+
+T = TypeVar("T")
 
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
 # given out again to a module that was pickled.
@@ -46,8 +49,18 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
     return found
 
 
-def hook_leaf_first(leaf: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """Put a tensor hook on a leaf, before all others; returns what removes it."""
+def hook_leaf_first(leaf: Tensor, owner: T, hear: Callable[[T, Tensor, Tensor], None]) -> Any:
+    """Have autograd call ``hear(owner, leaf, gradient)``, before all other hooks of a leaf.
+
+    The hook holds neither of them; returns what removes it.
+    """
+    this, that = weakref.ref(owner), weakref.ref(leaf)
+
+    def hook(gradient: Tensor | None) -> None:
+        found, tensor = this(), that()
+        if found is not None and tensor is not None and gradient is not None:
+            hear(found, tensor, gradient)
+
     handle = leaf.register_hook(hook)
     table: Any = leaf._backward_hooks
     _move_first(table, handle.id)
@@ -63,73 +76,70 @@ def _move_first(table: dict[int, Any], key: int) -> None:
     table.update(others)
 
 
-class ModuleHooks:
-    """Our two hooks among those of a module: plain functions, first of their kind, always called.
+def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
+    """Put our two hooks among those of a module: plain functions, always called.
 
-    What they do is what ``register_forward_pre_hook(..., with_kwargs=True)`` and
+    What this does is what ``register_forward_pre_hook(..., with_kwargs=True)`` and
     ``register_forward_hook(..., with_kwargs=True, always_call=True)`` do, under a key of ours.
     """
+    module._forward_pre_hooks[key] = before
+    module._forward_pre_hooks_with_kwargs[key] = True
+    module._forward_hooks[key] = after
+    module._forward_hooks_with_kwargs[key] = True
+    module._forward_hooks_always_called[key] = True
 
-    @staticmethod
-    def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
-        """Put them in."""
-        module._forward_pre_hooks[key] = before
-        module._forward_pre_hooks_with_kwargs[key] = True
-        module._forward_hooks[key] = after
-        module._forward_hooks_with_kwargs[key] = True
-        module._forward_hooks_always_called[key] = True
 
-    @staticmethod
-    def remove(module: Module, key: Any = KEY) -> None:
-        """Take them out."""
-        for table in (
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-            module._forward_hooks,
-            module._forward_hooks_with_kwargs,
-            module._forward_hooks_always_called,
-        ):
-            table.pop(key, None)
+def remove(module: Module) -> None:
+    """Take out all that are ours."""
+    for table in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ):
+        table.pop(KEY, None)
+        table.pop(MODEL_KEY, None)
 
-    @staticmethod
-    def are_installed(module: Module) -> bool:
-        """Whether they are there."""
-        return KEY in module._forward_hooks
 
-    @staticmethod
-    def have_company(module: Module) -> bool:
-        """Whether there are forward pre-hooks of others."""
-        return bool(module._forward_pre_hooks.keys() - {KEY, MODEL_KEY})
+def are_installed(module: Module) -> bool:
+    """Whether they are there."""
+    return KEY in module._forward_hooks
 
-    @staticmethod
-    def take_places(module: Module, after_all: Any) -> bool:
-        """Be the last before the forward and the first after it; false if somebody took us away.
 
-        A hook of the user's that changes what goes in or comes out is an operation outside of the
-        module.
+def have_company(module: Module) -> bool:
+    """Whether there are forward pre-hooks of others."""
+    return bool(module._forward_pre_hooks.keys() - {KEY, MODEL_KEY})
 
-        Args:
-            module: The module.
-            after_all: A forward hook to put before those of all modules, which run before its own.
-        """
-        before: Any = module._forward_pre_hooks
-        after: Any = module._forward_hooks
-        if KEY not in after:
-            return False
-        # Unpacked at once, since another thread may put hooks in meanwhile.
-        first, *_ = after
-        *_, last = before
-        if first != KEY:
-            after.move_to_end(KEY, last=False)
-        if last != KEY:
-            before.move_to_end(KEY)
-        of_all: Any = torch_module._global_forward_hooks
-        if not of_all:
-            return True
-        if len(of_all) == 1 and GLOBAL_KEY in of_all:
-            of_all.pop(GLOBAL_KEY, None)
-        elif list(of_all)[:1] != [GLOBAL_KEY]:
-            torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
-            of_all[GLOBAL_KEY] = after_all
-            of_all.move_to_end(GLOBAL_KEY, last=False)
+
+def take_places(module: Module, after_all: Any) -> bool:
+    """Be the last before the forward and the first after it; false if somebody took us away.
+
+    A hook of the user's that changes what goes in or comes out is an operation outside of the
+    module.
+
+    Args:
+        module: The module.
+        after_all: A forward hook to put before those of all modules, which run before its own.
+    """
+    before: Any = module._forward_pre_hooks
+    after: Any = module._forward_hooks
+    if KEY not in after:
+        return False
+    # Unpacked at once, since another thread may put hooks in meanwhile.
+    first, *_ = after
+    *_, last = before
+    if first != KEY:
+        after.move_to_end(KEY, last=False)
+    if last != KEY:
+        before.move_to_end(KEY)
+    of_all: Any = torch_module._global_forward_hooks
+    if not of_all:
         return True
+    if len(of_all) == 1 and GLOBAL_KEY in of_all:
+        of_all.pop(GLOBAL_KEY, None)
+    elif list(of_all)[:1] != [GLOBAL_KEY]:
+        torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
+        of_all[GLOBAL_KEY] = after_all
+        of_all.move_to_end(GLOBAL_KEY, last=False)
+    return True

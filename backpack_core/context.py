@@ -106,7 +106,7 @@ class backpack:
             ...     loss.backward()
             >>> print(block.summary())
         """
-        return self._profile.summary()
+        return Summary(self._profile.rows())
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""

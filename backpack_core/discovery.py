@@ -126,13 +126,12 @@ def settle(plugins: list[Plugin]) -> None:
             by_name.setdefault(plugin.name, []).append(plugin)
     for name, rivals in by_name.items():
         if len(rivals) > 1:
-            wanted = canonical(preference(name))
-            chosen = [p for p in rivals if canonical(p.distribution) == wanted][:1]
+            chosen = preferred_of(name, rivals)
             error = conflict("have the name", name, (p.provenance for p in rivals))
             for plugin in rivals:
-                if not chosen:
+                if chosen is None:
                     plugin.state, plugin.error = "conflict", error
-                elif plugin is not chosen[0]:
+                elif plugin is not chosen:
                     plugin.state, plugin.error = "blocked", None
 
 
@@ -187,6 +186,14 @@ def preference(key: str) -> str:
     environment = {spelled_out(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
     tables = preferred, environment
     return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
+
+
+def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
+    """The one of several plugins, or of their claims, that is preferred for a key, or ``None``."""
+    wanted = canonical(preference(key))
+    own = [(rival, map(canonical, rival.provenance[:2])) for rival in rivals]
+    chosen = [rival for rival, names in own if wanted and wanted in names]
+    return chosen[0] if len(chosen) == 1 else None
 
 
 def spelled_out(key: str | type) -> str:

@@ -37,6 +37,7 @@ import warnings
 from collections.abc import Hashable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 
@@ -179,7 +180,8 @@ class BrokenPluginWarning(BackpackWarning):
 
 # Folders whose code is not the user's: this package, and those of torch and the plugins once known.
 _LIBRARY = {str(Path(__file__).parent)}
-_warned: set[Hashable] = set()
+# What was warned of.
+warned: set[Hashable] = set()
 
 
 def add_library_folder(file: str) -> None:
@@ -194,25 +196,18 @@ def is_library(filename: str) -> bool:
 
 def warn_once(key: Hashable, message: str, category: type[Warning]) -> None:
     """Warn the first time that ``key`` turns up, at the user's line."""
-    if key in _warned:
-        return
-    _warned.add(key)
-    warn(message, category)
+    if key not in warned:
+        warned.add(key)
+        warn(message, category)
 
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warn at the innermost line that belongs to no library; at our own where there is none."""
     if issubclass(category, BackpackWarning):
         message = f"{message}\nRead more: backpack trouble {entry(category)}"
-    frame = sys._getframe(1)
-    level, inner = 2, 2
-    while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            inner = level
-            break
-        level += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    warnings.warn(message, category, stacklevel=inner)
+    stack = enumerate(walk_stack(sys._getframe(1)), start=2)
+    users = (level for level, (frame, _) in stack if not is_library(frame.f_code.co_filename))
+    warnings.warn(message, category, stacklevel=next(users, 2))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -220,8 +215,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     by_lower = {other.lower(): other for other in known}
     close = get_close_matches(name.lower(), by_lower, 1, 0.6)
     return f": did you mean {by_lower[close[0]]!r}?" if close else ""
-
-
-def forget_warnings() -> None:
-    """Let every warning come once more."""
-    _warned.clear()

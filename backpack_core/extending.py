@@ -8,24 +8,18 @@ from typing import TypeVar
 
 from torch.nn import Module
 
+import backpack_core.recording as recording
+from backpack_core import _hooks
 from backpack_core._checkpoints import let_checkpoints_give_again
-from backpack_core._hooks import MODEL_KEY, ModuleHooks
+from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
-from backpack_core.engine.trust import forget
+from backpack_core.engine.trust import TRUST_ATTRIBUTE
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
 from backpack_core.record.state import TRAITS_ATTRIBUTE
-from backpack_core.recording import (
-    after_forward,
-    after_model,
-    after_parametrization,
-    before_forward,
-    before_model,
-    before_parametrization,
-)
 
 M = TypeVar("M", bound=Module)
 
@@ -61,7 +55,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     let_checkpoints_give_again(model_runs)
     owner = Owner(module, _axes(module, batch_axis))
     module.__dict__[OWNER_ATTRIBUTE] = owner
-    ModuleHooks.install(module, before_model, after_model, MODEL_KEY)
+    _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)
     _extend(module, "", owner, debug)
     return module
 
@@ -89,12 +83,9 @@ def unextend(module: M) -> M:
         The same object.
     """
     for part in module.modules():
-        ModuleHooks.remove(part)
-        ModuleHooks.remove(part, MODEL_KEY)
-        part.__dict__.pop(PATH_ATTRIBUTE, None)
-        part.__dict__.pop(OWNER_ATTRIBUTE, None)
-        part.__dict__.pop(TRAITS_ATTRIBUTE, None)
-        forget(part)
+        _hooks.remove(part)
+        for name in (PATH_ATTRIBUTE, OWNER_ATTRIBUTE, TRAITS_ATTRIBUTE, TRUST_ATTRIBUTE):
+            part.__dict__.pop(name, None)
     return module
 
 
@@ -104,7 +95,7 @@ def is_extended(module: Module) -> bool:
     False where a part was added, replaced or wrapped since: call :func:`extend` again.
     """
     is_operation, children = _parts(module)
-    if is_operation and not ModuleHooks.are_installed(module):
+    if is_operation and not _hooks.are_installed(module):
         return False
     return all(is_extended(child) for _, child in children)
 
@@ -125,8 +116,8 @@ def _parts(module: Module) -> tuple[bool, list[tuple[str, Module]]]:
 def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
     is_operation, children = _parts(module)
     if is_operation:
-        if not ModuleHooks.are_installed(module):
-            ModuleHooks.install(module, before_forward, after_forward)
+        if not _hooks.are_installed(module):
+            _hooks.install(module, recording.before_forward, recording.after_forward)
             if path:
                 module.__dict__[PATH_ATTRIBUTE] = path
         module.__dict__[OWNER_ATTRIBUTE] = owner
@@ -134,6 +125,6 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)
     for part in parametrizations_of(module).values():
-        ModuleHooks.install(part, before_parametrization, after_parametrization)
+        _hooks.install(part, recording.before_parametrization, recording.after_parametrization)
     for name, child in children:
         _extend(child, f"{path}.{name}" if path else name, owner, debug)

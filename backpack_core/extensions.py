@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backpack_core.errors import nearest
-from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider
-from backpack_core.plugins.refusals import missing
+from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider, missing
 from backpack_core.plugins.registry import registry
 
 # Where this project's own extensions are to be had, for the message when they are not installed.

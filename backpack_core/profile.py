@@ -7,7 +7,6 @@ profiler of torch's runs, its trace has a label for each as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,9 +41,6 @@ class Row(NamedTuple):
     bytes: int
 
 
-CHECKS = ("(checks of sums)", "check")
-
-
 class Profile:
     """Notes what everything took."""
 
@@ -63,11 +59,12 @@ class Profile:
         Returns:
             What it returns.
         """
+        if profiler_runs():
+            label = f"backpack: {kind.__name__} at {_path(module)}"
+            function = torch.profiler.record_function(label)(function)
         key = module, kind, way
         if key not in self._known:
             self._known[key] = [0, 0.0, 0]
-        if profiler_runs():
-            function = partial(_labelled, f"backpack: {kind.__name__} at {_path(module)}", function)
         found, begin = self._known[key], perf_counter()
         try:
             result = function()
@@ -77,11 +74,7 @@ class Profile:
         found[2] = _bytes(result)
         return result
 
-    def summary(self) -> Summary:
-        """What each extension took at each module so far: rule or autodiff, time, bytes."""
-        return Summary(self._rows())
-
-    def _rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         """In the order in which they were met; what the engine reads to check itself is one row."""
         visits, took = 0, 0.0
         for (module, kind, way), (calls, seconds, size) in self._known.items():
@@ -90,12 +83,7 @@ class Profile:
             else:
                 yield Row(_path(module), kind.__name__, way, calls, seconds, size)
         if visits:
-            yield Row("all modules", *CHECKS, visits, took, 0)
-
-
-def _labelled(label: str, function: Callable[[], T]) -> T:
-    with torch.profiler.record_function(label):
-        return function()
+            yield Row("all modules", "(checks of sums)", "check", visits, took, 0)
 
 
 def _path(module: Module | None) -> str:
@@ -142,12 +130,10 @@ class Summary:
             lines.append((*row[:3], str(row.calls), took, share, size))
         lines.append(("all", "", "", "", f"{1000 * total:.2f}", "100", ""))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if number < 3 else cell.rjust(width)
-                for number, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
+        table = [
+            [*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])]
             for line in lines
-        )
+        ]
+        return "\n".join("  ".join(row).rstrip() for row in table)
 
     __repr__ = __str__

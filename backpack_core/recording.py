@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import _torch
-from backpack_core._hooks import ModuleHooks, hook_first
+from backpack_core import _hooks, _torch
+from backpack_core._hooks import hook_first
 from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
@@ -91,7 +91,7 @@ _computing = _Computing()
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
-    if not is_recording() or not ModuleHooks.take_places(module, before_hooks_of_all):
+    if not is_recording() or not _hooks.take_places(module, before_hooks_of_all):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
     if module._modules:

@@ -16,7 +16,7 @@ from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack_core import ParametricRule, View, backpack, extend
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
-from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import temporary_plugin
 
 
 class Gain(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backpack_core import plugins
-from backpack_core.errors import forget_warnings
+from backpack_core.errors import warned
 from backpack_core.testing.execution import forget_executions
 from tests.devices import DrawnOnHost, usable
 from tests.leftovers import left_behind, state
@@ -108,4 +108,4 @@ def plugins_of_a_test() -> None:
 @pytest.fixture(autouse=True)
 def _warnings_are_fresh() -> None:
     """Warnings that come once per process come once per test."""
-    forget_warnings()
+    warned.clear()

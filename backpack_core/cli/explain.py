@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack_core._hooks import ModuleHooks
+from backpack_core import _hooks
 from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
 from backpack_core.contract.extension import Extension
@@ -42,7 +42,7 @@ def explained(target: str, name: str) -> list[list[str]]:
     extend(model)
     rows = []
     for path, module in model.named_modules():
-        if not ModuleHooks.are_installed(module):
+        if not _hooks.are_installed(module):
             continue
         cell, why = judge(module, registry.resolve(module), extension)
         for own, parameter in _parameters(module):

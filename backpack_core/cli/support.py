@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core import plugins
-from backpack_core._hooks import ModuleHooks
+from backpack_core import _hooks, plugins
 from backpack_core.cli import output
 from backpack_core.context import backpack
 from backpack_core.contract.affine import AffineProduct
@@ -207,7 +206,7 @@ def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
     for module in modules:
         extend(module)
         for path, part in module.named_modules():
-            if ModuleHooks.are_installed(part):
+            if _hooks.are_installed(part):
                 yield path or type(part).__name__, part
 
 

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from backpack_core._hooks import ModuleHooks
-from backpack_core._torch import is_symbolic, parametrized, quiet_vmap, version_of
+from backpack_core import _hooks
+from backpack_core._torch import (
+    is_symbolic,
+    parametrized,
+    quiet_vmap,
+    version_of,
+)
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.errors import BackpackError, OverwrittenInputError, UnsupportedError
 from backpack_core.graph.bridge import agree, random_weights
@@ -197,7 +202,7 @@ def replaying(view: View) -> Iterator[None]:
 def _check_hooks(view: View, name: str) -> None:
     """Raise where a parameter has its effect in a hook before the forward only."""
     module = view.call.module
-    if not ModuleHooks.have_company(module):
+    if not _hooks.have_company(module):
         return
     with replaying(view), torch.enable_grad():
         parameter = view.parameter(name).detach().requires_grad_()

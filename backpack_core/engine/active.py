@@ -73,12 +73,8 @@ class Context:
         return f"<context of {names or 'no extensions'}, {len(self.passes)} passes under way>"
 
 
-_stacks: dict[int, tuple[Context, ...]] = {}
-
-
-def active_contexts() -> int:
-    """How many threads are inside of blocks: zero when all have ended."""
-    return len(_stacks)
+# By thread; none is empty.
+stacks: dict[int, tuple[Context, ...]] = {}
 
 
 def current(forward_thread: int) -> Context | None:
@@ -87,58 +83,43 @@ def current(forward_thread: int) -> Context | None:
     Args:
         forward_thread: The thread that ran the forward pass of the call in question.
     """
-    if not _stacks:
+    if not stacks:
         return None
-    stack = _stacks.get(threading.get_ident())
+    stack = stacks.get(threading.get_ident())
     if stack is None and _is_foreign_thread():
-        stack = _stacks.get(forward_thread)
-        if stack is None and len(_stacks) == 1 and not _is_alive(forward_thread):
-            (stack,) = _stacks.values()
+        stack = stacks.get(forward_thread)
+        if stack is None and len(stacks) == 1 and not _is_alive(forward_thread):
+            (stack,) = stacks.values()
     return stack[-1] if stack else None
-
-
-def exchange(before: Context | None, after: Context | None) -> None:
-    """Put a context in the place of the innermost one of this thread.
-
-    Args:
-        before: The innermost context, or ``None`` outside of any block.
-        after: The new one, made from it by ``dataclasses.replace``; ``None`` removes it.
-    """
-    ident = threading.get_ident()
-    stack = _stacks.get(ident, ())
-    outer = stack if before is None else stack[:-1]
-    _stacks[ident] = outer if after is None else (*outer, after)
-    if not _stacks[ident]:
-        del _stacks[ident]
 
 
 def push(context: Context) -> None:
     """Make a context the innermost one of this thread."""
     ident = threading.get_ident()
-    _stacks[ident] = (*_stacks.get(ident, ()), context)
+    stacks[ident] = (*stacks.get(ident, ()), context)
 
 
 def pop(context: Context) -> None:
-    """Remove a context, or what :func:`exchange` has put in its place, from this thread."""
+    """Remove a context, or one made of it by ``dataclasses.replace``, from this thread."""
     ident = threading.get_ident()
     # By what they have seen, which a replacement shares.
-    remaining = tuple(c for c in _stacks.get(ident, ()) if c.seen is not context.seen)
+    remaining = tuple(c for c in stacks.get(ident, ()) if c.seen is not context.seen)
     if remaining:
-        _stacks[ident] = remaining
+        stacks[ident] = remaining
     else:
-        _stacks.pop(ident, None)
+        stacks.pop(ident, None)
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """No context applies to the backward passes of this thread inside the ``with`` block."""
     ident = threading.get_ident()
-    stack = _stacks.pop(ident, None)
+    stack = stacks.pop(ident, None)
     try:
         yield
     finally:
         if stack is not None:
-            _stacks[ident] = stack
+            stacks[ident] = stack
 
 
 def _is_foreign_thread() -> bool:
@@ -154,10 +135,5 @@ def _is_alive(ident: int) -> bool:
 
 def log_visit(view: View) -> None:
     """Say where a backward pass is."""
-    logger.info(
-        "%s: output %s, rule %s of %s",
-        view.path,
-        list(view.output_shape),
-        type(view.call.rule).__name__,
-        view.call.provenance,
-    )
+    shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
+    logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)

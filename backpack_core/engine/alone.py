@@ -56,31 +56,27 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     quantity, a hook that gathers what is sharded; from anything but a single loss; and behind
     Python functions, of which it alone knows what they leave undefined.
     """
-    survey, context = found.survey, found.context
-    if context.gradient != "skipped" or not found.is_outermost or len(found.roots) != 1:
+    survey, context, groups = found.survey, found.context, found.groups
+    if context.gradient != "skipped" or not found.is_outermost or not groups:
         return None
-    if found.measurement is not None or context.graph_extensions or context.extension_hook:
+    readers = found.measurement, context.graph_extensions, context.extension_hook, context.beside
+    apart = survey.alignment.starts, survey.leaves, survey.bare, survey.shards
+    if any(readers) or any(apart) or options.get("create_graph"):
         return None
-    if not found.groups or any(
-        group.propagator.needs_gradient or group.has_overrides for group in found.groups
-    ):
-        return None
-    is_apart = survey.alignment.starts or survey.leaves or survey.bare
-    if is_apart or survey.shards or context.beside or options.get("create_graph"):
+    if any(group.propagator.needs_gradient or group.has_overrides for group in groups):
         return None
     site = survey.site_at(found.roots[0])
     losses = [call for call, _ in survey.sites if call.rule.is_loss]
-    if site is None or losses != [site.call]:
+    if site is None or len(found.roots) > 1 or losses != [site.call]:
+        return None
+    given = [options.get(name) for name in ("gradient", "grad_tensors", "grad_variables")]
+    is_number = site.call.stored.outputs[site.index].numel() == 1
+    if not is_number or any(part is not None for part in given):
         return None
     if any(nodes.is_function(node) and not nodes.hands_on(node) for node, _ in survey.seen):
         return None
-    is_number = site.call.stored.outputs[site.index].numel() == 1
-    given = [options.get(name) for name in ("gradient", "grad_tensors", "grad_variables")]
-    if not is_number or any(part is not None for part in given):
-        return None
-    if any(call.run.is_distributed for call in survey.trained):
-        return None
-    if leaves_to_narrow(survey, options, found.roots) is None:
+    is_distributed = any(call.run.is_distributed for call in survey.trained)
+    if is_distributed or leaves_to_narrow(survey, options, found.roots) is None:
         return None
     order = ranks(site.edge.node)
     leaves = (node for node in order if isinstance(node, LeafNode))

@@ -7,7 +7,6 @@ autograd node between calls, until autograd gets there, and every call and node 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,27 +14,17 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, current_node, keeps_graph
+from backpack_core.engine import refusals
 from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.dyed import Question
-from backpack_core.engine.fields import clear, hand_over
+from backpack_core.engine.fields import add_leaves, clear, hand_over
 from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
-from backpack_core.engine.leaves import add_leaves
 from backpack_core.engine.location import place, place_between
-from backpack_core.engine.refusals import (
-    behind_weights,
-    changed_gradient,
-    curvature_of_losses,
-    refuse_bare,
-    refuse_beside,
-    refuse_loss_alone,
-    refuse_misaligned,
-    refuse_other_terms,
-)
 from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
-from backpack_core.engine.sums import SumCheck, check_of_sums
+from backpack_core.engine.sums import SumCheck
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
@@ -47,12 +36,6 @@ from backpack_core.record.view import View
 from backpack_core.values import without_autocast
 
 Grads = Sequence[Tensor | None]
-_alive: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
-
-
-def live_passes() -> int:
-    """How many backward passes have not been let go of: zero outside of any."""
-    return len(_alive)
 
 
 class BackwardPass:
@@ -93,27 +76,29 @@ class BackwardPass:
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
-        _alive.add(self)
         self.context = context
         self.roots = [*roots]
         self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self._is_differentiable = False
-        if graph is None:  # a pass inside another one has no part in what that is read as a whole
-            graph = GraphPass(context.graph_extensions if outer is None else (), None)
-        self._graph = graph
         self.is_outermost = outer is None
-        self._is_part = is_part and outer is not None
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
+        # A pass inside another one has no part in what that is read as a whole.
+        self._graph = graph or GraphPass(whole if outer is None else (), ())
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
-        self._is_curvature = any(group.propagator.travels for group in groups)
-        self._of_losses = [*curvature_of_losses(groups), *(e for e in whole if e.is_of_losses)]
+        self._of_losses = refusals.curvature_of_losses(groups, whole)
+        self._question = Question(
+            any(propagator.per_sample for propagator in self._asked),
+            bool(whole) or any(group.propagator.travels for group in groups),
+            bool(self._of_losses),
+        )
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
+        self._is_part = is_part and outer is not None
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
         self._walked: list[Edge] = []
         self.schedule = HookSchedule(self.survey, self.groups, context.passes)
@@ -121,10 +106,10 @@ class BackwardPass:
         self.traversal = Traversal(self.schedule, self._sink, chunks)
         self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None
-        if context.groups or context.graph_extensions:
+        if groups or whole:
             self._look_around(roots)
-            if gradients or context.graph_extensions:  # else there may be more before the roots
-                refuse_other_terms(self.survey, roots, self._of_losses)
+            if gradients or whole:  # else there may be more before the roots
+                refusals.refuse_other_terms(self.survey, roots, self._of_losses)
             self._begin_measuring(roots, gradients)
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -136,16 +121,15 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
-        refuse_beside(survey, self.context.extensions)
-        if survey.faults and any(propagator.per_sample for propagator in self._asked):
-            fault = fault_in(survey)
-            if fault is not None:
-                raise fault
+        refusals.refuse_beside(survey, self.context.extensions)
+        fault = fault_in(survey) if self._question.is_per_sample else None
+        if fault is not None:
+            raise fault
         self._align(edges)
         if survey.sites and survey.bare:
             if self.context.groups and is_first:
-                refuse_loss_alone(survey, self.context.extensions)
-            refuse_bare(survey, bare, self.context.extensions)
+                refusals.refuse_loss_alone(survey, self.context.extensions)
+            refusals.refuse_bare(survey, bare, self.context.extensions)
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
@@ -159,28 +143,21 @@ class BackwardPass:
         known = {*alignment.starts}
         self._walked += edges
         align(alignment, self.survey, self._walked, all(p.keeps_apart for p in self._asked))
-        refuse_misaligned(self.survey, alignment, self._asked)
+        refusals.refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
             when_reached(node, self.schedule, HookSchedule.reach, self.context.passes)
-        add_leaves(self.survey, alignment)
+        add_leaves(self.survey)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
         context = self.context
-        question = Question(
-            any(propagator.per_sample for propagator in self._asked),
-            self._is_curvature or bool(context.graph_extensions),
-            bool(self._of_losses),
-        )
-        if not self.is_outermost or not any(question):
-            return
-        self.measurement = measurement(self.survey, roots, context.check, question)
+        if self.is_outermost and any(self._question):
+            self.measurement = measurement(self.survey, roots, context.check, self._question)
         if self.measurement is None:
             return
-        self._sums = check_of_sums(self.survey, self.groups)
-        if self._sums is not None:
-            self._sums.join(self.groups)
-            self._sums.listen()
+        keeping = [group.propagator.keeps_apart for group in self.groups]
+        if keeping and all(keeping) and not self.survey.beside:
+            self._sums = SumCheck(self.survey, self.groups)
         dye, slot = self.measurement.dye, len(self.groups)
         self.groups.append(Group(dye))
         for edge, gradient in zip(roots, gradients, strict=False):
@@ -199,7 +176,7 @@ class BackwardPass:
         if what in ("none", "skipped"):
             return without_gradients(self.survey, self.roots, options)
         plain = self._sink.plain = plan(self.survey, self.context.groups, self.roots, options)
-        return {} if plain is None else plain.begin()
+        return {} if plain is None else plain.inputs
 
     # Visits --------------------------------------------------------------------------------------
 
@@ -242,15 +219,15 @@ class BackwardPass:
             self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             if self._is_announced and not call.is_released:
-                raise behind_weights(call, context.extensions[0])
+                raise refusals.behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
         view = self._view(site, grad)
         self._is_differentiable = view.is_differentiable
         if context.observer is not None:
             context.observer(view)
         if is_asked:
-            if changed_by is not None and (self._is_curvature or context.graph_extensions):
-                raise changed_gradient(view, changed_by)
+            if changed_by is not None and self._question.is_curvature:
+                raise refusals.changed_gradient(view, changed_by)
             # A loss matters only where something starts.
             if not call.rule.is_loss and call not in self.survey.opened:
                 try:
@@ -331,10 +308,8 @@ class BackwardPass:
             self.measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
-            for extension, values in (
-                *finished,
-                *self._graph.results(self.survey, self.context.watch),
-            ):
+            whole = self._graph.results(self.survey, self.context.watch)
+            for extension, values in (*finished, *whole):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
         hand_over(self.survey, self.context.extensions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from backpack_core import errors
 from backpack_core._torch import class_of
 from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.carrier import Carrier, Found
@@ -15,15 +16,9 @@ from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.groups import Group
-from backpack_core.errors import (
-    AutodiffFallbackWarning,
-    BackpackWarning,
-    UnsupportedError,
-    warn_once,
-)
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.refusals import missing
+from backpack_core.plugins.loading import missing
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
@@ -103,36 +98,34 @@ def allows_fallback(extension: Extension, view: View) -> bool:
             name,
         )
     if extension.needs_every_parameter and extension.fail_mode != "autodiff":
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"No layer rule covers the parameters of {view.path}, and fail_mode is "
             f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
             "fail_mode='autodiff', freeze them, or write a layer rule."
         )
-    if extension.fail_mode == "silent":
+    mine = type(extension)
+    text = f"{view.path} has no layer rule: {mine.__name__} leaves it out (a {full_name})."
+    if _leaves_out(extension, (kind, mine), text):
         return False
-    if extension.fail_mode == "warning":
-        warn_once(
-            (kind, type(extension)),
-            f"{view.path} has no layer rule: {type(extension).__name__} leaves it out "
-            f"(a {full_name}).",
-            BackpackWarning,
-        )
-        return False
-    warn_once(
+    errors.warn_once(
         (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
         "automatically, which is exact but slower. Install a plugin that knows "
         f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",
-        AutodiffFallbackWarning,
+        errors.AutodiffFallbackWarning,
     )
     return True
 
 
-def tolerates(extension: Extension, view: View, name: str, error: UnsupportedError) -> bool:
+def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
     """Whether an extension goes on where it has no value, as its ``fail_mode`` says."""
-    if extension.fail_mode in ("error", "autodiff") or extension.needs_every_parameter:
+    if extension.needs_every_parameter:
         return False
+    key = (type(view.call.module), type(extension), name)
+    return _leaves_out(extension, key, f"{view.path}: {error}")
+
+
+def _leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
     if extension.fail_mode == "warning":
-        key = (type(view.call.module), type(extension), name)
-        warn_once(key, f"{view.path}: {error}", BackpackWarning)
-    return True
+        errors.warn_once(key, text, errors.BackpackWarning)
+    return extension.fail_mode in ("warning", "silent")

@@ -22,8 +22,7 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
-from backpack_core.engine.dyed import LOST, OF_LOSS, OPEN, Dye, Judge, Question, history, largest
-from backpack_core.engine.weights import Weights
+from backpack_core.engine.dyed import LOST, OF_LOSS, OPEN, Dye, Judge, history, largest
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
@@ -50,21 +49,14 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(
-        self, batch_size: int, seed: int, guesses: int, question: Question, is_readable: bool
-    ) -> None:
-        """Draw the weights.
+    def __init__(self, judge: Judge, is_readable: bool) -> None:
+        """Begin.
 
         Args:
-            batch_size: Number of samples.
-            seed: Of the weights, which touch no generator of the user's.
-            guesses: How many layouts to try where nobody says where samples are.
-            question: What has to be known.
+            judge: Compares, with the weights and by the question that it has.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
         """
-        self._weights = Weights(batch_size, seed, guesses)
-        self._judge = Judge(self._weights, guesses, question)
-        self._question = question
+        self._judge, self._weights, self._question = judge, judge.weights, judge.question
         self._is_readable = is_readable
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False

@@ -1,4 +1,4 @@
-"""The dyed gradient, what is asked of it, and what it means where it is not as it should be."""
+"""The dyed gradient, the weights of samples in it, and what it means where these are others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.columns import Columns, Root
-from backpack_core.engine.weights import Weights
 from backpack_core.errors import SampleMixingError, UnsupportedError
 
 OF_LOSS = Root("dyed behind an extended loss")
 # Torch's own formulas may have constants in single precision (CELU, Hardsigmoid).
 _SINGLE = 1e-5
+# How many different weights there are; in a larger batch, some samples share one, others each time.
+_LEVELS = 9
 
 
 class Question(NamedTuple):
@@ -87,14 +88,102 @@ def history(dyes: Iterable[Dye]) -> Dye:
     )
 
 
-class Judge:
-    """Compares columns with each other, and with what autograd brings."""
+class Weights:
+    """A random power of two for every sample: rounding is the same with it and without.
 
-    def __init__(self, weights: Weights, guesses: int, question: Question) -> None:
+    Where nobody says how a tensor is laid out, there are several guesses: columns besides the plain
+    one, of which one has to turn out right.
+
+    Attributes:
+        guesses: How many.
+    """
+
+    def __init__(self, batch_size: int, seed: int, guesses: int) -> None:
+        """Draw them.
+
+        Args:
+            batch_size: Number of samples.
+            seed: No generator of the user's is touched.
+            guesses: How many columns there are for guesses: one or two.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(batch_size, generator=generator, device="cpu")
+        self._values = 2.0 ** (order % _LEVELS - _LEVELS // 2)
+        self.guesses = guesses
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._values)
+
+    def fit(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> bool:
+        """Whether an axis has so many positions of every sample."""
+        return tensor.shape[axis : axis + 1] == (positions * len(self),)
+
+    def along(self, tensor: Tensor, axis: int = 0, positions: int = 1) -> Tensor:
+        """One for each entry of an axis, to be multiplied with the tensor."""
+        values = self._values if positions == 1 else self._values.repeat_interleave(positions)
+        return self._shaped(values, tensor, axis)
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Columns without weights."""
+        return tensor.expand(1 + self.guesses, *tensor.shape)
+
+    def dyed(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> Tensor:
+        """Columns of a tensor with samples on an axis."""
+        columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
+        columns[0] = tensor
+        columns[1:] = tensor * self.along(tensor, axis, positions)
+        return columns
+
+    def guess(
+        self, tensor: Tensor, is_first: bool, owners: Tensor | None = None
+    ) -> list[Tensor] | None:
+        """Where samples may lie in a tensor: weights to multiply with, for every guess.
+
+        Args:
+            tensor: Shape ``[*]``.
+            is_first: Whether they are on axis 0, if that is as long as the batch.
+            owners: Which sample each entry of axis 0 belongs to, if that is known.
+
+        Returns:
+            As many as there are guesses, or none if there would have to be more; ``None`` if there
+            are no samples in it, as far as its axes tell.
+        """
+        size = len(self)
+        if not size or (tensor.numel() == 1 and size != 1):
+            return None
+        if owners is not None:
+            values = self._values[owners.to(self._values.device)]
+            return [self._shaped(values, tensor, 0)] * self.guesses
+        axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
+        found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
+        if tensor.dim() and not tensor.shape[0] % size and 0 not in axes:  # [N · k, *], [k · N, *]
+            count = tensor.shape[0] // size
+            rows = self._values.repeat_interleave(count), self._values.repeat(count)
+            merged = [self._shaped(values, tensor, 0) for values in rows]
+            # Another axis, the classes, may be as long.
+            found = merged if is_first or not found else [*found, merged[0]]
+        if not found:
+            return None
+        if len(found) > self.guesses:
+            return []
+        return (found * self.guesses)[: self.guesses]
+
+    @staticmethod
+    def _shaped(values: Tensor, tensor: Tensor, axis: int) -> Tensor:
+        shape = [1] * tensor.dim()
+        shape[axis] = -1
+        return values.to(tensor.device, tensor.dtype).reshape(shape)
+
+
+class Judge:
+    """Compares columns with each other, and with what autograd brings, to answer a question."""
+
+    def __init__(self, weights: Weights, question: Question) -> None:
         """Begin with all guesses, of which one has to be right everywhere."""
-        self._weights = weights
-        self._question = question
-        self._right = {*range(guesses)}
+        self.weights = weights
+        self.question = question
+        self._right = {*range(weights.guesses)}
 
     def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: int) -> bool:
         """Compare; false if there is nothing that could be, or all is zero.
@@ -112,7 +201,7 @@ class Judge:
         total = arrived.total()
         assert total is not None
         plain, *guesses = total
-        own = own if self._question.is_curvature else None
+        own = own if self.question.is_curvature else None
         size = max(largest(t) for t in (plain, own) if t is not None)
         if not size:
             return False
@@ -122,14 +211,14 @@ class Judge:
         besides = 0.0
         if own is not None and not arrived.positions:
             besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
-        if self._question.is_of_losses:
+        if self.question.is_of_losses:
             of_loss = arrived.columns.blocks.get(OF_LOSS)
             other = plain if of_loss is None else plain - of_loss[0]
             besides = max(besides, largest(other))
         if besides > allowed:
             raise _something_besides(where, arrived)
-        if self._question.is_per_sample and self._weights.fit(plain, positions):
-            weights = self._weights.along(plain, positions=positions)
+        if self.question.is_per_sample and self.weights.fit(plain, positions):
+            weights = self.weights.along(plain, positions=positions)
             found = enumerate(guesses)
             self._right &= {n for n, g in found if largest((g / weights).sub_(plain)) <= allowed}
             if not self._right:
@@ -144,8 +233,8 @@ class Judge:
         plain, *guesses = total
         allowed = largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
         for axis, length in enumerate(plain.shape):
-            if length == len(self._weights):
-                expected = plain * self._weights.along(plain, axis)
+            if length == len(self.weights):
+                expected = plain * self.weights.along(plain, axis)
                 if any(largest(dyed - expected) <= allowed for dyed in guesses):
                     return axis
         return 0

@@ -1,4 +1,7 @@
-"""Fields of parameters: those of earlier passes go, and those of shards are where users look."""
+"""What fields are stored on: parameters that plain functions use, and shards, too.
+
+Fields of earlier passes go.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,22 @@ from collections.abc import Iterable
 from itertools import chain
 
 from backpack_core._torch import shards_in
+from backpack_core.contract.bare import bare_call
 from backpack_core.contract.extension import Extension
 from backpack_core.graph.survey import Survey
-from backpack_core.record.owner import owners_of
+from backpack_core.plugins.registry import FALLBACK
+from backpack_core.record.call import Edge, Site
+from backpack_core.record.owner import owned_by_models, owners_of
+
+
+def add_leaves(survey: Survey) -> None:
+    """Have the survey know the parameters at which samples are kept apart."""
+    leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
+    known = owned_by_models() if leaves else {}
+    for node, parameter in leaves:
+        module, name = survey.freed.get(id(parameter)) or known[id(parameter)]
+        call = bare_call(module, name, parameter, FALLBACK.provenance)
+        survey.add_leaf(Site(call, 0, Edge(node, 0)))
 
 
 def clear(survey: Survey, extensions: Iterable[Extension]) -> None:

@@ -9,10 +9,7 @@ engine again, for hooks and accumulation.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +19,11 @@ from torch.autograd.graph import GradientEdge
 from backpack_core import _torch
 from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import Node
+from backpack_core.contract import operations
 from backpack_core.contract.column_propagator import OutputGradient
-from backpack_core.contract.operations import (
-    batch_sum,
-    dense,
-    has_free_sum,
-    square_sum,
-    squared_norm,
-)
 from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
-from backpack_core.engine.trust import is_round, known_of
+from backpack_core.engine.trust import known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
@@ -40,21 +31,6 @@ from backpack_core.record.call import Edge
 Key = tuple[int, str]  # a site's number in the walk, and what its module calls a parameter
 
 _PRECISE = (torch.float32, torch.float64)  # sums in half precision are not autograd's
-
-
-@dataclass
-class Sums:
-    """What is known of one structure.
-
-    Attributes:
-        passes: How many passes had it.
-        known: Parameters whose gradient is the sum of their products, by the keys of their uses.
-    """
-
-    passes: int = 0
-    known: set[Key] = field(default_factory=set)
-
-
 _Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter that only products read, and its uses
 
 
@@ -63,6 +39,7 @@ class PlainGradient:
 
     Attributes:
         group: The extensions of individual gradients, whose products have the sums.
+        inputs: What to tell autograd, by the names of its arguments.
     """
 
     def __init__(self, survey: Survey, group: Group, leaves: Sequence[Node]) -> None:
@@ -77,29 +54,21 @@ class PlainGradient:
             leaves: Every leaf that autograd would get to.
         """
         self.group = group
-        self._needs = group.needs | {batch_sum}
-        self._leaves = leaves
-        self._survey = survey
+        self._needs = group.needs | {operations.batch_sum}
         self._sums: dict[int, Tensor] = {}
-        self._sums_of = known_of(survey, Sums, group.needs)
-        self._sums_of.passes += 1
-        self._handles: list[Any] = []
-        self._judged: dict[int, _Candidate] = {}
-        self._left: dict[int, Tensor] = {}
-        is_judged, known = is_round(self._sums_of.passes), self._sums_of.known
-        for number, candidate in _candidates(survey).items():
-            if is_judged:
-                self._judged[number] = candidate
-            elif known.issuperset(candidate[1]):
-                self._left[number] = candidate[0]
-
-    def begin(self) -> dict[str, Any]:
-        """What to tell autograd, by the names of its arguments."""
-        this = weakref.ref(self)
-        for candidate in self._judged.values():
-            hook = partial(_judge, this, candidate)
-            self._handles.append(hook_leaf_first(candidate[0], hook))
-        return inputs_without(self._left, self._survey, self._leaves) if self._left else {}
+        trust, found = known_of(survey, group.needs), _candidates(survey)
+        self._summed = trust.summed
+        self._judged = found if trust.is_due() else {}
+        self._left = {
+            number: parameter
+            for number, (parameter, keys) in found.items()
+            if number not in self._judged and self._summed.issuperset(keys)
+        }
+        self._handles = [
+            hook_leaf_first(parameter, self, PlainGradient._judge)
+            for parameter, _ in self._judged.values()
+        ]
+        self.inputs = inputs_without(self._left, survey, leaves) if self._left else {}
 
     def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:
         """What is asked of a parameter's product, if its sum may be taken; else ``None``."""
@@ -117,29 +86,26 @@ class PlainGradient:
             is_reached: Whether any gradient arrives; where none does, autograd stores none.
         """
         number = id(parameter)
-        if number in self._judged and not has_free_sum(whole):
+        if number in self._judged and not operations.has_free_sum(whole):
             return
         if not is_reached:
             self._left.pop(number, None)
             return
-        is_known = batch_sum in self.group.needs  # somebody may have stored it
-        total = batch_sum(whole).squeeze(0)
+        is_known = operations.batch_sum in self.group.needs  # somebody may have stored it
+        total = operations.batch_sum(whole).squeeze(0)
         self._sums[number] = total.clone() if is_known else total
 
-    def judge(self, candidate: _Candidate, gradient: Tensor) -> None:
+    def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
         """Compare a sum with what autograd brings."""
-        parameter, keys = candidate
-        total = self._sums.pop(id(parameter), None)
+        total, keys = self._sums.pop(id(parameter), None), self._judged[id(parameter)][1]
         if total is None or not total.numel():
             return
         size = float(gradient.detach().abs().max())
-        if not size:
-            return
         allowed = size * torch.finfo(gradient.dtype).eps ** 0.6
-        if float((total - gradient).detach().abs().max()) <= allowed:
-            self._sums_of.known.update(keys)
-        else:
-            self._sums_of.known.difference_update(keys)
+        if not float((total - gradient).detach().abs().max()) <= allowed:
+            self._summed.difference_update(keys)
+        elif size:
+            self._summed.update(keys)
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
@@ -175,10 +141,7 @@ class _Sums(torch.autograd.Function):
 
 
 def plan(
-    survey: Survey,
-    groups: Iterable[Group],
-    edges: Sequence[Edge],
-    options: Mapping[str, Any],
+    survey: Survey, groups: Iterable[Group], edges: Sequence[Edge], options: Mapping[str, Any]
 ) -> PlainGradient | None:
     """What is done where sums are shared; ``None`` where autograd does everything.
 
@@ -243,6 +206,7 @@ def inputs_without(
 def _candidates(survey: Survey) -> dict[int, _Candidate]:
     """Parameters that are read by products wherever they are used, by ``id``."""
     found: dict[int, _Candidate] = {}
+    sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
         dtype = call.stored.outputs[index].dtype
         for name, parameter, used, is_covered in survey.trained[call]:
@@ -251,11 +215,11 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
                 key = id(parameter)
                 keys = found[key][1] if key in found else ()
                 found[key] = parameter, (*keys, (number, name))
-    for key, (parameter, keys) in list(found.items()):
-        is_every = len(keys) == survey.uses[key].count and key not in survey.bare
-        if not is_every or (survey.shards and parameter in survey.shards):
-            del found[key]
-    return found
+    return {
+        key: (parameter, keys)
+        for key, (parameter, keys) in found.items()
+        if len(keys) == survey.uses[key].count and not (key in survey.bare or key in sharded)
+    }
 
 
 def _has_individual(group: Group) -> bool:
@@ -264,7 +228,7 @@ def _has_individual(group: Group) -> bool:
         isinstance(group.propagator, OutputGradient)
         and group.propagator.subsampling is None
         and not group.has_overrides
-        and bool(group.needs & {dense, square_sum, squared_norm})
+        and bool(group.needs & {operations.dense, operations.square_sum, operations.squared_norm})
     )
 
 
@@ -293,12 +257,6 @@ def leaves_to_narrow(
             return [node for node, kind in nodes.items() if kind is _torch.LeafNode]
         _say("re-entrant checkpoints take no inputs=")
     return None
-
-
-def _judge(this: Any, candidate: _Candidate, gradient: Tensor) -> None:
-    plain: PlainGradient | None = this()
-    if plain is not None:
-        plain.judge(candidate, gradient)
 
 
 def _say(why: str) -> None:

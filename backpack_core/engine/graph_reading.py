@@ -26,20 +26,20 @@ class GraphPass:
     def __init__(
         self,
         extensions: tuple[GraphExtension, ...],
-        roots: tuple[Any, ...] | None,
+        roots: tuple[Any, ...],
         gradients: tuple[Tensor | None, ...] = (),
     ) -> None:
         """Begin.
 
         Args:
             extensions: The extensions.
-            roots: The tensors that ``backward()`` was called on; ``None`` where that went unseen.
+            roots: The tensors that ``backward()`` was called on; none where that went unseen.
             gradients: What came in at each of them.
         """
         self._readings = [(extension, extension.begin()) for extension in extensions]
         self._roots = roots
-        self._gradients = gradients
-        if extensions and roots is None:
+        self._gradients = gradients or (None,) * len(roots)
+        if extensions and not roots:
             raise UsageError(
                 f"{type(extensions[0]).__name__} differentiates the loss as a whole, and the call "
                 "of backward() was not seen. Call loss.backward(), torch.autograd.backward or "
@@ -60,20 +60,16 @@ class GraphPass:
         self, survey: Survey, watch: Watch | None
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The values of all parameters, by extension."""
-        if self._readings:
-            assert self._roots is not None
-            gradients = self._gradients or (None,) * len(self._roots)
-            graph = LossGraph(
-                self._roots, gradients, _parameters(survey), partial(nonlinear, survey)
-            )
-            for extension, reading in self._readings:
-                try:
-                    results, kind = partial(reading.results, graph), type(extension)
-                    values = results() if watch is None else watch(results, None, kind, "graph")
-                except Exception as error:
-                    place_between(error, survey, extension)
-                    raise
-                yield extension, values
+        parameters = _parameters(survey) if self._readings else ()
+        graph = LossGraph(self._roots, self._gradients, parameters, partial(nonlinear, survey))
+        for extension, reading in self._readings:
+            try:
+                results, kind = partial(reading.results, graph), type(extension)
+                values = results() if watch is None else watch(results, None, kind, "graph")
+            except Exception as error:
+                place_between(error, survey, extension)
+                raise
+            yield extension, values
 
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:

@@ -11,14 +11,9 @@ from pathlib import Path
 
 import torch
 
+from backpack_core import errors
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.errors import (
-    BackpackError,
-    BridgeError,
-    PluginCodeError,
-    UnsupportedByPluginError,
-)
 from backpack_core.graph.paths import sources
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
@@ -42,7 +37,7 @@ def place_between(
         extension: The extension.
         node: The operation; ``None`` if the error says.
     """
-    at = error.node if node is None and isinstance(error, BridgeError) else node
+    at = error.node if node is None and isinstance(error, errors.BridgeError) else node
     paths = [] if at is None else sources(survey, at)
     _place(error, extension, f", after {', '.join(paths)}" if paths else "")
 
@@ -57,11 +52,11 @@ def _place(error: Exception, extension: Extension | None, where: str) -> None:
     if line:
         raised = "".join(traceback.format_exception_only(error)).strip()
         is_missing = isinstance(error, NotImplementedError)
-        kind = UnsupportedByPluginError if is_missing else PluginCodeError
+        kind = errors.UnsupportedByPluginError if is_missing else errors.PluginCodeError
         fault = kind(f"{raised}\nraised in {line}\n{text}")
         fault.backpack_context = text
         raise fault from error
-    if isinstance(error, BackpackError):
+    if isinstance(error, errors.BackpackError):
         error.args = (f"{error.args[0] if error.args else ''}\n{text}", *error.args[1:])
     elif hasattr(error, "add_note"):
         error.add_note(text)
@@ -69,7 +64,7 @@ def _place(error: Exception, extension: Extension | None, where: str) -> None:
 
 
 # Ours say what to do, callers recover from memory that is used up, users make errors of warnings.
-_AS_THEY_ARE = (BackpackError, Warning, torch.OutOfMemoryError, MemoryError)
+_AS_THEY_ARE = (errors.BackpackError, Warning, torch.OutOfMemoryError, MemoryError)
 _OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._hooks import ModuleHooks
+from backpack_core import _hooks, errors
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
-from backpack_core.errors import (
-    NotExtendedError,
-    UncoveredParameterWarning,
-    UnsupportedError,
-    warn_once,
-)
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.paths import nonlinear_above, reached_past_losses
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.refusals import nothing_arrived
+from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
@@ -45,11 +41,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
     Raises:
         UnsupportedError: An extension has no quantity of one of them, and has to.
     """
-    at_leaves = {
-        id(site.call.stored.owned[name][0])
-        for site in survey.leaves.values()
-        for name in site.call.stored.owned
-    }
+    at_leaves = set(map(id, survey.alignment.leaves.values()))
     owned = owned_by_models()
     for key in survey.bare.keys() - {*known}:
         parameter, node = survey.bare[key]
@@ -62,12 +54,12 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         for extension in missed:
             tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
             if extension.needs_every_parameter or not tolerates:
-                raise UnsupportedError(
+                raise errors.UnsupportedError(
                     f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
                 )
         if any(key not in owned or e.fail_mode == "warning" for e in missed):
             text = f"{what}: it gets no quantity. {advice}"
-            warn_once((id(parameter), text), text, UncoveredParameterWarning)
+            errors.warn_once((id(parameter), text), text, errors.UncoveredParameterWarning)
 
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
@@ -149,7 +141,7 @@ def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
         return
     for extension in extensions:
         if extension.is_of_everything:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{registry.describe(extension)} is of all that backward() is called on, and the "
                 "second derivative of a term that was handed over in beside=[...] is not known to "
                 "any rule. Call backward() on the term outside of the block and add its second "
@@ -159,7 +151,7 @@ def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
     found = ends | behind(ends)
     for site in survey.sites.values():
         if site.edge.node in found:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"A term that was handed over in beside=[...] depends on the output of "
                 f"{site.call.path}, whose gradient is the sum of both: what belongs to the loss "
                 "alone is not known. Leave the term out of beside=[...], which adds it to the "
@@ -168,8 +160,8 @@ def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
             )
 
 
-def _beside(survey: Survey, parameter: Tensor, node: Node) -> UnsupportedError:
-    return UnsupportedError(
+def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.UnsupportedError:
+    return errors.UnsupportedError(
         f"The number that backward() is called on depends on {named(survey, parameter)} by the "
         f"operation {nodes.described(node)!r}, and not by way of any sample: a term beside the "
         "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
@@ -184,7 +176,7 @@ def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
     for model in owners_of(modules):
         for path, part in model.named_modules():
             own = any(parameter is other for other in part._parameters.values())
-            if own and not ModuleHooks.are_installed(part):
+            if own and not _hooks.are_installed(part):
                 return f"{type(part).__name__} {path!r}"
     return ""
 
@@ -205,17 +197,19 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
     if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
         losses = ", ".join(dict.fromkeys(call.path for call in calls))
         names = ", ".join(type(extension).__name__ for extension in extensions)
-        raise NotExtendedError(
+        raise errors.NotExtendedError(
             f"Only the loss ({losses}) is extended, and {len(survey.bare)} trained parameters "
             f"behind it belong to no extended module: {names} would compute nothing. Call "
             "model = extend(model) before the forward pass."
         )
 
 
-def curvature_of_losses(groups: Iterable[Group]) -> list[Extension]:
+def curvature_of_losses(
+    groups: Iterable[Group], whole: Iterable[GraphExtension]
+) -> list[Extension]:
     """Extensions whose quantity starts at extended losses, by what rules of these say."""
-    travelling = (group for group in groups if group.propagator.travels)
-    return [e for group in travelling if not group.has_overrides for e in group.extensions]
+    started = [g.extensions for g in groups if g.propagator.travels and not g.has_overrides]
+    return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
 
 
 def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[Extension]) -> None:
@@ -235,7 +229,7 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[E
         return
     node = nonlinear_above(survey, roots)
     if node is not None:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"The operation {nodes.described(node)!r} is applied to an extended loss before "
             "backward() is called, and is not known to be linear: curvature would need its second "
             "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
@@ -247,7 +241,7 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[E
         error = nothing_arrived(View(*next(iter(survey.sites))), type(extensions[0]).__name__)
         place_between(error, survey, extensions[0])
         raise error
-    raise UnsupportedError(
+    raise errors.UnsupportedError(
         f"{registry.describe(extensions[0])} belongs to the extended losses, and what backward() "
         f"is called on depends on the output of {site.call.path} by a term beside them, which no "
         "loss rule knows. Extend the loss as a whole, or call backward() on the other term outside "
@@ -255,14 +249,14 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[E
     )
 
 
-def behind_weights(call: Call, extension: Extension) -> UnsupportedError:
+def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
     """The error where autograd gets to a call by no way that a sample goes.
 
     Args:
         call: The call.
         extension: What was asked for.
     """
-    return UnsupportedError(
+    return errors.UnsupportedError(
         f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
         f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
         "gradient that was made with create_graph=True (the inner step of MAML, and "
@@ -274,7 +268,7 @@ def behind_weights(call: Call, extension: Extension) -> UnsupportedError:
     )
 
 
-def changed_gradient(view: View, changed_by: Sequence[Any]) -> UnsupportedError:
+def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
     """The error where hooks change what curvature would be the curvature of.
 
     Args:
@@ -283,8 +277,29 @@ def changed_gradient(view: View, changed_by: Sequence[Any]) -> UnsupportedError:
     """
     names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
     where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
-    return UnsupportedError(
+    return errors.UnsupportedError(
         f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
         "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
         "or leave second-order extensions out."
+    )
+
+
+def nothing_arrived(view: View, name: str) -> Exception:
+    """The error where a call is no part of an extended loss: a quantity would miss something.
+
+    Args:
+        view: The call.
+        name: What needs the loss.
+    """
+    if view.output_shape == ():
+        return missing(
+            f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
+            "an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
+            f"LossRule for {type(view.call.module).__name__}.",
+            "loss",
+        )
+    return errors.NotExtendedError(
+        f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
+        f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
+        "torch.nn, and compute the loss with it; a functional loss cannot be seen."
     )

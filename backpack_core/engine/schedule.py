@@ -15,14 +15,8 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from backpack_core._torch import (
-    Node,
-    casts,
-    current_node,
-    graph_task_id,
-    will_execute,
-    will_get_gradient,
-)
+from backpack_core import _torch
+from backpack_core._torch import Node
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
@@ -87,7 +81,7 @@ class Schedule(ABC):
             wide: What comes from nodes, for the whole batch.
             own: What comes from calls, for the samples that take part.
         """
-        if will_execute(edge.node):
+        if _torch.will_execute(edge.node):
             self.leave(slot, edge, wide, own)
 
     def leave(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
@@ -175,15 +169,11 @@ class Schedule(ABC):
         """Leave what has crossed a node at an edge behind it."""
         if not nodes.is_leaf(edge.node):
             self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
-            return
-        leaf = self.survey.alignment.leaves.get(edge.node)
-        # Of other parameters, calls are read off.
-        if (
-            leaf is not None
-            and self.groups[slot].propagator.keeps_apart
-            and will_get_gradient(leaf)
-        ):
-            self.leave(slot, edge, wide=quantity)
+        elif self.groups[slot].propagator.keeps_apart:
+            leaf = self.survey.alignment.leaves.get(edge.node)
+            # Of other parameters, calls are read off.
+            if leaf is not None and _torch.will_get_gradient(leaf):
+                self.leave(slot, edge, wide=quantity)
 
 
 class HookSchedule(Schedule):
@@ -206,7 +196,7 @@ class HookSchedule(Schedule):
 
     def reach(self, grads: Any) -> None:
         """Autograd is at a node."""
-        self.cross(current_node(), grads)
+        self.cross(_torch.current_node(), grads)
 
 
 def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passes: Passes) -> None:
@@ -229,25 +219,20 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
     """Do something in a hook; the pass under way ends if it fails."""
     try:
-        if casts():
+        if _torch.casts():
             with without_autocast():  # the forward pass has said what precision to take
                 function(*args)
         else:
             function(*args)
     except BaseException:
-        passes.pop(graph_task_id(), None)
+        passes.pop(_torch.graph_task_id(), None)
         raise
 
 
 class RankSchedule(Schedule):
     """In an order that was made beforehand."""
 
-    def __init__(
-        self,
-        survey: Survey,
-        groups: Sequence[Group],
-        ranks: dict[Node, int],
-    ) -> None:
+    def __init__(self, survey: Survey, groups: Sequence[Group], ranks: dict[Node, int]) -> None:
         """Begin.
 
         Args:

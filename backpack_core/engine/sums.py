@@ -6,9 +6,7 @@ that never met a call, a rule that is not that of the module, a fault of our own
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
 from math import sqrt
 from typing import Any
 
@@ -36,24 +34,28 @@ class SumCheck(FirstOrderExtension):
     needs = (batch_sum,)
     is_deferred = True
 
-    def __init__(self, survey: Survey) -> None:
-        """Begin.
+    def __init__(self, survey: Survey, groups: list[Group]) -> None:
+        """Begin, and have autograd tell what it brings, before hooks of others change it.
 
         Args:
             survey: What is known about the graph.
+            groups: What was asked for. It reads along with what is read anyway, or is a group of
+                its own.
         """
         super().__init__(fail_mode="silent")  # nothing is run once more for it alone
         self._survey = survey
         # Under autocast, what is stored in single precision may have been computed in half.
-        outputs = [call.stored.outputs[index] for call, index in survey.sites]
-        dtypes = {o.dtype for o in outputs if o.is_floating_point()}
-        self._unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        self._unit = _unit(call.stored.outputs[index].dtype for call, index in survey.sites)
         self._task = -1
         self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
-        self._handles: list[Any] = []
+        self._join(groups)
+        self._handles = [
+            hook_leaf_first(use.parameter, self, SumCheck._hear)
+            for use in survey.uses.values()
+            if use.parameter.is_leaf and use.count
+        ]
 
-    def join(self, groups: list[Group]) -> None:
-        """Read along with what is read anyway, or as a group of its own."""
+    def _join(self, groups: list[Group]) -> None:
         for slot, group in enumerate(groups):
             if group.propagator == self.propagator and not group.has_overrides:
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
@@ -63,20 +65,12 @@ class SumCheck(FirstOrderExtension):
                 return
         groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
 
-    def listen(self) -> None:
-        """Have autograd tell what it brings to parameters, before hooks of others change it."""
-        for use in self._survey.uses.values():
-            if use.parameter.is_leaf and use.count:
-                hook = partial(_hear, weakref.ref(self), weakref.ref(use.parameter))
-                self._handles.append(hook_leaf_first(use.parameter, hook))
-
     def leave(self) -> None:
         """Listen no more."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
-    def hear(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _hear(self, parameter: Tensor, gradient: Tensor) -> None:
         """What autograd brings, in this pass or in one inside of it."""
         # A copy: autograd may store the tensor itself, which is averaged or added to from then on.
         self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
@@ -108,7 +102,7 @@ class SumCheck(FirstOrderExtension):
         terms = dict(zip(values, _numbers(size for _, size in values.values()), strict=True))
         differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
         for (parameter, *tensors), difference in zip(compared, differences, strict=True):
-            unit = max(self._unit, *(torch.finfo(t.dtype).eps for t in tensors))
+            unit = max(self._unit, _unit(t.dtype for t in tensors))
             # Terms may cancel before they get to the parameter, too: in a softmax, say.
             size = sizes[parameter], max(terms[parameter], widest / 32)
             if difference > _allowed(*size, unit):  # what is not finite is not compared
@@ -122,12 +116,11 @@ class SumCheck(FirstOrderExtension):
 
         Many a norm or softmax computes in single precision, whatever it is given.
         """
-        dtypes = {
+        return _unit(
             metadata_of(node, nr).dtype
             for node in behind(site.edge.node for site in self._survey.sites.values())
             for nr in range(len(node._input_metadata))
-        }
-        return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
+        )
 
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
@@ -140,15 +133,6 @@ class SumCheck(FirstOrderExtension):
             "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
             "numbers stay wrong. (This is measured: see docs/checks.md.)"
         )
-
-
-def _hear(
-    check: weakref.ref[SumCheck], parameter: weakref.ref[Tensor], gradient: Tensor | None
-) -> None:
-    """A hook on a parameter that holds neither the pass nor anything of it."""
-    this, tensor = check(), parameter()
-    if this is not None and tensor is not None and gradient is not None:
-        this.hear(tensor, gradient)
 
 
 def magnitude(product: SampleProduct) -> Tensor:
@@ -173,6 +157,12 @@ def _allowed(gradient: float, terms: float, unit: float) -> float:
     return max(gradient * bound, terms * min(32 * unit, bound))
 
 
+def _unit(dtypes: Iterable[torch.dtype]) -> float:
+    """The coarsest rounding unit."""
+    real = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return max((torch.finfo(dtype).eps for dtype in real), default=0.0)
+
+
 def _norm(tensor: Tensor) -> Tensor:
     wide = torch.promote_types(tensor.dtype, torch.float32)
     norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=wide)
@@ -183,16 +173,3 @@ def _numbers(scalars: Iterable[Tensor]) -> list[float]:
     """Their values, for which a device is waited for once."""
     found = [scalar.reshape(1) for scalar in scalars]
     return torch.cat([one.to(found[0].device) for one in found]).tolist() if found else []
-
-
-def check_of_sums(survey: Survey, groups: Sequence[Group]) -> SumCheck | None:
-    """What compares sums in a pass; ``None`` where some product is not to be had.
-
-    Args:
-        survey: What is known about the graph.
-        groups: What was asked for.
-    """
-    keeping = [group.propagator.keeps_apart for group in groups]
-    if survey.beside or not keeping or not all(keeping):
-        return None
-    return SumCheck(survey)

@@ -9,11 +9,9 @@ autograd as usual. Besides memory this saves time, since small chunks stay in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import torch
+from dataclasses import dataclass, field
 
 from backpack_core._torch import Node
-from backpack_core.contract.extension import Extension
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.engine.sink import ChunkSink, Values
@@ -26,58 +24,36 @@ from backpack_core.record.view import View
 from backpack_core.tuning import column_budget, memory_budget
 
 
-def chunk_size(extensions: Sequence[Extension], survey: Survey, device: torch.device) -> int | None:
-    """How many columns to carry at once; ``None`` for all.
-
-    Args:
-        extensions: Those that share the columns.
-        survey: What is known about the net.
-        device: Where the columns are.
-    """
-    if not extensions or not all(e.columns_add for e in extensions):
-        return None
-    asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
-    if asked:
-        return min(asked)
-    limit = column_budget(device.type)
-    if any(e.per_sample for e in extensions):
-        limit = max(limit, survey.weights * survey.batch_size)
-    return max(1, limit // max(1, survey.widest))
-
-
+@dataclass(eq=False)
 class Chunks:
-    """Makes sweeps for one backward pass."""
+    """Makes sweeps for one backward pass.
 
-    def __init__(
-        self,
-        survey: Survey,
-        groups: Sequence[Group],
-        kept: Kept,
-        partial: Values,
-    ) -> None:
-        """Begin.
+    Attributes:
+        survey: What is known about the graph.
+        groups: What is sent.
+        kept: What calls have computed for all columns that pass through them.
+        partial: Where values go, added up.
+    """
 
-        Args:
-            survey: What is known about the graph.
-            groups: What is sent.
-            kept: What calls have computed for all columns that pass through them.
-            partial: Where values go, added up.
-        """
-        self._survey = survey
-        self._groups = groups
-        self._kept = kept
-        self._partial = partial
-        self._ranks: dict[Node, int] = {}
-        self._sizes: dict[tuple[int, str, int], int | None] = {}
+    survey: Survey
+    groups: Sequence[Group]
+    kept: Kept
+    partial: Values
+    _ranks: dict[Node, int] = field(default_factory=dict)
 
     def size(self, slot: int, view: View) -> int | None:
         """How many columns may go on from a call at once; ``None`` for all."""
-        device, group = view.device, self._groups[slot]
-        key = (slot, device.type, self._survey.widest)
-        if key not in self._sizes:
-            shared = () if group.has_overrides else group.extensions
-            self._sizes[key] = chunk_size(shared, self._survey, device)
-        return self._sizes[key]
+        survey, group = self.survey, self.groups[slot]
+        extensions = () if group.has_overrides else group.extensions
+        if not extensions or not all(e.columns_add for e in extensions):
+            return None
+        asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
+        if asked:
+            return min(asked)
+        limit = column_budget(view.device.type)
+        if any(e.per_sample for e in extensions):
+            limit = max(limit, survey.weights * survey.batch_size)
+        return max(1, limit // max(1, survey.widest))
 
     def carry(self, slot: int, site: Site, begin: Callable[[Traversal], None]) -> None:
         """Visit everything that a chunk of columns reaches, and add what extensions read off.
@@ -89,20 +65,20 @@ class Chunks:
         """
         if site.edge.node not in self._ranks:
             self._ranks = ranks(site.edge.node)
-        schedule = RankSchedule(self._survey, self._groups, self._ranks)
-        sink = ChunkSink(self._survey)
+        schedule = RankSchedule(self.survey, self.groups, self._ranks)
+        sink = ChunkSink(self.survey)
         traversal = Traversal(schedule, sink)
         begin(traversal)
         schedule.run(lambda site: self._visit(traversal, slot, site))
-        sink.add_to(self._partial)
+        sink.add_to(self.partial)
 
     def _visit(self, traversal: Traversal, slot: int, site: Site) -> None:
         call = site.call
-        kept = self._kept.setdefault(call, {})
-        axis = self._survey.axes[call, site.index]
-        positions = self._survey.alignment.positions_of(site)
+        kept = self.kept.setdefault(call, {})
+        axis = self.survey.axes[call, site.index]
+        positions = self.survey.alignment.positions_of(site)
         view = View(call, site.index, None, site.edge.node, axis, kept, positions)
-        if call not in self._survey.opened:
+        if call not in self.survey.opened:
             call.rule.check(view)
         traversal.visit(slot, site, view)
         # What depends on the call alone serves the next chunk, too, as far as memory allows.

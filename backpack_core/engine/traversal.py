@@ -15,12 +15,12 @@ from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
+from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.paths import entries_of
-from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter

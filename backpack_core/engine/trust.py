@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
-
-from torch.nn import Module
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
-from backpack_core.engine.dyed import Question
+from backpack_core.engine.dyed import Judge, Question, Weights
 from backpack_core.graph import nodes
 from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
-_TRUST: Final = "_backpack_trust"
-T = TypeVar("T")
+TRUST_ATTRIBUTE: Final = "_backpack_trust"
 
 
 @dataclass
@@ -30,21 +27,17 @@ class Trust:
         open_sites: Outputs of calls at which nothing could be compared yet, by their position in
             the walk, and -1 while an operation gave nothing but zeros; ``None`` before the first
             pass.
+        summed: Parameters whose gradient is the sum of their products, by the keys of their uses.
     """
 
     passes: int = 0
     open_sites: set[int] | None = None
+    summed: set[Hashable] = field(default_factory=set)
 
     def is_due(self) -> bool:
-        """Count a pass; whether it should be measured: the first, and 1, 2, 4, 8, … after it."""
-        self.passes += 1
-        return self.open_sites is None or bool(self.open_sites) or is_round(self.passes)
-
-
-def is_round(passes: int) -> bool:
-    """Whether so many passes are the first, or 1, 2, 4, 8, … after it."""
-    before = passes - 1
-    return before & (before - 1) == 0
+        """Whether this pass is the first, or 1, 2, 4, 8, … after it."""
+        before = self.passes - 1
+        return before & (before - 1) == 0
 
 
 class Measurement:
@@ -60,9 +53,8 @@ class Measurement:
         # Extended losses say where samples are; for curvature of them, any other term is one too
         # many.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
-        self.dye = DyePropagator(
-            survey.batch_size, trust.passes, guesses, question, survey.is_readable
-        )
+        weights = Weights(survey.batch_size, trust.passes, guesses)
+        self.dye = DyePropagator(Judge(weights, question), survey.is_readable)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # nothing is trusted after a pass that fails
@@ -94,33 +86,28 @@ def measurement(
         return None
     if any(is_symbolic(call.stored.outputs[index]) for call, index in survey.sites):
         return None
-    trust = known_of(survey, Trust, question)
-    is_due = trust.is_due()
-    if not is_due and check != "always":
+    trust = known_of(survey, question)
+    is_known = trust.open_sites is not None and not trust.open_sites
+    if is_known and not trust.is_due() and check != "always":
         return None
     return Measurement(survey, roots, trust, question)
 
 
-def known_of(survey: Survey, make: Callable[[], T], *asked: Any) -> T:
-    """What is known of the structure of a pass.
+def known_of(survey: Survey, asked: Hashable) -> Trust:
+    """What is known of the structure of a pass, which is counted.
 
     Structures differ by the calls and the nodes between them, in train and eval mode, and by which
     axes are as long as the batch; not by sizes, so that padding to other lengths is the same one.
 
     Args:
         survey: The graph.
-        make: Makes what is known of a new one: nothing.
         asked: What else tells passes apart.
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
-    table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
-    found: T = table.setdefault(hash((make, asked, _structure(survey))), make())
+    table = owner_of(call.module).__dict__.setdefault(TRUST_ATTRIBUTE, {})
+    found: Trust = table.setdefault(hash((asked, _structure(survey))), Trust())
+    found.passes += 1
     return found
-
-
-def forget(module: Module) -> None:
-    """Trust nothing of a module any more."""
-    module.__dict__.pop(_TRUST, None)
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:

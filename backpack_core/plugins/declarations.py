@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from operator import attrgetter
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.nn import Module
 
@@ -34,13 +34,6 @@ _BASES = (
 _CONTRACT = "backpack_core.contract."
 
 
-class _Items(NamedTuple):
-    """What a declared tuple consists of."""
-
-    what: str
-    accepts: Callable[[Any], bool]
-
-
 def is_module_type(item: Any) -> bool:
     """Whether something names a module class, as a class or by its qualified name."""
     if isinstance(item, str):
@@ -48,14 +41,14 @@ def is_module_type(item: Any) -> bool:
     return isinstance(item, type) and issubclass(item, Module)
 
 
-_NAMES = _Items("names of parameters", lambda item: isinstance(item, str) and bool(item))
-_ITEMS = {
-    "module_types": _Items(
-        "torch.nn.Module classes or their qualified names ('package.module.Class')", is_module_type
-    ),
+_TYPES = "torch.nn.Module classes or their qualified names ('package.module.Class')"
+_NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
+# What declared tuples consist of.
+_ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "module_types": (_TYPES, is_module_type),
     "params": _NAMES,
     "linear_in_params": _NAMES,
-    "needs": _Items("operations", lambda item: isinstance(item, Operation)),
+    "needs": ("operations", lambda item: isinstance(item, Operation)),
 }
 
 
@@ -70,7 +63,7 @@ def faults(cls: type) -> list[str]:
     """
     found = [text for name, value in _own(cls).items() for text in _fault(cls, name, value)]
     if issubclass(cls, LayerRule) and not getattr(cls, "module_types", ()):
-        found.append(f"module_types must name {_ITEMS['module_types'].what}. Got ()")
+        found.append(f"module_types must name {_TYPES}. Got ()")
     own, params = vars(cls).get("linear_in_params", ()), getattr(cls, "params", ())
     if issubclass(cls, ParametricRule) and isinstance(own, tuple) and isinstance(params, tuple):
         fixed = cls.parameter_names is ParametricRule.parameter_names
@@ -193,15 +186,15 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
 
 
 def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
-    items = _ITEMS.get(name)
-    if items is not None:
-        if isinstance(value, tuple) and all(map(items.accepts, value)):
-            return
-        wrong = [v for v in value if not items.accepts(v)] if isinstance(value, tuple) else []
+    if name in _ITEMS:
+        what, accepts = _ITEMS[name]
+        wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]
         one = value.__name__ if isinstance(value, type) else repr(value)
-        alone = "" if wrong or not items.accepts(value) else f": write {name} = ({one},)"
-        got = f"{value!r}, with {wrong[0]!r}" if wrong else repr(value)
-        yield f"{name} must be a tuple of {items.what}. Got {got}{alone}"
+        if isinstance(value, tuple) and wrong:
+            yield f"{name} must be a tuple of {what}. Got {value!r}, with {wrong[0]!r}"
+        elif wrong:
+            alone = f": write {name} = ({one},)" if accepts(value) else ""
+            yield f"{name} must be a tuple of {what}. Got {value!r}{alone}"
     elif isinstance(default, (bool, str)) and not isinstance(value, type(default)):
         yield f"{name} must be a {type(default).__name__}. Got {value!r}"
     elif name == "savefield" and value and not value.isidentifier():

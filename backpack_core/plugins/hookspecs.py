@@ -8,19 +8,15 @@ own, marked by ``hookimpl``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import pluggy
+from torch.nn import Module
 
+from backpack_core.contract.carrier import CarrierOf
+from backpack_core.contract.extension import Extension
 from backpack_core.contract.hook import PROJECT
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from backpack_core.contract.carrier import CarrierOf
-    from backpack_core.contract.extension import Extension
-    from backpack_core.contract.propagator import Propagator
-    from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import LayerRule
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 

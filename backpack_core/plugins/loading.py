@@ -14,8 +14,8 @@ from typing import Any
 from torch.nn import Module
 
 from backpack_core.discovery import Plugin, discover, preferred, settle, spelled_out
-from backpack_core.errors import BrokenPluginWarning, PluginLoadError, warn
-from backpack_core.plugins.registration import clear, enter, lock, withdraw
+from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginLoadError, warn
+from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
 
 _plugins: list[Plugin] | None = None
@@ -127,6 +127,31 @@ def load_error(plugin: Plugin) -> PluginLoadError:
     )
 
 
+def missing(message: str, hint: str) -> MissingPluginError:
+    """The error for a capability nobody provides, chained to the failed plugin that might have.
+
+    Args:
+        message: What was asked for.
+        hint: The class that was asked for, or the module class that has no rule.
+    """
+    broken = failures()
+    suspects = [p for p in broken if _may_provide(p, hint)] or broken
+    if not suspects:
+        return MissingPluginError(message)
+    error = MissingPluginError(
+        f"{message} A plugin that may provide it is broken. {load_error(suspects[0])}"
+    )
+    error.__cause__ = suspects[0].error
+    return error
+
+
+def _may_provide(plugin: Plugin, hint: str) -> bool:
+    """Whether a plugin's name or class resembles the class that was asked for."""
+    wanted = hint.lower()
+    names = (plugin.name.replace("_", ""), plugin.attribute.removesuffix("Rule"))
+    return any(name and (name.lower() in wanted or wanted in name.lower()) for name in names)
+
+
 def prefer(distribution: str, *keys: Any) -> None:
     """Choose between plugins that claim the same key.
 
@@ -141,29 +166,19 @@ def prefer(distribution: str, *keys: Any) -> None:
     with lock:
         preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
         registry.forget()
-        if _plugins is None:
-            return
-        before = [p for p in _plugins if p.state == "loaded"]
-        settle(_plugins)
+        plugins = _plugins or []
+        before = [p for p in plugins if p.state == "loaded"]
+        settle(plugins)
         for plugin in before:
             if plugin.state != "loaded":
                 withdraw(plugin.provenance)
-        if _loaded:
-            for plugin in _plugins:
-                load(plugin)
+        for plugin in plugins if _loaded else ():
+            load(plugin)
 
 
 def failures() -> list[Plugin]:
     """Plugins that are installed but out of use because of an error."""
     return [p for p in known_plugins() if p.error is not None]
-
-
-def reset() -> None:
-    """Forget everything that was discovered and loaded, as in a fresh process."""
-    global _plugins, _loaded
-    with lock:
-        clear()
-        _plugins, _loaded = None, False
 
 
 def has_rule(module_type: type[Module]) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import pluggy
@@ -30,8 +29,8 @@ API_VERSION = 2
 FIRST_API = 2
 SUPPORTED_API = frozenset({2})
 
-_manager = pluggy.PluginManager(PROJECT)
-_manager.add_hookspecs(hookspecs)
+manager = pluggy.PluginManager(PROJECT)
+manager.add_hookspecs(hookspecs)
 # Around all that changes what is registered.
 lock = threading.RLock()
 
@@ -49,14 +48,14 @@ def _key(provenance: Provenance) -> str:
 def enter(obj: Any, provenance: Provenance) -> None:
     """Register a plugin object: all of it, or nothing."""
     _check_version(obj, provenance)
-    other = _manager.get_name(obj)
+    other = manager.get_name(obj)
     if other is not None:
         raise PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
     source = getattr(sys.modules.get(str(getattr(obj, "__module__", ""))), "__file__", None)
     if source and provenance.distribution:
         add_library_folder(source)
     try:
-        _manager.register(obj, _key(provenance))
+        manager.register(obj, _key(provenance))
         registry.add(_collect(obj), provenance)
     except BaseException:
         withdraw(provenance)
@@ -66,7 +65,7 @@ def enter(obj: Any, provenance: Provenance) -> None:
 def _collect(obj: Any) -> list[Contribution]:
     """Call the hook implementations of one plugin only, and check what they return."""
     found: dict[str, Any] = {}
-    for caller in _manager.get_hookcallers(obj) or ():
+    for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
             raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
         own = [each for each in caller.get_hookimpls() if each.plugin is obj]
@@ -126,10 +125,10 @@ def register(obj: Any, name: str | None = None) -> Any:
         PluginError: It provides nothing, or something other than its hooks promise.
         PluginConflictError: It is registered already, or a plugin of that name is.
     """
-    name = name or _name_of(obj)
+    name = name or name_of(obj)
     provenance = Provenance(name)
     with lock:
-        known = _manager.get_plugin(_key(provenance))
+        known = manager.get_plugin(_key(provenance))
         if known is not None:
             if not _is_rerun(known, obj):
                 raise PluginConflictError(
@@ -171,7 +170,8 @@ def _check_alone(obj: Any) -> None:
             )
 
 
-def _name_of(obj: Any) -> str:
+def name_of(obj: Any) -> str:
+    """What an object that is registered by hand is called."""
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj)))
 
 
@@ -185,8 +185,8 @@ def unregister(name: str) -> None:
         PluginError: There is no such plugin.
     """
     with lock:
-        if not _manager.has_plugin(_key(Provenance(name))):
-            known = [p.rpartition(":")[2] for p, _ in _manager.list_name_plugin() if p[:1] == ":"]
+        if not manager.has_plugin(_key(Provenance(name))):
+            known = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]
             near = nearest(name, known) or "."
             raise PluginError(f"No plugin named {name!r} was registered in this process{near}")
         withdraw(Provenance(name))
@@ -194,32 +194,6 @@ def unregister(name: str) -> None:
 
 def withdraw(provenance: Provenance) -> None:
     """Take back everything that came from one plugin, if anything did."""
-    if _manager.has_plugin(_key(provenance)):
-        _manager.unregister(name=_key(provenance))
+    if manager.has_plugin(_key(provenance)):
+        manager.unregister(name=_key(provenance))
     registry.remove(provenance)
-
-
-@contextmanager
-def temporary_plugin(*objects: Any) -> Iterator[None]:
-    """Register plugins for the length of a ``with`` block, for tests.
-
-    Args:
-        objects: What :func:`register` takes.
-    """
-    done: list[str] = []
-    try:
-        for obj in objects:
-            register(obj, name := f"{_name_of(obj)} (temporary {id(obj)})")
-            done.append(name)
-        yield
-    finally:
-        for name in done:
-            unregister(name)
-
-
-def clear() -> None:
-    """Take back everything."""
-    for name, plugin in list(_manager.list_name_plugin()):
-        if plugin is not None:
-            _manager.unregister(name=name)
-    registry.clear()

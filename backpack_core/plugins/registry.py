@@ -18,14 +18,7 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType
-from backpack_core.discovery import (
-    Provenance,
-    canonical,
-    class_named,
-    conflict,
-    preference,
-    spelled_out,
-)
+from backpack_core.discovery import Provenance, class_named, conflict, preferred_of, spelled_out
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
 from backpack_core.plugins.sameness import is_same_map, methods_behind
@@ -92,17 +85,11 @@ class Registry:
 
     def remove(self, provenance: Provenance) -> None:
         """Take back everything that came from one plugin."""
-        for table in self._tables:
+        for table in self.tables:
             for key in list(table):
                 table[key] = [c for c in table[key] if c.provenance != provenance]
                 if not table[key]:
                     del table[key]
-        self.forget()
-
-    def clear(self) -> None:
-        """Take back everything that came from plugins; preferences stay."""
-        for table in self._tables:
-            table.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -111,7 +98,8 @@ class Registry:
         self.generation += 1
 
     @property
-    def _tables(self) -> tuple[dict[Any, list[Any]], ...]:
+    def tables(self) -> tuple[dict[Any, list[Any]], ...]:
+        """All of them."""
         return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
@@ -152,11 +140,7 @@ class Registry:
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
-        claims = list(self.rules.get(kind, ()))
-        for key, named in self.rules.items():
-            if isinstance(key, str) and class_named(key) is kind:
-                claims += named
-        return claims
+        return [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
         """What makes a carrier for this pair: set on the instance, else contributed by a plugin."""
@@ -164,8 +148,7 @@ class Registry:
         if kind in extension.carriers:
             return extension.carriers[kind]
         for (extension_type, key), claims in self.overrides.items():
-            is_kind = (class_named(key) if isinstance(key, str) else key) is kind
-            if is_kind and isinstance(extension, extension_type):
+            if isinstance(extension, extension_type) and _names(key, kind):
                 name = f"{extension_type.__name__}/{spelled_out(kind)}"
                 return self.choose(claims, name, "pair override").value
         return None
@@ -196,17 +179,14 @@ class Registry:
         Raises:
             PluginConflictError: There are several, and none is preferred.
         """
-        if len(claims) == 1:
-            return claims[0]
-        wanted = canonical(preference(key))
-        chosen = [
-            c
-            for c in claims
-            if wanted in (canonical(c.provenance.distribution), canonical(c.provenance.plugin))
-        ]
-        if wanted and len(chosen) == 1:
-            return chosen[0]
-        raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
+        chosen: Claim[T] | None = claims[0] if len(claims) == 1 else preferred_of(key, claims)
+        if chosen is None:
+            raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
+        return chosen
+
+
+def _names(key: ModuleType, kind: type) -> bool:
+    return kind is (class_named(key) if isinstance(key, str) else key)
 
 
 def _identity(value: Any) -> Any:

@@ -23,6 +23,7 @@ from backpack_core.testing.decorators import (
 from backpack_core.testing.decorators import parametrize_loss_checks as parametrize_loss_checks
 from backpack_core.testing.decorators import parametrize_rule_checks as parametrize_rule_checks
 from backpack_core.testing.isolation import only_plugins as only_plugins
+from backpack_core.testing.isolation import temporary_plugin as temporary_plugin
 from backpack_core.testing.network import LABELLED as LABELLED
 from backpack_core.testing.quantities import Quantity as Quantity
 from backpack_core.testing.quantities import register_quantity as register_quantity

@@ -17,9 +17,10 @@ from torch.nn import Module
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import MissingPluginError
-from backpack_core.plugins import ensure_loaded, temporary_plugin
+from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.structure import map_tensors
+from backpack_core.testing.isolation import temporary_plugin
 from backpack_core.testing.quantities import Quantity
 
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from typing import TypeAlias
 
 import pytest
 
-from backpack_core import plugins
 from backpack_core.discovery import GROUP
+from backpack_core.testing.isolation import reset
 
 FakeDistribution: TypeAlias = Callable[..., Path]
 
@@ -91,7 +91,7 @@ def fake_distribution(
     def make(name: str, **contents: object) -> Path:
         info = write_distribution(folder, name, **contents)  # type: ignore[arg-type]
         importlib.invalidate_caches()
-        plugins.reset()
+        reset()
         return info
 
     yield make
@@ -100,4 +100,4 @@ def fake_distribution(
             del sys.modules[name]
     monkeypatch.undo()
     importlib.invalidate_caches()
-    plugins.reset()
+    reset()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
-from backpack_core import plugins
+from backpack_core.plugins import loading, registration
+from backpack_core.plugins.registry import registry
 
 FAMILIES = ("backpack-plugin-layers", "backpack-plugin-firstorder", "backpack-plugin-secondorder")
 
@@ -21,4 +25,35 @@ def only_plugins(*names: str) -> None:
     """
     if "BACKPACK_LOAD_PLUGINS" not in os.environ:
         os.environ["BACKPACK_LOAD_PLUGINS"] = ",".join((*FAMILIES, *names))
-        plugins.reset()
+        reset()
+
+
+@contextmanager
+def temporary_plugin(*objects: Any) -> Iterator[None]:
+    """Register plugins for the length of a ``with`` block.
+
+    Args:
+        objects: What :func:`~backpack_core.register` takes.
+    """
+    done: list[str] = []
+    try:
+        for obj in objects:
+            name = f"{registration.name_of(obj)} (temporary {id(obj)})"
+            registration.register(obj, name)
+            done.append(name)
+        yield
+    finally:
+        for name in done:
+            registration.unregister(name)
+
+
+def reset() -> None:
+    """Forget every plugin that was discovered and loaded, as in a fresh process."""
+    with registration.lock:
+        for name, plugin in registration.manager.list_name_plugin():
+            if plugin is not None:
+                registration.manager.unregister(name=name)
+        for table in registry.tables:
+            table.clear()
+        registry.forget()
+        loading._plugins, loading._loaded = None, False

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import Module
 
-from backpack_core._hooks import ModuleHooks
+from backpack_core import _hooks
 from backpack_core.contract.extension import Extension, FirstOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule
@@ -97,7 +97,7 @@ def of_model(model: Module) -> list[ModulePath]:
     extend(model)
     rows = []
     for path, module in model.named_modules():
-        if not ModuleHooks.are_installed(module):
+        if not _hooks.are_installed(module):
             continue
         resolved = registry.resolve(module)
         own = any(p.requires_grad for p in module.parameters(recurse=False))

@@ -117,4 +117,7 @@ def _set(**changes: Any) -> None:
     after = replace(before or core.Context(seen={_MADE_HERE}), **changes)
     settings = (after.extensions, after.extension_hook, after.debug, after.retain_graph)
     is_default = _MADE_HERE in after.seen and not any(settings)
-    core.exchange(before, None if is_default else after)
+    if before is not None:
+        core.pop(before)
+    if not is_default:
+        core.push(after)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import CTX, ExtendedHandle
-from backpack_core._hooks import ModuleHooks
+from backpack_core import _hooks
 from backpack_core.engine.active import current
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.switch import is_disabled
@@ -94,7 +94,7 @@ def store_io(module: Module) -> None:
     CTX.add_hook_handle(ExtendedHandle(module))
     for part in module.modules():
         part.__dict__["_backpack_extend"] = True
-        if ModuleHooks.are_installed(part) and hook_store_io not in part._forward_hooks.values():
+        if _hooks.are_installed(part) and hook_store_io not in part._forward_hooks.values():
             CTX.add_hook_handle(ExtendedHandle(part))
             for hook in (hook_store_io, hook_await_visit):
                 CTX.add_hook_handle(part.register_forward_hook(hook))

@@ -7,7 +7,8 @@ from typing import Any
 import matplotlib as mpl
 import torch
 
-from backpack_core.plugins import ensure_loaded, reset
+from backpack_core.plugins import ensure_loaded
+from backpack_core.testing.isolation import reset
 
 LOOK = {
     "figure.dpi": 110,

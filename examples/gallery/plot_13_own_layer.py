@@ -20,7 +20,7 @@ from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack_core import ParametricRule, View, backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import temporary_plugin
 
 
 class Bump(nn.Module):

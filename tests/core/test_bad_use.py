@@ -32,7 +32,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
-from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import temporary_plugin
 from tests.cases import Problem, classification
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import backpack_core.extensions
 from backpack_core import backpack, extend
-from backpack_core.engine.weights import Weights
+from backpack_core.engine.dyed import Weights
 from tests import oracle
 from tests.cases import names_of_extensions
 from tests.devices import DrawnOnHost, usable

@@ -16,7 +16,7 @@ from backpack_core.errors import (
     UnsupportedError,
 )
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import temporary_plugin
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
 

@@ -102,8 +102,8 @@ def test_no_labels_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_warning_is_still_one() -> None:
-    from backpack_core.errors import forget_warnings
+    from backpack_core.errors import warned
 
-    forget_warnings()
+    warned.clear()
     with pytest.warns(AutodiffFallbackWarning):
         run(BatchGrad())

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, disable
-from backpack_core.engine.active import active_contexts, current
+from backpack_core.engine.active import current, stacks
 from backpack_core.errors import NotExtendedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.testing.isolation import reset
 from tests import oracle
 from tests.cases import Problem, classification, mlp
 
@@ -183,7 +184,7 @@ def test_exception_on_a_device_thread() -> None:
 
     with pytest.raises(KeyError, match="on purpose"), backpack(extension_hook=fail):
         in_foreign_thread(loss.backward)
-    assert not active_contexts()
+    assert not stacks
     assert current(threading.get_ident()) is None
     problem.check()
 
@@ -193,7 +194,7 @@ def test_first_use_in_two_threads_at_once() -> None:
     from backpack_core import plugins
     from backpack_core.plugins.registry import registry
 
-    plugins.reset()
+    reset()
     meet = threading.Barrier(2, timeout=30)
 
     def look() -> bool:

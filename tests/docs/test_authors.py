@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import backpack_core
-from backpack_core import discovery, plugins
+from backpack_core import discovery
 from backpack_core.cli import scaffold
+from backpack_core.testing.isolation import reset
 
 PAGES = Path(__file__).parents[2] / "docs" / "authors"
 
@@ -55,7 +56,7 @@ def _as_a_reader_runs_it() -> Iterator[None]:
     torch.set_default_dtype(before)
     discovery.preferred.clear()
     discovery.preferred.update(preferred)
-    plugins.reset()
+    reset()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from backpack_core import errors, plugins
+from backpack_core import errors
 from backpack_core.cli.trouble import trouble
+from backpack_core.testing.isolation import reset
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,10 +54,10 @@ def entries() -> dict[str, str | None]:
 def _as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    errors.forget_warnings()
+    errors.warned.clear()
     yield
     torch.set_default_dtype(before)
-    plugins.reset()
+    reset()
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backpack_core.plugins import temporary_plugin
-from backpack_core.testing import check_rule
+from backpack_core.testing import check_rule, temporary_plugin
 from backpack_core.testing.checks import CHECKS
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "backpack-plugin-rational"

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from backpack_core import plugins
 from backpack_core.discovery import preferred
 from backpack_core.testing.fake_distribution import fake_distribution as fake_distribution
+from backpack_core.testing.isolation import reset
 
 
 @pytest.fixture(autouse=True)
 def plugins_of_a_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """None is loaded or preferred, and the environment names none."""
-    plugins.reset()
+    reset()
     for name in ("LOAD_PLUGINS", "BLOCK_PLUGINS", "STRICT_PLUGINS", "PREFER"):
         monkeypatch.delenv(f"BACKPACK_{name}", raising=False)
     before = dict(preferred)
     yield
     preferred.clear()
     preferred.update(before)
-    plugins.reset()
+    reset()

@@ -23,6 +23,7 @@ from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.errors import PluginConflictError, PluginError, PluginVersionError
 from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
+from backpack_core.testing import temporary_plugin
 
 ROOT = Path(__file__).parents[2]
 AUTHORS = ROOT / "docs" / "authors"
@@ -108,7 +109,7 @@ def test_backpack_layer_rules() -> None:
     def backpack_layer_rules():
         return [ToyRule]
 
-    with plugins.temporary_plugin(provide(backpack_layer_rules=backpack_layer_rules)):
+    with temporary_plugin(provide(backpack_layer_rules=backpack_layer_rules)):
         assert isinstance(registry.resolve(Toy()).rule, ToyRule)
     assert registry.resolve(Toy()).is_fallback
 
@@ -126,7 +127,7 @@ def test_backpack_extensions() -> None:
     def backpack_extensions():
         return [Count]
 
-    with plugins.temporary_plugin(provide(backpack_extensions=backpack_extensions)):
+    with temporary_plugin(provide(backpack_extensions=backpack_extensions)):
         assert extensions.Count is Count
     assert "Count" not in registry.extensions
 
@@ -139,7 +140,7 @@ def test_backpack_propagators() -> None:
     def backpack_propagators():
         yield Ones
 
-    with plugins.temporary_plugin(provide(backpack_propagators=backpack_propagators)):
+    with temporary_plugin(provide(backpack_propagators=backpack_propagators)):
         assert [c.value for c in registry.propagators["Ones"]] == [Ones]
     assert "Ones" not in registry.propagators
 
@@ -178,7 +179,7 @@ def test_backpack_pair_overrides(key) -> None:
         return [(Count, key, Special)]
 
     linear = nn.Linear(2, 1, bias=False)
-    with plugins.temporary_plugin(provide(backpack_pair_overrides=backpack_pair_overrides)):
+    with temporary_plugin(provide(backpack_pair_overrides=backpack_pair_overrides)):
         assert counted(linear, Count()) == "special"
     assert counted(linear, Count()) == 3
 
@@ -202,7 +203,7 @@ def test_two_carriers_for_a_pair_are_a_conflict() -> None:
         return function
 
     with (
-        plugins.temporary_plugin(provider(Special), provider(Other)),
+        temporary_plugin(provider(Special), provider(Other)),
         pytest.raises(PluginConflictError, match=r"pair override for 'Count/torch"),
     ):
         counted(nn.Linear(2, 1, bias=False), Count())
@@ -217,14 +218,14 @@ def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: obje
     wrong.__name__ = hook
     with pytest.raises(PluginError, match=hook):
         plugins.register(provide(**{hook: wrong}), "wrong")
-    assert not registration._manager.has_plugin(":wrong")
+    assert not registration.manager.has_plugin(":wrong")
 
 
 @pytest.mark.parametrize("api", [2, (2, 7), (1, 2)])
 def test_a_supported_interface(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])
     provider.backpack_api = api
-    with plugins.temporary_plugin(provider):
+    with temporary_plugin(provider):
         assert "Count" in registry.extensions
 
 

@@ -29,7 +29,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
-from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 
 

@@ -17,6 +17,7 @@ from backpack_core.errors import BrokenPluginWarning, MissingPluginError, Plugin
 from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.fake_distribution import FakeDistribution, write_distribution
+from backpack_core.testing.isolation import reset, temporary_plugin
 
 NORM_POINT = {"norm": "norm_module:GradNorm"}
 NORM_MODULE = {"norm_module": NORM}
@@ -101,7 +102,7 @@ def test_the_first_release_on_the_path_counts(
 def test_metadata_that_cannot_be_parsed_is_left_alone(fake_distribution: FakeDistribution) -> None:
     info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT)
     (info / "entry_points.txt").write_text("[backpack]\n\tno equals sign")
-    plugins.reset()
+    reset()
     assert "norm" not in {p.name for p in plugins.known_plugins()}
 
 
@@ -109,7 +110,7 @@ def test_what_an_interrupted_removal_left(fake_distribution: FakeDistribution) -
     """A folder without metadata is known by its name."""
     info = fake_distribution("backpack-plugin-norm", entry_points=NORM_POINT, modules=NORM_MODULE)
     (info / "METADATA").unlink()
-    plugins.reset()
+    reset()
     plugin = found("norm")
     assert (plugin.distribution, plugin.version) == ("backpack-plugin-norm", "")
     plugins.load(plugin)
@@ -155,7 +156,7 @@ def test_the_environment_settles_it(
     value: str, same_name: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BACKPACK_PREFER", value)
-    plugins.reset()
+    reset()
     if value.endswith("=b"):  # no distribution of this name: still a conflict
         assert {p.state for p in plugins.known_plugins() if p.name == "norm"} == {"conflict"}
         return
@@ -260,7 +261,7 @@ def test_an_unknown_extension_names_what_to_install(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loading, "_plugins", [])
     monkeypatch.setattr(loading, "_loaded", True)
-    registry.clear()
+    registry.extensions.clear()
     with pytest.raises(ImportError, match="pip install backpack-plugin-firstorder"):
         extensions.BatchGrad  # noqa: B018
     with pytest.raises(ImportError, match="pip install backpack-plugin-secondorder"):
@@ -288,6 +289,6 @@ def test_register_by_hand() -> None:
         backpack_core.register(Rule, "again")
     backpack_core.unregister("mine")
     assert registry.resolve(Mine()).is_fallback
-    with plugins.temporary_plugin(Rule):
+    with temporary_plugin(Rule):
         assert not registry.resolve(Mine()).is_fallback
     assert registry.resolve(Mine()).is_fallback

@@ -16,6 +16,7 @@ from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import edge_of, site_at
+from backpack_core.testing.isolation import reset
 
 CELL = """
 import torch
@@ -65,7 +66,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield run
     vars(main).clear()
-    plugins.reset()
+    reset()
 
 
 def test_a_cell_runs_again(notebook: Any) -> None:

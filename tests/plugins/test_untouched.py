@@ -15,8 +15,13 @@ from backpack_core.contract.column_propagator import ColumnPropagator
 from backpack_core.contract.operations import dense
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.plugins import temporary_plugin
-from backpack_core.testing import ExtensionCase, RuleCase, check_extension, check_rule
+from backpack_core.testing import (
+    ExtensionCase,
+    RuleCase,
+    check_extension,
+    check_rule,
+    temporary_plugin,
+)
 from backpack_secondorder.propagators import LossSqrt
 from tests.plugins.test_declarations import Field, Gain, GainRule, derived
 

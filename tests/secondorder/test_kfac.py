@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from backpack_core import View
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA
-from backpack_core.plugins import temporary_plugin
+from backpack_core.testing import temporary_plugin
 from backpack_layers.linear import LinearRule
 from backpack_secondorder.kronecker import KroneckerFactors
 from backpack_secondorder.propagators import LossSqrt

@@ -16,10 +16,10 @@ from torch.autograd.graph import GradientEdge, Node
 from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
+from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
-from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import without_autocast
 from backpack_secondorder.residual import (
