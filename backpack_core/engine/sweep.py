@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from backpack_core._checkpoints import Recomputed
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.groups import Group
@@ -67,6 +68,7 @@ class Chunks:
         self._groups = groups
         self._kept = kept
         self._partial = partial
+        self._recomputed = Recomputed()
         self._ranks: dict[Node, int] = {}
         self._sizes: dict[tuple[int, str, int], int | None] = {}
 
@@ -92,8 +94,9 @@ class Chunks:
         schedule = RankSchedule(self._survey, self._groups, self._ranks)
         sink = ChunkSink(self._survey)
         traversal = Traversal(schedule, sink)
-        begin(traversal)
-        schedule.run(lambda site: self._visit(traversal, slot, site))
+        with self._recomputed.within(memory_budget()):
+            begin(traversal)
+            schedule.run(lambda site: self._visit(traversal, slot, site))
         sink.add_to(self._partial)
 
     def _visit(self, traversal: Traversal, slot: int, site: Site) -> None:
@@ -105,6 +108,8 @@ class Chunks:
         if call not in self._survey.opened:
             call.rule.check(view)
         traversal.visit(slot, site, view)
-        # What depends on the call alone serves the next chunk, too, as far as memory allows.
-        if sum(t.nbytes for t in iter_tensors(list(kept.values()))) > memory_budget():
+        # What depends on the call alone serves the next chunk, too, as far as memory allows; where
+        # hooks took what it is made of, it is made anew.
+        held = sum(t.nbytes for t in iter_tensors(list(kept.values())))
+        if view.taken is not None or held > memory_budget():
             kept.clear()
