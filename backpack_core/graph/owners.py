@@ -48,8 +48,10 @@ def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners |
         is_kept &= bool(kept)
         edge = kept[0] if kept else edges[0][1]
         node, number = edge.node, edge.output_nr
-    child, behind = (None, 0) if node is None else node.next_functions[0]
-    if node is None or child is None or nodes.operation_of(node) not in _PICKS:
+    if node is None or nodes.operation_of(node) not in _PICKS:
+        return None
+    child, behind = node.next_functions[0]
+    if child is None:
         return None
     length = nodes.shape_of(child, behind)[:1].numel()
     picked = _picked(node, number, length)

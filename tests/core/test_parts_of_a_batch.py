@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.errors import SampleMixingError
+from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError
 from backpack_core.extensions import BatchGrad
+from tests.cases import Net
 
 N = 4
 TARGET = torch.tensor([0, 2, 1, 0])
@@ -71,6 +72,20 @@ def test_parts_that_meet(name: str) -> None:
     extend(net)
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         MIXED[name](net(x)).backward()
+
+
+def test_a_term_of_weights_in_every_sample() -> None:
+    """What lies behind a term may be a parameter, which leads nowhere."""
+    net = Net(
+        lambda net, x: (x @ net.w).square().sum(1) - torch.linalg.slogdet(net.w)[1],
+        w=nn.Parameter(torch.randn(3, 3).double()),
+    )
+    x = torch.randn(N, 3).double()
+    expected = [torch.autograd.grad(net(x[n : n + 1]).mean() / N, net.w)[0] for n in range(N)]
+    extend(net)
+    with pytest.warns(AutodiffFallbackWarning), backpack(BatchGrad()):
+        net(x).mean().backward()
+    torch.testing.assert_close(net.w.grad_batch, torch.stack(expected))
 
 
 def test_steps_first_and_as_many_as_samples() -> None:
