@@ -218,6 +218,15 @@ def test_no_structure(extension: Any) -> None:
     assert hasattr(net.last.weight, extension.savefield)
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+def test_no_structure_of_a_weight_that_is_computed(uses: int) -> None:
+    """The message says so: the layer itself has factors."""
+    net = Net(lambda net, x: sum((net.last(k * x) for k in range(uses)), net.last(x)),
+              last=parametrizations.spectral_norm(nn.Linear(2, 3)).eval())  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"another tensor.* computed from it"):
+        classification(net, (2,)).run(KFLR())
+
+
 def test_no_structure_of_a_table_in_averages() -> None:
     net = Net(lambda net, x: net.last(net.table(x).flatten(1)), table=nn.Embedding(5, 2),
               last=nn.Linear(4, 3))  # fmt: skip
