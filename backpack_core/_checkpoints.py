@@ -51,7 +51,7 @@ def let_checkpoints_give_again(model_runs: Callable[[], bool]) -> None:
     """
     if hasattr(torch_checkpoint, "_Holder"):
         torch_checkpoint._Holder = _Holder  # type: ignore[misc]
-        torch_checkpoint._recomputation_hook = _RecomputationHook  # type: ignore[misc,assignment]
+        torch_checkpoint._recomputation_hook = _run_again  # type: ignore[misc,assignment]
         CheckpointFunction.model_runs = staticmethod(model_runs)
         torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
@@ -98,13 +98,14 @@ def _forget_run(frame: Any, task: Any) -> None:
         frame.is_recomputed[task], frame.recomp_counter[task] = False, 0
 
 
-class _RecomputationHook(getattr(torch_checkpoint, "_recomputation_hook", object)):  # type: ignore[misc]
-    """What a checkpoint enters to run again."""
+_enter: Any = getattr(torch_checkpoint, "_recomputation_hook", None)
 
-    def __init__(self, frame: Any, task: Any) -> None:
-        if (recomputed := getattr(_unpacking, "recomputed", None)) is not None:
-            recomputed.begin(frame, task)
-        super().__init__(frame, task)
+
+def _run_again(frame: Any, task: Any) -> Any:
+    """What a checkpoint enters to run again."""
+    if (recomputed := getattr(_unpacking, "recomputed", None)) is not None:
+        recomputed.begin(frame, task)
+    return _enter(frame, task)
 
 
 @cache

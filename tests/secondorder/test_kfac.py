@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from backpack_core import View
 from backpack_core.errors import UnsupportedError, UsageError
