@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, metadata_of
 from backpack_core.graph import nodes
+from backpack_core.graph.bridge import push
 from backpack_core.graph.survey import edges_behind
 
 # Some entries of axis 0 are picked, or else the rows are kept.
@@ -53,9 +54,9 @@ def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners |
     child, behind = node.next_functions[0]
     if child is None:
         return None
-    length = nodes.shape_of(child, behind)[:1].numel()
+    length = nodes.shape_of(child, behind)[0]
     picked = _picked(node, number, length)
-    if picked is None or not length or not len(picked):
+    if picked is None or not length or not len(picked) or not samples:
         return None
     picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
     if length % samples:
@@ -80,7 +81,6 @@ def _picked(node: Node, number: int, length: int) -> Tensor | None:
     """Which entries of axis 0 were picked by an operation that does not keep all of them."""
     saved: Any = node
     operation, shape = nodes.operation_of(node), nodes.shape_of(node, number)
-    along = torch.arange(length)
     if operation == "Index":
         indices: list[Tensor] = []
         for given in saved._saved_indices:
@@ -92,17 +92,7 @@ def _picked(node: Node, number: int, length: int) -> Tensor | None:
     if operation == "IndexSelect":
         index: Tensor = saved._saved_index
         return index
-    if operation == "Slice":
-        start = saved._saved_start
-        return along[_signed(start) :: saved._saved_step][: shape[0]]
-    if operation.startswith("Split"):
-        sizes = saved._saved_split_size if operation == "Split" else saved._saved_split_sizes
-        part: Tensor = along.split(sizes)[number]
-        return part
-    entry = number if operation == "Unbind" else _signed(saved._saved_index)
-    return along[entry].expand(shape[:1].numel())
-
-
-def _signed(number: int) -> int:
-    """Torch gives negative numbers as those of 64 bits without a sign."""
-    return number - 2**64 if number >= 2**63 else number
+    ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
+    reached = push(node, {number: ones})[0].reshape(length, -1).any(1)
+    picked = reached.nonzero().flatten()  # in their order
+    return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked
