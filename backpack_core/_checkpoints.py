@@ -51,8 +51,61 @@ def let_checkpoints_give_again(model_runs: Callable[[], bool]) -> None:
     """
     if hasattr(torch_checkpoint, "_Holder"):
         torch_checkpoint._Holder = _Holder  # type: ignore[misc]
+        torch_checkpoint._recomputation_hook = _run_again  # type: ignore[misc,assignment]
         CheckpointFunction.model_runs = staticmethod(model_runs)
         torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
+
+
+class Recomputed(dict[tuple[Any, Any], int]):
+    """Bytes of what checkpoints computed again for chunks of columns, by frame and task.
+
+    The next chunk wants it, too. Beyond a bound, the largest is dropped, and computed then.
+    """
+
+    @contextmanager
+    def within(self, bound: int) -> Iterator[None]:
+        """Drop what exceeds a number of bytes, as long as this block is not left."""
+        before, self._bound = getattr(_unpacking, "recomputed", None), bound
+        _unpacking.recomputed = self
+        try:
+            yield
+        finally:
+            _unpacking.recomputed = before
+            self._shrink()
+
+    def begin(self, frame: Any, task: Any) -> None:
+        """A checkpoint runs again: what others have is counted, and dropped."""
+        self._shrink()
+        self[frame, task] = 0
+
+    def _shrink(self) -> None:
+        for (other, its), known in list(self.items()):
+            tensors = () if known or other() is None else other().recomputed[its].values()
+            storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+            self[other, its] = known or sum(storage.nbytes() for storage in storages.values())
+        while sum(self.values()) > self._bound:
+            largest = max(reversed(self), key=self.__getitem__)  # the latest of these
+            _forget_run(largest[0](), largest[1])
+            del self[largest]
+
+
+def _forget_run(frame: Any, task: Any) -> None:
+    for reference in () if frame is None else frame.weak_holders:
+        holder = reference()
+        if holder is not None and holder.handles.get(task) is not None:
+            del holder.handles[task]
+    if frame is not None:
+        frame.is_recomputed[task], frame.recomp_counter[task] = False, 0
+
+
+_enter: Any = getattr(torch_checkpoint, "_recomputation_hook", None)
+
+
+def _run_again(frame: Any, task: Any) -> Any:
+    """What a checkpoint enters to run again."""
+    if (recomputed := getattr(_unpacking, "recomputed", None)) is not None:
+        recomputed.begin(frame, task)
+    return _enter(frame, task)
 
 
 @cache

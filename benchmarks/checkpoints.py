@@ -11,13 +11,14 @@ import gc
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import backpack, extend
+from backpack_core import backpack, extend, set_memory_budget
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from benchmarks.measure import resident
 
@@ -29,6 +30,8 @@ EXTENSIONS = {
     "BatchL2Grad": (BatchL2Grad,),
     "DiagGGNMC": (DiagGGNMC,),
     "DiagGGNExact": (DiagGGNExact,),
+    "in chunks of 1": (partial(DiagGGNExact, chunk_size=1),),
+    "2 MiB of memory": (partial(DiagGGNExact, chunk_size=1),),
 }
 
 
@@ -61,6 +64,8 @@ def measure(way: str, quantity: str, batch: int) -> tuple[int, int]:
     """Bytes in the forward pass, and at the peak."""
     torch.manual_seed(0)
     asked = EXTENSIONS[quantity]
+    if quantity == "2 MiB of memory":
+        set_memory_budget(2**21)
     model, lossfunc = Model(way), nn.CrossEntropyLoss()
     if asked is not None:
         extend(model), extend(lossfunc)

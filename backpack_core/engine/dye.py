@@ -231,7 +231,7 @@ class DyePropagator(Propagator):
             units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
             dye = Dye(columns, size=before.size, unit=max(before.unit, *units), way=way)
-            yield position, self._dyed(dye, node.next_functions[position][0])
+            yield position, self._dyed(dye, *node.next_functions[position])
         if crossed:
             return
         axes = {nr: self._judge.axis(dye) for nr, dye in quantities.items()}
@@ -262,7 +262,7 @@ class DyePropagator(Propagator):
             for i, columns in crossed
         ]
 
-    def _dyed(self, dye: Dye, node: Node | None = None) -> Dye:
+    def _dyed(self, dye: Dye, node: Node | None = None, number: int = 0) -> Dye:
         """Weigh what has got samples just now."""
         blocks: dict[Root, Tensor] = {}
         is_whole = dye.is_whole
@@ -272,7 +272,7 @@ class DyePropagator(Propagator):
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             is_asked = is_before and self._is_readable
             # An extended loss has a row for each sample, or several.
-            owners = owners_of_rows(node, len(self._weights)) if is_asked else None
+            owners = owners_of_rows(node, len(self._weights), number) if is_asked else None
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backpack_core.contract.columns import Columns, Root
 from backpack_core.errors import SampleMixingError, UnsupportedError
+from backpack_core.graph.owners import Owners
 
 OF_LOSS = Root("dyed behind an extended loss")
 # Torch's own formulas may have constants in single precision (CELU, Hardsigmoid).
@@ -136,25 +137,28 @@ class Weights:
         return columns
 
     def guess(
-        self, tensor: Tensor, is_first: bool, owners: Tensor | None = None
+        self, tensor: Tensor, is_first: bool, owners: Owners | None = None
     ) -> list[Tensor] | None:
         """Where samples may lie in a tensor: weights to multiply with, for every guess.
 
         Args:
             tensor: Shape ``[*]``.
             is_first: Whether they are on axis 0, if that is as long as the batch.
-            owners: Which sample each entry of axis 0 belongs to, if that is known.
+            owners: Whose the entries of axis 0 are, if that is known.
 
         Returns:
             As many as there are guesses, or none if there would have to be more; ``None`` if there
             are no samples in it, as far as its axes tell.
         """
         size = len(self)
+        owned = []
+        if owners is not None and tensor.dim():
+            values = self._values[owners.rows.to(self._values.device)]
+            owned = [self._shaped(values, tensor, 0)]
+            if owners.are_sure or tensor.numel() == 1:
+                return owned * self.guesses
         if not size or (tensor.numel() == 1 and size != 1):
             return None
-        if owners is not None:
-            values = self._values[owners.to(self._values.device)]
-            return [self._shaped(values, tensor, 0)] * self.guesses
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
         found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
         if tensor.dim() and not tensor.shape[0] % size and 0 not in axes:  # [N · k, *], [k · N, *]
@@ -163,6 +167,7 @@ class Weights:
             merged = [self._shaped(values, tensor, 0) for values in rows]
             # Another axis, the classes, may be as long.
             found = merged if is_first or not found else [*found, merged[0]]
+        found += owned[: self.guesses - len(found)]
         if not found:
             return None
         if len(found) > self.guesses:

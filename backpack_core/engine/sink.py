@@ -175,8 +175,9 @@ class FieldSink(Sink):
         key = id(parameter)
         if self._owners.setdefault(key, self._token) is not self._token:
             raise UnsupportedError(
-                f"A parameter of shape {list(parameter.shape)} is used inside a re-entrant "
-                f"checkpoint and elsewhere, so '{extension.savefield}' would miss a part. Use "
+                f"A parameter of shape {list(parameter.shape)} is used in a backward pass of its "
+                "own (of a re-entrant checkpoint, or a function whose backward calls autograd) and "
+                f"elsewhere, so '{extension.savefield}' would miss a part. Use "
                 "torch.utils.checkpoint(use_reentrant=False)."
             )
         if self.partial:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from backpack_core._checkpoints import Recomputed
 from backpack_core._torch import Node
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
@@ -40,6 +41,7 @@ class Chunks:
     kept: Kept
     partial: Values
     _ranks: dict[Node, int] = field(default_factory=dict)
+    _recomputed: Recomputed = field(default_factory=Recomputed)
 
     def size(self, slot: int, view: View) -> int | None:
         """How many columns may go on from a call at once; ``None`` for all."""
@@ -68,8 +70,9 @@ class Chunks:
         schedule = RankSchedule(self.survey, self.groups, self._ranks)
         sink = ChunkSink(self.survey)
         traversal = Traversal(schedule, sink)
-        begin(traversal)
-        schedule.run(lambda site: self._visit(traversal, slot, site))
+        with self._recomputed.within(memory_budget()):
+            begin(traversal)
+            schedule.run(lambda site: self._visit(traversal, slot, site))
         sink.add_to(self.partial)
 
     def _visit(self, traversal: Traversal, slot: int, site: Site) -> None:
@@ -81,6 +84,8 @@ class Chunks:
         if call not in self.survey.opened:
             call.rule.check(view)
         traversal.visit(slot, site, view)
-        # What depends on the call alone serves the next chunk, too, as far as memory allows.
-        if sum(t.nbytes for t in iter_tensors(list(kept.values()))) > memory_budget():
+        # What depends on the call alone serves the next chunk, too, as far as memory allows; where
+        # hooks took what it is made of, it is made anew.
+        held = sum(t.nbytes for t in iter_tensors(list(kept.values())))
+        if view.taken is not None or held > memory_budget():
             kept.clear()

@@ -61,6 +61,7 @@ class Walk:
         self._of_constants = OfWeights(survey, tables, or_constants=True)
         self._targets = targets
         self._picked: set[Place] = set()
+        self._sorted: set[Place] = set()
         self._known: dict[Place, _Here] = {}
         self._ways: dict[Place, list[tuple[Place, int]]] = {}
 
@@ -145,11 +146,19 @@ class Walk:
             self._before.discard(child)
 
     def _is_picked(self, place: Place, child: Place, position: int) -> bool:
-        """Whether entries of axis 0 are handed out, as tokens to experts, however many they are."""
-        operation = self._at(place).operation
+        """Whether entries of axis 0 are handed out, as tokens to experts, however many they are.
+
+        Or samples are sorted, as packed sequences are: there, rows of any number are in that order.
+        """
+        operation, is_sorted = self._at(place).operation, place in self._sorted
         if place not in self._picked or operation in nodes.GATHERS:
-            return operation in nodes.SCATTERS and position == 1
-        return self._at(place).shape[:1] == self._at(child).shape[:1]
+            has_rows = self._found.positions[place] and nodes.keeps_rows(*place, position)
+            is_sorted = nodes.selected(*place) == self._size and not has_rows
+            is_picked = is_sorted or (operation in nodes.SCATTERS and position == 1)
+        else:
+            is_picked = is_sorted or self._at(place).shape[:1] == self._at(child).shape[:1]
+        self._sorted |= {child} if is_sorted else set()
+        return is_picked
 
     def _is_table(self, place: Place, child: Place, position: int) -> bool:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""

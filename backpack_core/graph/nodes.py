@@ -151,6 +151,14 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
 
 
+def selected(node: Node, output_nr: int) -> int:
+    """How many entries ``index_select`` picks, along whatever axis; none at other nodes."""
+    if operation_of(node) != "IndexSelect":
+        return 0
+    shape = shape_of(node, output_nr)
+    return shape[_axes(node, _ALONG["IndexSelect"])[0] % len(shape)] if shape else 1
+
+
 def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | None:
     """Where samples lie in an operand, if they lie on an axis of an output; ``None`` if unknown.
 

@@ -2,52 +2,97 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, metadata_of
 from backpack_core.graph import nodes
+from backpack_core.graph.bridge import push
 from backpack_core.graph.survey import edges_behind
 
+# Some entries of axis 0 are picked, or else the rows are kept.
+_PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
-def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
-    """Which sample each entry of axis 0 was picked from; ``None`` if nothing is known of any.
+
+class Owners(NamedTuple):
+    """Which sample each entry of axis 0 was picked from.
+
+    Attributes:
+        rows: Numbers of samples, one for each entry.
+        are_sure: By an index; else it may have been another axis that was picked from.
+    """
+
+    rows: Tensor
+    are_sure: bool
+
+
+def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners | None:
+    """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
 
     Samples lie one after the other on axis 0 of what they were picked from, each with one entry or
-    several. Whatever comes behind has kept the rows.
+    several. Whatever comes behind has kept the rows, or what was picked is of one sample.
 
     Args:
         node: The node of the tensor.
         samples: Number of samples.
+        number: Which output of the node it is.
     """
-    rows = 0 if node is None else nodes.shape_of(node, 0)[:1].numel()
-    while node is not None and nodes.operation_of(node) not in ("Index", "IndexSelect"):
-        kept = [e.node for i, e in edges_behind(node) if nodes.keeps_rows(node, 0, i)]
-        node = kept[0] if kept else None
-    child, number = (None, 0) if node is None else node.next_functions[0]
-    if node is None or child is None:
-        return None
-    picked, length = _picked(node), nodes.shape_of(child, number)[0]
-    if picked is None or picked.shape != nodes.shape_of(node, 0)[:1]:
-        return None
-    if not length or length % samples or not len(picked) or rows % len(picked):
-        return None
-    picked = picked % length
-    # All in another order may be paired with other samples' targets.
-    if len(picked) == length == len(picked.unique()):
-        return None
-    owners = picked // (length // samples)
-    return owners.repeat_interleave(rows // len(picked))  # views may have merged more into them
-
-
-def _picked(node: Node) -> Tensor | None:
-    """Which entries of axis 0 were picked, one axis of them."""
-    if nodes.operation_of(node) == "IndexSelect":
-        index: Tensor = node._saved_index  # type: ignore[attr-defined]
-        return None if node._saved_dim else index  # type: ignore[attr-defined]
-    indices: list[Tensor] = []
-    for given in node._saved_indices:  # type: ignore[attr-defined]
-        if given is None:  # an axis that is kept
+    rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
+    is_kept = True
+    while node is not None:
+        edges = [*edges_behind(node)]
+        kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
+        if not kept and (len(edges) != 1 or nodes.operation_of(node) in _PICKS):
             break
-        indices += given.nonzero(as_tuple=True) if given.dtype == torch.bool else [given]
-    return torch.broadcast_tensors(*indices)[0] if indices else None
+        is_kept &= bool(kept)
+        edge = kept[0] if kept else edges[0][1]
+        node, number = edge.node, edge.output_nr
+    if node is None or nodes.operation_of(node) not in _PICKS:
+        return None
+    child, behind = node.next_functions[0]
+    if child is None:
+        return None
+    length = nodes.shape_of(child, behind)[0]
+    picked = _picked(node, number, length)
+    if picked is None or not length or not len(picked) or not samples:
+        return None
+    picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
+    if length % samples:
+        before = owners_of_rows(child, samples, behind)
+        if before is None:
+            return None
+        owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
+    # All in another order may be paired with other samples' targets.
+    elif len(picked) == length == len(picked.unique()):
+        return None
+    else:
+        owners = picked // (length // samples)
+    if not is_kept and len(owners.unique()) == 1:
+        return Owners(owners[:1].expand(rows), False)
+    if not is_kept or rows % len(picked):
+        return None
+    # Views may have merged more into them.
+    return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
+
+
+def _picked(node: Node, number: int, length: int) -> Tensor | None:
+    """Which entries of axis 0 were picked by an operation that does not keep all of them."""
+    saved: Any = node
+    operation, shape = nodes.operation_of(node), nodes.shape_of(node, number)
+    if operation == "Index":
+        indices: list[Tensor] = []
+        for given in saved._saved_indices:
+            if given is None:  # an axis that is kept
+                break
+            indices += given.nonzero(as_tuple=True) if given.dtype == torch.bool else [given]
+        picked = torch.broadcast_tensors(*indices)[0] if indices else None
+        return picked if picked is not None and picked.shape == shape[:1] else None
+    if operation == "IndexSelect":
+        index: Tensor = saved._saved_index
+        return index
+    ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
+    reached = push(node, {number: ones})[0].reshape(length, -1).any(1)
+    picked = reached.nonzero().flatten()  # in their order
+    return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked

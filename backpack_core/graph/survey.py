@@ -290,8 +290,8 @@ class Survey:
         if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
             size = -1
         self.received[call, index] = size
-        if module._modules and not rule.transparent:
-            self._fault(faults.uncovered(call))
+        if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
+            raise fault
         if module._modules or None in call.edges:
             self.unusual.append(site)
 

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from backpack_core import disable
+from backpack_core import backpack, disable, extend
 from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError
 from backpack_core.extensions import (
+    HMP,
     BatchGrad,
     ClippedSumGrad,
     DiagGGNExact,
     DiagHessian,
+    DiagHMP,
     GGNGram,
     SqrtGGNExact,
 )
@@ -34,6 +36,19 @@ class Shift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add the sum."""
         return x + self.shift.sum(0)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHMP, HMP])
+def test_a_parametrization_after_extend(extension: Any) -> None:
+    """Nobody has seen its parameters: no quantity leaves them out in silence."""
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2))), extend(nn.MSELoss())
+    parametrizations.weight_norm(model[0])
+    loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 2))
+    with (
+        pytest.raises(UnsupportedError, match="call extend\\(model\\) again"),
+        backpack(extension()),
+    ):
+        loss.backward()
 
 
 @pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.orthogonal])

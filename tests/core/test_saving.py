@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from backpack_core import backpack, disable, extend, is_extended
+from backpack_core import (
+    backpack,
+    disable,
+    extend,
+    is_extended,
+    memory_budget,
+    set_memory_budget,
+)
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 from tests import oracle
@@ -128,6 +135,42 @@ def test_in_the_backward_pass_one_block_at_a_time_is_alive() -> None:
         loss.backward()
     assert len(alive) == 5
     assert max(alive) < 5 + 14  # the inputs, and what one block has
+
+
+def live_after_chunks(way: str, depth: int, budget: int) -> int:
+    """Most bytes of activations that are alive while the first block is computed again."""
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid())
+                            for _ in range(depth)])  # fmt: skip
+    net = Net(lambda net, x: net.last(run_all(WAYS[way], net.blocks, net.first(x))),
+              first=nn.Linear(3, 4), blocks=blocks, last=nn.Linear(4, 3))  # fmt: skip
+    found, peak = classification(net, (3,), batch=7), 0
+    expected = [d.sum(0) for d in found.expected(oracle.ggn_diagonals)]
+
+    def count(*_: object) -> None:
+        nonlocal peak
+        tensors = [o for o in gc.get_objects() if type(o) is Tensor and o.shape == (7, 4)]
+        storages = {o.untyped_storage()._cdata: o.untyped_storage() for o in tensors}
+        peak = max(peak, sum(storage.nbytes() for storage in storages.values()))
+
+    set_memory_budget(budget)
+    blocks[0][1].register_forward_hook(count)
+    found.run(DiagGGNExact(chunk_size=1))
+    found.compare("diag_ggn_exact", expected)
+    return peak
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_keep_what_fits_into_memory(way: str) -> None:
+    """Of each further block, the input that its checkpoint keeps; with memory, everything."""
+    activation, before = 8 * 7 * 4, memory_budget()
+    gc.collect(), gc.freeze()
+    try:
+        less, more = (live_after_chunks(way, depth, 3 * activation) for depth in (2, 5))
+        assert more - less <= 3 * 1.5 * activation
+        less, more = (live_after_chunks(way, depth, before) for depth in (2, 5))
+        assert more - less >= 3 * 5 * activation
+    finally:
+        set_memory_budget(before), gc.unfreeze()
 
 
 class Packed:

@@ -72,6 +72,7 @@ BELOW = {
     "plugins": {"_torch", "discovery", "errors", "record", "contract"},
     "engine": {
         "_torch",
+        "_checkpoints",
         "_hooks",
         "errors",
         "record",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from backpack_core import View
 from backpack_core.errors import UnsupportedError, UsageError
@@ -216,6 +217,15 @@ def test_no_structure(extension: Any) -> None:
     problem.run(extension(fail_mode="silent"))
     assert not hasattr(net.first.weight, extension.savefield)
     assert hasattr(net.last.weight, extension.savefield)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_no_structure_of_a_weight_that_is_computed(uses: int) -> None:
+    """The message says so: the layer itself has factors."""
+    net = Net(lambda net, x: sum((net.last(k * x) for k in range(uses)), net.last(x)),
+              last=parametrizations.spectral_norm(nn.Linear(2, 3)).eval())  # fmt: skip
+    with pytest.raises(UnsupportedError, match=r"another tensor.* computed from it"):
+        classification(net, (2,)).run(KFLR())
 
 
 def test_no_structure_of_a_table_in_averages() -> None:

@@ -9,6 +9,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from backpack_core import AffineRule
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.bare import BareRule
@@ -61,11 +62,18 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         "which needs no structure."
     )
     if isinstance(product, SumProduct):
-        forms = ", ".join(type(part).__name__ for part in product.parts)
+        forms = ", ".join(sorted({type(part).__name__ for part in product.parts}))
         raise StructureError(
-            f"The uses of the parameter {product.name!r} of {product.path} have no Kronecker "
-            f"factors in common: they are of {len(product.parts)} forms ({forms}), or store the "
-            f"entries in different orders. Untie the uses, freeze the parameter, {instead}"
+            f"The {len(product.parts)} uses of the parameter {product.name!r} of {product.path} "
+            f"have no Kronecker factors in common: they are products of the form {forms}, store "
+            "the entries in different orders, or use another tensor that is computed from it (a "
+            f"parametrization, pruning). Untie the uses, freeze the parameter, {instead}"
+        )
+    if issubclass(product.rule, AffineRule):
+        raise StructureError(
+            f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, "
+            "which uses another tensor in its place that is computed from it (a parametrization, "
+            f"pruning, weight normalisation). Remove that, freeze the parameter, {instead}"
         )
     if issubclass(product.rule, BareRule):
         raise StructureError(

@@ -1,0 +1,62 @@
+"""Packed sequences are sorted by length, and put back into order behind the recurrent layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from backpack_core import backpack, extend
+from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from tests.cases import Net
+
+Read = Callable[[Any], Tensor]
+READ: dict[str, Read] = {
+    "last state": lambda out: out[1][-1],
+    "mean": lambda out: pad_packed_sequence(out[0], batch_first=True)[0].sum(1),
+    "both directions": lambda out: torch.cat(list(out[1]), 1),
+}
+
+
+def classify(net: Any, x: Tensor, lengths: list[int]) -> Tensor:
+    packed = pack_padded_sequence(
+        torch.tanh(net.embed(x)), lengths, batch_first=True, enforce_sorted=False
+    )
+    result: Tensor = net.head(READ[net.read](net.recurrent(packed)))
+    return result
+
+
+@pytest.mark.parametrize("lengths", [[4, 2, 3], [1, 3, 2, 2]])
+@pytest.mark.parametrize("read", READ)
+def test_sequences_in_any_order(read: str, lengths: list[int]) -> None:
+    two = read == "both directions"
+    net: Any = Net(classify, embed=nn.Linear(2, 3), recurrent=nn.GRU(3, 2, bidirectional=two),
+                   head=nn.Linear(4 if two else 2, 2)).double()  # fmt: skip
+    net.read = read
+    x, y = torch.randn(len(lengths), 4, 2).double(), torch.randint(2, (len(lengths),))
+    lossfunc, parameters = nn.CrossEntropyLoss(reduction="sum"), list(net.parameters())
+    gradients, diagonals = [], [torch.zeros_like(p) for p in parameters]
+    for n, length in enumerate(lengths):
+        logits = net(x[n : n + 1, :length], [length])
+        loss = lossfunc(logits, y[n : n + 1])
+        gradients.append(torch.autograd.grad(loss, parameters, retain_graph=True))
+        hessian = torch.func.hessian(lossfunc)(logits.detach(), y[n : n + 1])[0, :, 0]
+        jacobian = [
+            torch.autograd.grad(logit, parameters, retain_graph=True) for logit in logits[0]
+        ]
+        for k, diagonal in enumerate(diagonals):
+            rows = torch.stack([row[k] for row in jacobian])
+            diagonal += torch.einsum("i...,ij,j...->...", rows, hessian, rows)
+    extend(net), extend(lossfunc)
+    with backpack(BatchGrad(), BatchL2Grad(), DiagGGNExact()):
+        lossfunc(net(x, lengths), y).backward()
+    for k, p in enumerate(parameters):
+        expected = torch.stack([gradient[k] for gradient in gradients])
+        torch.testing.assert_close(p.grad_batch, expected)  # type: ignore[attr-defined]
+        squares = expected.flatten(1).square().sum(1)
+        torch.testing.assert_close(p.batch_l2, squares)  # type: ignore[attr-defined]
+        torch.testing.assert_close(p.diag_ggn_exact, diagonals[k])  # type: ignore[attr-defined]

@@ -1,0 +1,104 @@
+"""A loss that is a function takes the batch apart: labelled and other samples, or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import backpack, extend
+from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError
+from backpack_core.extensions import BatchGrad
+from tests.cases import Net
+
+N = 4
+TARGET = torch.tensor([0, 2, 1, 0])
+Loss = Callable[[Tensor], Tensor]
+
+APART: dict[str, Loss] = {
+    "slice": lambda out: (out[1:] - 1).pow(2).sum(),
+    "from the end": lambda out: out[-2:].exp().sum() + out[-1].sin().sum(),
+    "every other one": lambda out: out[::2].exp().sum(),
+    "slice of a slice": lambda out: out[1:][1:].exp().sum() + out[:3][[0, 2]].sin().sum(),
+    "with classes": lambda out: F.cross_entropy(out[:3], TARGET[:3]),
+    "labelled and others": lambda out: F.cross_entropy(out[:3], TARGET[:3]) + out[3:].exp().mean(),
+    "parts": lambda out: torch.stack([F.cross_entropy(part, TARGET[:2])
+                                      for part in out.split(2)]).sum(),
+    "unequal parts": lambda out: torch.stack([p.exp().sum() for p in out.split([1, 3])]).sum(),
+    "one by one": lambda out: torch.stack([F.cross_entropy(out[n], TARGET[n])
+                                           for n in range(N)]).mean(),
+    "unbound": lambda out: torch.stack([F.cross_entropy(row, TARGET[1]) for row in out]).mean(),
+    "rows": lambda out: torch.stack([F.cross_entropy(out[n : n + 1], TARGET[n : n + 1])
+                                     for n in range(N)]).mean(),
+}  # fmt: skip
+MIXED: dict[str, Loss] = {
+    "neighbours": lambda out: (out[1:] - out[:-1]).pow(2).sum(),
+    "halves": lambda out: (out[:2] * out[2:]).exp().sum(),
+    "one and all": lambda out: (out[:1] - out).pow(2).sum(),
+    "variance": lambda out: out[:3].var(0).sum(),
+    "one and another": lambda out: (out[0] * out[1]).exp().sum(),
+}
+
+
+def model(classes: int) -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, classes)).double()
+    return net, torch.randn(N, 3).double()
+
+
+@pytest.mark.parametrize("classes", [3, N])
+@pytest.mark.parametrize("name", APART)
+def test_parts(name: str, classes: int) -> None:
+    net, x = model(classes)
+    single = []
+    for n in range(N):  # the others are constants
+        rows = [net(x[k : k + 1]) for k in range(N)]
+        out = torch.cat([row if k == n else row.detach() for k, row in enumerate(rows)])
+        single.append(torch.autograd.grad(APART[name](out), list(net.parameters())))
+    extend(net)
+    for _ in range(2):
+        with backpack(BatchGrad()):
+            APART[name](net(x)).backward()
+        for k, p in enumerate(net.parameters()):
+            expected = torch.stack([gradient[k] for gradient in single])
+            torch.testing.assert_close(p.grad_batch, expected)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_parts_that_meet(name: str) -> None:
+    net, x = model(3)
+    extend(net)
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        MIXED[name](net(x)).backward()
+
+
+def test_a_term_of_weights_in_every_sample() -> None:
+    """What lies behind a term may be a parameter, which leads nowhere."""
+    net = Net(
+        lambda net, x: (x @ net.w).square().sum(1) - torch.linalg.slogdet(net.w)[1],
+        w=nn.Parameter(torch.randn(3, 3).double()),
+    )
+    x = torch.randn(N, 3).double()
+    expected = [torch.autograd.grad(net(x[n : n + 1]).mean() / N, net.w)[0] for n in range(N)]
+    extend(net)
+    with pytest.warns(AutodiffFallbackWarning), backpack(BatchGrad()):
+        net(x).mean().backward()
+    torch.testing.assert_close(net.w.grad_batch, torch.stack(expected))
+
+
+def test_steps_first_and_as_many_as_samples() -> None:
+    """The last step of all samples is no sample."""
+    net = nn.GRU(3, 2).double()
+    x = torch.randn(N, N, 3).double()  # steps first
+    expected = []
+    for n in range(N):
+        loss = net(x[:, n : n + 1])[0][-1].exp().sum()
+        expected.append(torch.autograd.grad(loss, list(net.parameters())))
+    extend(net, batch_axis=1)
+    with backpack(BatchGrad()):
+        net(x)[0][-1].exp().sum().backward()
+    for k, p in enumerate(net.parameters()):
+        reference = torch.stack([gradient[k] for gradient in expected])
+        torch.testing.assert_close(p.grad_batch, reference)  # type: ignore[attr-defined]
