@@ -156,7 +156,7 @@ def selected(node: Node, output_nr: int) -> int:
     if operation_of(node) != "IndexSelect":
         return 0
     shape = shape_of(node, output_nr)
-    return shape[_axes(node, _ALONG["IndexSelect"])[0] % len(shape)] if shape else 1
+    return shape[_axes(node)[0] % len(shape)] if shape else 1
 
 
 def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | None:
