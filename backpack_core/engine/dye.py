@@ -9,7 +9,7 @@ known of, or something besides: a term beside the loss, a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.engine.dyed import LOST, OF_LOSS, OPEN, Dye, Judge, Question, history, largest
-from backpack_core.engine.weights import Weights
+from backpack_core.engine.weights import Positions, Weights
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
@@ -51,7 +51,13 @@ class DyePropagator(Propagator):
     starts_everywhere = True
 
     def __init__(
-        self, batch_size: int, seed: int, guesses: int, question: Question, is_readable: bool
+        self,
+        batch_size: int,
+        seed: int,
+        guesses: int,
+        question: Question,
+        is_readable: bool,
+        owned: Callable[[View], Tensor | None],
     ) -> None:
         """Draw the weights.
 
@@ -61,11 +67,13 @@ class DyePropagator(Propagator):
             guesses: How many layouts to try where nobody says where samples are.
             question: What has to be known.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
+            owned: Which entries of axis 0 of an output each sample has, if they are in no order.
         """
         self._weights = Weights(batch_size, seed, guesses)
         self._judge = Judge(self._weights, guesses, question)
         self._question = question
         self._is_readable = is_readable
+        self._owned = owned
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -91,16 +99,18 @@ class DyePropagator(Propagator):
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
         place = (view.call, view.index)
-        if not view.positions:  # what arrives is kept apart
+        owned = None if view.positions else self._owned(view)
+        positions = view.positions if owned is None else owned
+        if owned is None and not positions:  # what arrives is kept apart
             self.settled.add(place)
             return OPEN
-        is_fitting = self._weights.fit(gradient, view.positions)
+        is_fitting = self._weights.fit(gradient, positions)
         if waiting is not None and waiting.axis:
             waiting = self._closed(waiting._replace(brought=gradient))
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             total, where = waiting.total(), f"{view.path} and what uses its output"
             is_known = total is not None and total.shape[1:] == gradient.shape
-            if not is_known or self._judge.compare(where, waiting, gradient, view.positions):
+            if not is_known or self._judge.compare(where, waiting, gradient, positions):
                 self.settled.add(place)  # nobody will know more next time
         if not is_fitting:
             return self.begin(gradient) if waiting is None else waiting
@@ -108,7 +118,7 @@ class DyePropagator(Propagator):
             return OPEN._replace(way=(view.path,))
         if view.axis and view.call.goes_inside:
             return LOST
-        dyed = self._weights.dyed(gradient, view.positions)
+        dyed = self._weights.dyed(gradient, positions)
         return Dye(Columns({OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
@@ -182,7 +192,7 @@ class DyePropagator(Propagator):
         if there.apart or not is_known:
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
-            self._judge_at(node, quantities, there.positions)
+            self._judge_at(node, quantities, {**there.owned, **there.positions})
         return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
 
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
@@ -217,7 +227,9 @@ class DyePropagator(Propagator):
         size = max(dye.size, largest(gradient))
         return dye._replace(columns=dye.columns.merge(dyed), positions=0, axis=0, size=size)
 
-    def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
+    def _judge_at(
+        self, node: Node, quantities: dict[int, Dye], positions: Mapping[int, Positions]
+    ) -> bool:
         """Compare at the outputs of a node; whether everything there is known."""
         where = f"the operation {nodes.described(node)} and its result"
         known = True
@@ -278,9 +290,10 @@ class DyePropagator(Propagator):
             is_before = root is _BEFORE
             # Terms of a loss, side by side, may be as many as samples by chance.
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
-            is_asked = is_before and self._is_readable
             # An extended loss has a row for each sample, or several.
-            owners = owners_of_rows(node, len(self._weights)) if is_asked else None
+            owners = None
+            if self._is_readable and (is_before or not self._weights.fit(block[0])):
+                owners = owners_of_rows(node, len(self._weights), not is_before)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.columns import Columns, Root
-from backpack_core.engine.weights import Weights
+from backpack_core.engine.weights import Positions, Weights
 from backpack_core.errors import SampleMixingError, UnsupportedError
 
 OF_LOSS = Root("dyed behind an extended loss")
@@ -96,14 +96,15 @@ class Judge:
         self._question = question
         self._right = {*range(guesses)}
 
-    def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: int) -> bool:
+    def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: Positions) -> bool:
         """Compare; false if there is nothing that could be, or all is zero.
 
         Args:
             where: For messages.
             arrived: What came, dyed.
             own: What autograd brought; ``None`` where that is of another tensor.
-            positions: How many entries of axis 0 each sample has; zero where that is unknown.
+            positions: How many entries of axis 0 each sample has; zero where that is unknown; or
+                which.
 
         Raises:
             SampleMixingError: Samples influence each other on the way.

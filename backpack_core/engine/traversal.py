@@ -19,7 +19,7 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
-from backpack_core.graph.paths import entries_of
+from backpack_core.graph.owners import turns_of
 from backpack_core.plugins.refusals import nothing_arrived
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
@@ -69,7 +69,7 @@ class Traversal:
             waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
             if view.positions > 1 and call.rule.is_loss and propagator.travels:
-                quantity = propagator.split_positions(quantity, entries_of(self.survey, call))
+                quantity = propagator.split_positions(quantity, turns_of(self.survey, call))
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
@@ -79,7 +79,7 @@ class Traversal:
             if not view.positions and propagator.keeps_apart:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
-                self._read(slot, view, carrier, whole)
+                self._read(slot, view, carrier, self._of_samples(site, view, propagator, whole))
             if self.survey.alignment.apart and self._sends_apart(slot, site):
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
@@ -151,6 +151,13 @@ class Traversal:
         if view.positions or self.survey.alignment.is_apart(site.edge):
             wide = propagator.narrow(wide)  # else samples lie elsewhere
         return wide if own is None else propagator.merge(own, wide)
+
+    def _of_samples(self, site: Site, view: View, propagator: Propagator, quantity: Any) -> Any:
+        """What is read off: of every sample apart, where rows are in no order but owned by some."""
+        owned = self.survey.alignment.owned_at(site.edge)
+        if owned is None or quantity is None or not propagator.keeps_apart:
+            return quantity
+        return propagator.take_apart(quantity, owned)
 
     def _sends_apart(self, slot: int, site: Site) -> bool:
         """Whether something has to be kept apart behind a call, or seen to be where it ends."""

@@ -61,7 +61,12 @@ class Measurement:
         # many.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         self.dye = DyePropagator(
-            survey.batch_size, trust.passes, guesses, question, survey.is_readable
+            survey.batch_size,
+            trust.passes,
+            guesses,
+            question,
+            survey.is_readable,
+            lambda view: survey.alignment.owned_at(survey.sites[view.call, view.index].edge),
         )
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites

@@ -7,6 +7,7 @@ from torch import Tensor
 
 # How many different weights there are; in a larger batch, some samples share one, others each time.
 _LEVELS = 9
+Positions = int | Tensor  # how many each sample has on an axis, or which, [N, R]
 
 
 class Weights:
@@ -33,20 +34,24 @@ class Weights:
         """Number of samples."""
         return len(self._values)
 
-    def fit(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> bool:
-        """Whether an axis has so many positions of every sample."""
-        return tensor.shape[axis : axis + 1] == (positions * len(self),)
+    def fit(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> bool:
+        """Whether an axis has so many positions of every sample, or those, ``[N, R]``."""
+        count = positions * len(self) if isinstance(positions, int) else positions.shape[1]
+        return tensor.shape[axis : axis + 1] == (count,)
 
-    def along(self, tensor: Tensor, axis: int = 0, positions: int = 1) -> Tensor:
+    def along(self, tensor: Tensor, axis: int = 0, positions: Positions = 1) -> Tensor:
         """One for each entry of an axis, to be multiplied with the tensor."""
-        values = self._values if positions == 1 else self._values.repeat_interleave(positions)
+        if isinstance(positions, int):
+            values = self._values.repeat_interleave(positions)
+        else:
+            values = self._values.to(positions.device) @ positions.to(self._values.dtype)
         return self._shaped(values, tensor, axis)
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Columns without weights."""
         return tensor.expand(1 + self._guesses, *tensor.shape)
 
-    def dyed(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> Tensor:
+    def dyed(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> Tensor:
         """Columns of a tensor with samples on an axis."""
         columns = tensor.new_empty(1 + self._guesses, *tensor.shape)
         columns[0] = tensor

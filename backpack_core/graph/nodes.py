@@ -48,6 +48,7 @@ PIECEWISE_LINEAR = _names(
 # Views in the order of the entries.
 VIEWS = _names("View UnsafeView ReshapeAlias Unsqueeze Squeeze Alias")
 SELECTIONS = _names("Select Unbind")
+REDUCTIONS = _names("Sum Mean Amax Amin Logsumexp LinalgVectorNorm Max Min Prod Var Std")
 # Entry by entry: what is broadcast is summed around the node, not in it.
 ELEMENTWISE = _names(
     """

@@ -7,10 +7,16 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
-from backpack_core.graph.survey import edges_behind
+from backpack_core.graph.batch import is_doubtful
+from backpack_core.graph.of_weights import OfWeights
+from backpack_core.graph.paths import entries_of
+from backpack_core.graph.survey import Survey, edges_behind
+from backpack_core.record.call import Call
 
 
-def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
+def owners_of_rows(
+    node: Node | None, samples: int, of_loss: bool = False, tables: OfWeights | frozenset[Node] = frozenset()
+) -> Tensor | None:
     """Which sample each entry of axis 0 was picked from; ``None`` if nothing is known of any.
 
     Samples lie one after the other on axis 0 of what they were picked from, each with one entry or
@@ -19,25 +25,60 @@ def owners_of_rows(node: Node | None, samples: int) -> Tensor | None:
     Args:
         node: The node of the tensor.
         samples: Number of samples.
+        of_loss: Whether an extended loss received the tensor: its terms are those of its rows,
+            which may be all of them, in another order, or merged.
+        tables: Nodes of tensors that have no samples.
     """
     rows = 0 if node is None else nodes.shape_of(node, 0)[:1].numel()
-    while node is not None and nodes.operation_of(node) not in ("Index", "IndexSelect"):
-        kept = [e.node for i, e in edges_behind(node) if nodes.keeps_rows(node, 0, i)]
-        node = kept[0] if kept else None
-    child, number = (None, 0) if node is None else node.next_functions[0]
-    if node is None or child is None:
+    todo = [] if node is None else [node]
+    while todo:
+        this = todo.pop()
+        if nodes.operation_of(this) in ("Index", "IndexSelect"):
+            owners = _owners_of_picked(this, samples, rows, of_loss)
+            if owners is not None and this.next_functions[0][0] not in tables:
+                return owners
+            continue
+        for position, (child, number, _) in edges_behind(this):
+            shape = nodes.shape_of(child, number)
+            if child in tables or not nodes.keeps_rows(this, 0, position):
+                continue
+            if of_loss and rows > samples and shape[:1] == (samples,):
+                own = torch.arange(samples).repeat_interleave(rows // samples)
+                return None if is_doubtful(shape, samples) else own
+            todo.append(child)
+    return None
+
+
+def _owners_of_picked(node: Node, samples: int, rows: int, of_loss: bool) -> Tensor | None:
+    """The same where an operation picked them, and views may have merged more into each."""
+    child, number = node.next_functions[0]
+    if child is None or nodes.is_leaf(child):
         return None
-    picked, length = _picked(node), nodes.shape_of(child, number)[0]
+    picked, shape = _picked(node), nodes.shape_of(child, number)
     if picked is None or picked.shape != nodes.shape_of(node, 0)[:1]:
         return None
-    if not length or length % samples or not len(picked) or rows % len(picked):
+    if not shape[0] or shape[0] % samples or not len(picked) or rows % len(picked):
         return None
-    picked = picked % length
-    # All in another order may be paired with other samples' targets.
-    if len(picked) == length == len(picked.unique()):
-        return None
-    owners = picked // (length // samples)
-    return owners.repeat_interleave(rows // len(picked))  # views may have merged more into them
+    picked = picked % shape[0]
+    if of_loss:
+        is_unknown = samples > 1 and samples in shape[1:]  # they may lie there
+    else:  # all in another order may be paired with other samples' targets
+        is_unknown = len(picked) == shape[0] == len(picked.unique())
+    owners = picked // (shape[0] // samples)
+    return None if is_unknown else owners.repeat_interleave(rows // len(picked))
+
+
+def turns_of(survey: Survey, loss: Call) -> Tensor:
+    """In which turn each row that a loss received is a column: no two of a sample share one."""
+    edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
+    node = edge.node if edge is not None and survey.is_readable else None
+    owners = owners_of_rows(node, survey.batch_size, True, OfWeights(survey))
+    if owners is None:
+        return rows % entries_of(survey, loss)
+    order, counts = owners.argsort(stable=True), owners.bincount()
+    turns = torch.empty_like(owners)
+    turns[order] = rows.to(owners.device) - (counts.cumsum(0) - counts)[owners[order]]
+    return turns
 
 
 def _picked(node: Node) -> Tensor | None:
