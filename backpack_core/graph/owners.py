@@ -13,9 +13,11 @@ from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 
+Nodes = OfWeights | frozenset[Node]
+
 
 def owners_of_rows(
-    node: Node | None, samples: int, of_loss: bool = False, tables: OfWeights | frozenset[Node] = frozenset()
+    node: Node | None, samples: int, of_loss: bool = False, tables: Nodes = frozenset()
 ) -> Tensor | None:
     """Which sample each entry of axis 0 was picked from; ``None`` if nothing is known of any.
 
@@ -34,9 +36,12 @@ def owners_of_rows(
     while todo:
         this = todo.pop()
         if nodes.operation_of(this) in ("Index", "IndexSelect"):
-            owners = _owners_of_picked(this, samples, rows, of_loss)
-            if owners is not None and this.next_functions[0][0] not in tables:
-                return owners
+            child, number = this.next_functions[0]
+            if child is not None and not nodes.is_leaf(child) and child not in tables:
+                shape = nodes.shape_of(child, number)
+                owners = _owners_of_picked(_picked(this), shape, samples, of_loss)
+                if owners is not None and not rows % len(owners):  # views may have merged more
+                    return owners.repeat_interleave(rows // len(owners))
             continue
         for position, (child, number, _) in edges_behind(this):
             shape = nodes.shape_of(child, number)
@@ -49,23 +54,18 @@ def owners_of_rows(
     return None
 
 
-def _owners_of_picked(node: Node, samples: int, rows: int, of_loss: bool) -> Tensor | None:
-    """The same where an operation picked them, and views may have merged more into each."""
-    child, number = node.next_functions[0]
-    if child is None or nodes.is_leaf(child):
-        return None
-    picked, shape = _picked(node), nodes.shape_of(child, number)
-    if picked is None or picked.shape != nodes.shape_of(node, 0)[:1]:
-        return None
-    if not shape[0] or shape[0] % samples or not len(picked) or rows % len(picked):
+def _owners_of_picked(
+    picked: Tensor | None, shape: torch.Size, samples: int, of_loss: bool
+) -> Tensor | None:
+    """The same for entries of a tensor of some shape."""
+    if picked is None or not len(picked) or not shape[0] or shape[0] % samples:
         return None
     picked = picked % shape[0]
     if of_loss:
         is_unknown = samples > 1 and samples in shape[1:]  # they may lie there
     else:  # all in another order may be paired with other samples' targets
         is_unknown = len(picked) == shape[0] == len(picked.unique())
-    owners = picked // (shape[0] // samples)
-    return None if is_unknown else owners.repeat_interleave(rows // len(picked))
+    return None if is_unknown else picked // (shape[0] // samples)
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
@@ -91,4 +91,5 @@ def _picked(node: Node) -> Tensor | None:
         if given is None:  # an axis that is kept
             break
         indices += given.nonzero(as_tuple=True) if given.dtype == torch.bool else [given]
-    return torch.broadcast_tensors(*indices)[0] if indices else None
+    found = torch.broadcast_tensors(*indices)[0] if indices else None
+    return None if found is None or found.shape != nodes.shape_of(node, 0)[:1] else found
