@@ -205,7 +205,8 @@ class Traversal:
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
-        if arrived == NOTHING or self.groups[slot].propagator.starts_everywhere:
+        restarts = self.groups[slot].propagator.starts_everywhere and site.layout is None
+        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
             self.schedule.deliver(slot, site.below, own=quantity)
         else:
             self.schedule.deliver(slot, site.below, *arrived)
