@@ -74,6 +74,7 @@ class Turned(nn.Module):
         return (x * self.weight).transpose(1, 2)
 
 
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize("batch", [2, 3])
 def test_a_turned_output_of_one_length_is_overwritten(batch: int) -> None:
     """No shape tells the view from what it looks at."""
