@@ -55,10 +55,8 @@ class Kind:
         return self.name in TAME or ("hessian" in self.traits and not self.traits & WILD)
 
 
-TAME = frozenset(
-    ["LayerNorm", "GroupNorm", "Dense", "Attention", "Recurrent", "along", "pair"]
-    + ["of_sequences", "Counting", "Turned"]
-)
+TAME = frozenset({"LayerNorm", "GroupNorm", "Dense", "Attention", "Recurrent", "along", "pair"})
+TAME |= {"of_sequences", "Counting", "Turned"}
 WILD = frozenset({"in_place", "random", "trap"})
 KINDS: dict[str, Kind] = {}
 
