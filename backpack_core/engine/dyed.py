@@ -131,12 +131,12 @@ class Judge:
             raise _something_besides(where, arrived)
         if self._question.is_per_sample and self._weights.fit(plain, positions):
             weights = self._weights.along(plain, positions=positions)
-            # Of gradients that are much smaller than another sample's, too: but what cancels in
-            # sums over samples leaves rounding of the largest.
+            # Of entries that are much smaller than others, too: but what cancels in sums over
+            # samples leaves rounding of the largest.
             rounding = min(allowed, max(size, arrived.size) * unit * 64)
-            bounds = (_of_rows(plain) * unit**0.6).clamp(rounding, allowed)
-            found = ((n, _of_rows((g / weights).sub_(plain))) for n, g in enumerate(guesses))
-            self._right &= {n for n, differences in found if bool((differences <= bounds).all())}
+            bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
+            over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
+            self._right &= {n for n, excess in over if not bool((excess > 0).any())}
             if not self._right:
                 raise _mixed(where, arrived)
         return True
@@ -166,11 +166,6 @@ def largest(tensor: Tensor) -> float:
     low, high = tensor.aminmax()  # in one go; what is not finite is rare
     found = float(torch.maximum(-low, high))
     return found if isfinite(found) else float(tensor.abs().nan_to_num(0, 0, 0).max())
-
-
-def _of_rows(tensor: Tensor) -> Tensor:
-    """The largest absolute value, of those that are finite, in each entry of axis 0."""
-    return tensor.abs().nan_to_num(0, 0, 0).reshape(len(tensor), -1).amax(1)
 
 
 def _between(where: str, arrived: Dye, most: int = 8) -> str:

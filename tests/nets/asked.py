@@ -132,7 +132,7 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
     if trap == "logsumexp":
         settings = {**first.settings, "reduction": "none"}
         return (replace(first, settings=settings, by_hand="logsumexp"), *terms[1:]), Plan()
-    is_flat = len(draft.shape(first.value)) == 1
+    is_flat = trap == "merged" and len(draft.shape(first.value)) == 1
     if is_flat or first.kind != "CrossEntropy" or "soft" in first.settings:
         raise Unfit
     return (replace(first, settings={**first.settings, trap: True}), *terms[1:]), Plan()
