@@ -119,20 +119,15 @@ class Walk:
     def _derive(self, place: Place, child: Place, position: int) -> None:
         """How many entries of axis 0 each sample has at a child, as this way tells."""
         found = self._found.positions
-        if found.get(child):
+        if found.get(child) or child in self._found.owned:
             return
         shape = self._at(child).shape
         is_before, is_owned = place in self._before, place in self._found.owned
         above = self._at(place).site
         is_loss = above is not None and above.call.rule.is_loss
         is_picked = is_owned and self._at(place).operation in nodes.GATHERS
-        owned = None
-        if is_loss:  # as many rows as samples are theirs, or the dye will tell
-            owned = None if shape[:1] == (self._size,) else self._owned(child, True)
-        elif is_before or (is_owned and not is_picked):
-            owned = self._owned(child, not is_before)
-        if owned is not None:
-            found[child], self._found.owned[child] = 0, owned
+        if (is_loss or is_before or is_owned) and self._is_owned(place, child, is_loss):
+            found[child] = 0
         elif is_picked and child[0] not in self._of_tables:
             found[child] = shape[0] // self._size
         elif is_loss:  # it says where samples are
@@ -155,25 +150,29 @@ class Walk:
             found[child] = 0
             if is_before:
                 self._before.add(child)
-        if found[child] or owned is not None:
+        if found[child] or child in self._found.owned:
             self._before.discard(child)
             # A sum of everything says nothing of what it was of.
             is_guessed = place in self._guessed and not self._at(place).is_call
             if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
 
-    def _owned(self, child: Place, is_loss: bool) -> Tensor | None:
-        """Which rows each sample has, if they are not side by side and known all the same."""
-        if not self._found.is_readable or child[0] in self._of_tables:
-            return None
-        owners = owners_of_rows(child[0], self._size, is_loss, self._of_tables)
+    def _is_owned(self, place: Place, child: Place, is_loss: bool) -> bool:
+        """Whether rows are in no order, and known to be some sample's all the same."""
+        of_loss = place not in self._before
+        is_picked = of_loss and self._at(place).operation in nodes.GATHERS
+        # As many rows as samples are taken for theirs behind a loss: the dye will tell.
+        is_usual = is_loss and self._at(child).shape[:1] == (self._size,)
+        if is_picked or is_usual or not self._found.is_readable or child[0] in self._of_tables:
+            return False
+        owners = owners_of_rows(child[0], self._size, of_loss, self._of_tables)
         if owners is None:
-            return None
+            return False
         samples = torch.arange(self._size, device=owners.device)
-        count, rest = divmod(len(owners), self._size)
-        if not rest and bool((owners == samples.repeat_interleave(count)).all()):
-            return None
-        return owners == samples[:, None]
+        if torch.equal(owners, samples.repeat_interleave(len(owners) // self._size)):
+            return False
+        self._found.owned[child] = owners == samples[:, None]
+        return True
 
     def _is_picked(self, place: Place, child: Place, position: int) -> bool:
         """Whether entries of axis 0 are handed out, as tokens to experts, however many they are."""
@@ -222,6 +221,7 @@ class Walk:
         # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
         is_picked = operation in nodes.GATHERS and not has_samples
         is_less = operation in nodes.REDUCTIONS and place not in self._guessed
+        is_less &= len(self._at(child).shape) > len(self._at(place).shape)
         if is_picked or operation in nodes.SELECTIONS or is_less:
             kept = self._at(place).shape[is_picked:]
             is_other = any(length % self._size == 0 for length in kept)

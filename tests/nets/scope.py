@@ -67,7 +67,8 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
         if _depends(loss, [after]) and _depends(before, trained(net)):
             traits = WATCHED & KINDS[step.kind].traits
             found |= traits if "mixing" not in traits or _mixes(loss, before, after) else set()
-    return frozenset(found - {"mixing"} if recipe.batch == 1 else found)
+    found -= {"mixing"} if recipe.batch == 1 else set()
+    return frozenset(found if "mixing" in found else found - {"table"})
 
 
 def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
@@ -102,7 +103,6 @@ def has_value(family: str, is_sum: bool, options: Settings, traps: frozenset[str
         options: Those of the request.
         traps: The traps of the recipe.
     """
-    traps = traps - {"table"}
     is_whole = is_sum and "subsampling" not in options
     if family == "first":
         return not traps & {"mixing", "coupled", "weights"}
