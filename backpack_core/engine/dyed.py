@@ -179,7 +179,8 @@ def _mixed(where: str, arrived: Dye) -> SampleMixingError:
         f"{_between(where, arrived)}, samples of the batch influence each other: a gradient of one "
         "sample reaches another one, or axis 0 holds something else there that is as long as the "
         "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
-        "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
+        "every module has to receive its samples there, or extend(model, batch_axis=...) to say "
+        "where they are. (This is measured: see docs/checks.md.)"
     )
 
 
