@@ -79,7 +79,7 @@ class Traversal:
             if not view.positions and propagator.keeps_apart:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
-                self._read(slot, view, carrier, self._of_samples(site, view, propagator, whole))
+                self._read(slot, view, carrier, whole)
             if self.survey.alignment.apart and self._sends_apart(slot, site):
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
@@ -152,9 +152,9 @@ class Traversal:
             wide = propagator.narrow(wide)  # else samples lie elsewhere
         return wide if own is None else propagator.merge(own, wide)
 
-    def _of_samples(self, site: Site, view: View, propagator: Propagator, quantity: Any) -> Any:
+    def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
         """What is read off: of every sample apart, where rows are in no order but owned by some."""
-        owned = self.survey.alignment.owned_at(site.edge)
+        owned = self.survey.alignment.owned_at(self.survey.sites[view.call, view.index].edge)
         if owned is None or quantity is None or not propagator.keeps_apart:
             return quantity
         return propagator.take_apart(quantity, owned)
@@ -303,6 +303,8 @@ class Traversal:
             return
         if not trained:
             return
+        if self.survey.alignment.owned:
+            quantity = self._of_samples(view, group.propagator, quantity)
         everything = carrier.find(view, trained, quantity)  # before any of it is read
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
