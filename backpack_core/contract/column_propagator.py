@@ -169,6 +169,10 @@ class OutputGradient(ColumnPropagator):
 
     def _chosen(self, columns: Columns, nr: int, there: Crossing) -> Columns:
         """The gradient of the whole batch as columns of some samples, zeros for the others."""
+        if nr in there.owned and nr not in there.positions:  # each is chosen when it is narrowed
+            chosen = [n % there.batch_size for n in self.subsampling or ()]
+            turns = max(map(chosen.count, chosen), default=1)
+            return Columns({self._ROOT: torch.cat([columns.mat] * turns)})
         if nr not in there.positions:
             return columns
         whole = columns.mat.unflatten(1, (there.batch_size, there.positions[nr]))

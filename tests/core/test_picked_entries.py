@@ -149,16 +149,18 @@ def test_merged_entries_that_mix() -> None:
         loss.backward()
 
 
-def test_a_subset_of_samples() -> None:
-    model = _net(_head, PICKED["masked"])
-    logits, found = extend(model)(torch.randn(N, T, 2)), {}
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chosen", [[3, 1], [1, 1]])
+def test_a_subset_of_samples(shape: str, chosen: list[int]) -> None:
+    model = _net(SHAPES[shape], PICKED["masked"])
+    logits, found = extend(model)(torch.randn(N, T, 2)), []
     loss = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
-    for chosen in (None, [3, 1]):
-        with backpack(BatchGrad(subsampling=chosen)):
+    for subsampling in (None, chosen):
+        with backpack(BatchGrad(subsampling=subsampling)):
             loss.backward(retain_graph=True)
-        found[str(chosen)] = [vars(p)["grad_batch"] for p in model.parameters()]
-    for some, every in zip(found["[3, 1]"], found["None"], strict=True):
-        torch.testing.assert_close(some, every[[3, 1]])
+        found.append([vars(p)["grad_batch"] for p in model.parameters()])
+    for every, some in zip(*found, strict=True):
+        torch.testing.assert_close(some, every[chosen])
 
 
 @pytest.mark.parametrize("shape", ["direct", "head", "branches"])
