@@ -19,24 +19,23 @@ from backpack_core.tuning import memory_budget
 from backpack_core.values import largest
 
 
-def taken_apart(mat: Tensor, positions: int, samples: slice) -> Tensor:
+def taken_apart(mat: Tensor, positions: int | Tensor, samples: slice) -> Tensor:
     """Columns of some samples, with zeros for all others.
 
     Args:
-        mat: Shape ``[V, N · positions, *]``.
-        positions: How many entries each sample has.
+        mat: Shape ``[V, R, *]``.
+        positions: How many entries each sample has, ``R = N · positions``; or which, ``[N, R]``.
         samples: Which.
 
     Returns:
-        Shape ``[V, n, N · positions, *]``.
+        Shape ``[V, n, R, *]``.
     """
-    count = mat.shape[1] // positions
-    chosen = torch.arange(count, device=mat.device)[samples]
-    found = mat.new_zeros(len(mat), len(chosen), count, positions, *mat.shape[2:])
-    found[:, torch.arange(len(chosen), device=mat.device), chosen] = mat.unflatten(
-        1, (count, positions)
-    )[:, chosen]
-    return found.flatten(2, 3)
+    if isinstance(positions, int):
+        every = torch.eye(mat.shape[1] // positions, dtype=torch.bool, device=mat.device)
+        positions = every.repeat_interleave(positions, 1)
+    owned = positions[samples]
+    owned = owned.reshape(*owned.shape, *[1] * (mat.dim() - 2))
+    return torch.where(owned, mat.unsqueeze(1), 0)
 
 
 def put_together(mat: Tensor, positions: int) -> Tensor:
@@ -162,8 +161,9 @@ def _push_apart(
     node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
 ) -> dict[int, Tensor]:
     """Everything behind a node, ``[V, N, *]`` by position; what is zero may be missing."""
+    owned: Mapping[int, int | Tensor] = {**there.owned, **there.positions}
     for nr, columns in present.items():
-        if not isinstance(columns, ApartColumns) and nr not in there.positions:
+        if not isinstance(columns, ApartColumns) and nr not in owned:
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
     size = max(columns.blocks[root].nbytes for columns in present.values())  # with masks, for each
@@ -174,7 +174,7 @@ def _push_apart(
             if isinstance(columns, ApartColumns):
                 mats[nr] = mat[:, samples].flatten(0, 1)
             else:
-                mats[nr] = taken_apart(mat, there.positions[nr], samples).flatten(0, 1)
+                mats[nr] = taken_apart(mat, owned[nr], samples).flatten(0, 1)
         for position, product in bridge.push(node, mats).items():
             parts.setdefault(position, []).append(product.unflatten(0, (-1, count)))
     return {position: torch.cat(found, 1) for position, found in parts.items()}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backpack_core._torch import Node
 from backpack_core.contract.apart import cross_apart, cross_columns, put_together, taken_apart
@@ -78,9 +78,13 @@ class ColumnPropagator(Propagator):
             return cross_apart(node, quantities, there)
         return cross_columns(node, quantities)
 
-    def take_apart(self, quantity: Columns, positions: int) -> Columns:
+    def take_apart(self, quantity: Columns, positions: int | Tensor) -> Columns:
         """A column of the whole batch for every sample."""
-        every = slice(None)
+        if isinstance(quantity, ApartColumns):
+            return quantity
+        every: Any = slice(None)
+        if isinstance(positions, Tensor) and self.subsampling is not None:
+            every = list(self.subsampling)
         return ApartColumns(
             {r: taken_apart(mat, positions, every) for r, mat in quantity.blocks.items()}
         )
@@ -89,13 +93,12 @@ class ColumnPropagator(Propagator):
         """The sum, where no sample reaches another one."""
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 
-    def split_positions(self, quantity: Columns, positions: int) -> Columns:
+    def split_positions(self, quantity: Columns, turns: Tensor) -> Columns:
         """Each position of a sample in turn, zeros at the others."""
 
-        def split(mat: Tensor) -> Tensor:  # [V, N · k, *] → [k · V, N · k, *]
-            turns = torch.eye(positions, dtype=mat.dtype, device=mat.device)
-            turns = turns.repeat(1, mat.shape[1] // positions)
-            return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in turns])
+        def split(mat: Tensor) -> Tensor:  # [V, R, *] → [k · V, R, *]
+            at = nn.functional.one_hot(turns.to(mat.device)).to(mat.dtype).T
+            return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in at])
 
         blocks = quantity.blocks.items()
         return Columns({Root(r.name, scale=r.scale): split(mat) for r, mat in blocks})
@@ -161,6 +164,10 @@ class OutputGradient(ColumnPropagator):
 
     def _chosen(self, columns: Columns, nr: int, there: Crossing) -> Columns:
         """The gradient of the whole batch as columns of some samples, zeros for the others."""
+        if nr in there.owned and nr not in there.positions:  # each is chosen when it is narrowed
+            chosen = [n % there.batch_size for n in self.subsampling or ()]
+            turns = max(map(chosen.count, chosen), default=1)
+            return Columns({self._ROOT: torch.cat([columns.mat] * turns)})
         if nr not in there.positions:
             return columns
         whole = columns.mat.unflatten(1, (there.batch_size, there.positions[nr]))

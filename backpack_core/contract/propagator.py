@@ -178,19 +178,23 @@ class Propagator(ABC):
         """
         return quantity
 
-    def split_positions(self, quantity: Any, positions: int) -> Any:
+    def split_positions(self, quantity: Any, turns: Tensor) -> Any:
         """The quantity at a loss that has several entries of axis 0 for each sample.
 
         Those of one sample are columns of their own. Only for propagators with ``keeps_apart``.
+
+        Args:
+            quantity: At the loss.
+            turns: A number for each entry of axis 0, another one for each of a sample.
         """
         return quantity
 
-    def take_apart(self, quantity: Any, positions: int) -> Any:
+    def take_apart(self, quantity: Any, positions: int | Tensor) -> Any:
         """What is sent on of every sample apart, zeros for all others.
 
         Args:
             quantity: At the output of a call that has samples.
-            positions: How many entries of axis 0 each of them has.
+            positions: How many entries of axis 0 each of them has, or which, ``[N, R]``.
         """
         return quantity
 

@@ -9,7 +9,7 @@ known of, or something besides: a term beside the loss, a hook.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,21 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
-from backpack_core.engine.dyed import LOST, OF_LOSS, OPEN, Dye, Judge, history, largest
+from backpack_core.engine.dyed import (
+    LOST,
+    OF_LOSS,
+    OPEN,
+    Dye,
+    Judge,
+    Positions,
+    history,
+    largest,
+)
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.batch import is_doubtful
-from backpack_core.graph.owners import owners_of_rows
+from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -49,15 +58,19 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(self, judge: Judge, is_readable: bool) -> None:
+    def __init__(
+        self, judge: Judge, is_readable: bool, owned: Callable[[View], Tensor | None]
+    ) -> None:
         """Begin.
 
         Args:
             judge: Compares, with the weights and by the question that it has.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
+            owned: Which entries of axis 0 of an output each sample has, if they are in no order.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
         self._is_readable = is_readable
+        self._owned = owned
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -83,16 +96,18 @@ class DyePropagator(Propagator):
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
         place = (view.call, view.index)
-        if not view.positions:  # what arrives is kept apart
+        owned = None if view.positions else self._owned(view)
+        positions = view.positions if owned is None else owned
+        if owned is None and not positions:  # what arrives is kept apart
             self.settled.add(place)
             return OPEN
-        is_fitting = self._weights.fit(gradient, view.positions)
+        is_fitting = self._weights.fit(gradient, positions)
         if waiting is not None and waiting.axis:
             waiting = self._closed(waiting._replace(brought=gradient))
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             total, where = waiting.total(), f"{view.path} and what uses its output"
             is_known = total is not None and total.shape[1:] == gradient.shape
-            if not is_known or self._judge.compare(where, waiting, gradient, view.positions):
+            if not is_known or self._judge.compare(where, waiting, gradient, positions):
                 self.settled.add(place)  # nobody will know more next time
         if not is_fitting:
             return self.begin(gradient) if waiting is None else waiting
@@ -100,7 +115,7 @@ class DyePropagator(Propagator):
             return OPEN._replace(way=(view.path,))
         if view.axis and view.call.goes_inside:
             return LOST
-        dyed = self._weights.dyed(gradient, view.positions)
+        dyed = self._weights.dyed(gradient, positions)
         return Dye(Columns({OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
@@ -174,7 +189,7 @@ class DyePropagator(Propagator):
         if there.apart or not is_known:
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
-            self._judge_at(node, quantities, there.positions)
+            self._judge_at(node, quantities, {**there.owned, **there.positions})
         return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
 
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
@@ -209,7 +224,9 @@ class DyePropagator(Propagator):
         size = max(dye.size, largest(gradient))
         return dye._replace(columns=dye.columns.merge(dyed), positions=0, axis=0, size=size)
 
-    def _judge_at(self, node: Node, quantities: dict[int, Dye], positions: dict[int, int]) -> bool:
+    def _judge_at(
+        self, node: Node, quantities: dict[int, Dye], positions: Mapping[int, Positions]
+    ) -> bool:
         """Compare at the outputs of a node; whether everything there is known."""
         where = f"the operation {nodes.described(node)} and its result"
         known = True
@@ -270,9 +287,12 @@ class DyePropagator(Propagator):
             is_before = root is _BEFORE
             # Terms of a loss, side by side, may be as many as samples by chance.
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
-            is_asked = is_before and self._is_readable
             # An extended loss has a row for each sample, or several.
-            owners = owners_of_rows(node, len(self._weights), number) if is_asked else None
+            owners = None
+            if self._is_readable and is_before:
+                owners = owners_of_rows(node, len(self._weights), number)
+            elif self._is_readable and not self._weights.fit(block[0]):
+                owners = owners_behind_loss(node, len(self._weights))
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -18,6 +18,7 @@ OF_LOSS = Root("dyed behind an extended loss")
 _SINGLE = 1e-5
 # How many different weights there are; in a larger batch, some samples share one, others each time.
 _LEVELS = 9
+Positions = int | Tensor  # how many each sample has on an axis, or which, [N, R]
 
 
 class Question(NamedTuple):
@@ -116,20 +117,24 @@ class Weights:
         """Number of samples."""
         return len(self._values)
 
-    def fit(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> bool:
-        """Whether an axis has so many positions of every sample."""
-        return tensor.shape[axis : axis + 1] == (positions * len(self),)
+    def fit(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> bool:
+        """Whether an axis has so many positions of every sample, or those, ``[N, R]``."""
+        count = positions * len(self) if isinstance(positions, int) else positions.shape[1]
+        return tensor.shape[axis : axis + 1] == (count,)
 
-    def along(self, tensor: Tensor, axis: int = 0, positions: int = 1) -> Tensor:
+    def along(self, tensor: Tensor, axis: int = 0, positions: Positions = 1) -> Tensor:
         """One for each entry of an axis, to be multiplied with the tensor."""
-        values = self._values if positions == 1 else self._values.repeat_interleave(positions)
+        if isinstance(positions, int):
+            values = self._values.repeat_interleave(positions)
+        else:
+            values = self._values.to(positions.device) @ positions.to(self._values.dtype)
         return self._shaped(values, tensor, axis)
 
     def plain(self, tensor: Tensor) -> Tensor:
         """Columns without weights."""
         return tensor.expand(1 + self.guesses, *tensor.shape)
 
-    def dyed(self, tensor: Tensor, positions: int = 1, axis: int = 0) -> Tensor:
+    def dyed(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> Tensor:
         """Columns of a tensor with samples on an axis."""
         columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
         columns[0] = tensor
@@ -190,14 +195,15 @@ class Judge:
         self.question = question
         self._right = {*range(weights.guesses)}
 
-    def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: int) -> bool:
+    def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: Positions) -> bool:
         """Compare; false if there is nothing that could be, or all is zero.
 
         Args:
             where: For messages.
             arrived: What came, dyed.
             own: What autograd brought; ``None`` where that is of another tensor.
-            positions: How many entries of axis 0 each sample has; zero where that is unknown.
+            positions: How many entries of axis 0 each sample has; zero where that is unknown; or
+                which.
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
@@ -224,8 +230,12 @@ class Judge:
             raise _something_besides(where, arrived)
         if self.question.is_per_sample and self.weights.fit(plain, positions):
             weights = self.weights.along(plain, positions=positions)
-            found = enumerate(guesses)
-            self._right &= {n for n, g in found if largest((g / weights).sub_(plain)) <= allowed}
+            # Of entries that are much smaller than others, too: but what cancels in sums over
+            # samples leaves rounding of the largest.
+            rounding = min(allowed, max(size, arrived.size) * unit * 64)
+            bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
+            over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
+            self._right &= {n for n, excess in over if not bool((excess > 0).any())}
             if not self._right:
                 raise _mixed(where, arrived)
         return True
@@ -268,7 +278,8 @@ def _mixed(where: str, arrived: Dye) -> SampleMixingError:
         f"{_between(where, arrived)}, samples of the batch influence each other: a gradient of one "
         "sample reaches another one, or axis 0 holds something else there that is as long as the "
         "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
-        "every module has to receive its samples there. (This is measured: see docs/checks.md.)"
+        "every module has to receive its samples there, or extend(model, batch_axis=...) to say "
+        "where they are. (This is measured: see docs/checks.md.)"
     )
 
 

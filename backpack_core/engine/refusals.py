@@ -116,7 +116,9 @@ def refuse_misaligned(
             positions = alignment.positions_of(survey.sites[call, index])
             is_known = not survey.axes[call, index]
             if call.rule.is_loss:
+                edge = call.edges[0]
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
+                is_known |= edge is not None and alignment.owned_at(edge) is not None
                 # In which order its entries lie is not said.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
             is_split = positions > 1 and propagator.subsampling is not None

@@ -20,7 +20,7 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
-from backpack_core.graph.paths import entries_of
+from backpack_core.graph.owners import turns_of
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter
@@ -69,7 +69,7 @@ class Traversal:
             waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
             if view.positions > 1 and call.rule.is_loss and propagator.travels:
-                quantity = propagator.split_positions(quantity, entries_of(self.survey, call))
+                quantity = propagator.split_positions(quantity, turns_of(self.survey, call))
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
@@ -152,6 +152,13 @@ class Traversal:
             wide = propagator.narrow(wide)  # else samples lie elsewhere
         return wide if own is None else propagator.merge(own, wide)
 
+    def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
+        """What is read off: of every sample apart, where rows are in no order but owned by some."""
+        owned = self.survey.alignment.owned_at(self.survey.sites[view.call, view.index].edge)
+        if owned is None or quantity is None or not propagator.keeps_apart:
+            return quantity
+        return propagator.take_apart(quantity, owned)
+
     def _sends_apart(self, slot: int, site: Site) -> bool:
         """Whether something has to be kept apart behind a call, or seen to be where it ends."""
         call, alignment = site.call, self.survey.alignment
@@ -198,7 +205,8 @@ class Traversal:
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
-        if arrived == NOTHING or self.groups[slot].propagator.starts_everywhere:
+        restarts = self.groups[slot].propagator.starts_everywhere and site.layout is None
+        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
             self.schedule.deliver(slot, site.below, own=quantity)
         else:
             self.schedule.deliver(slot, site.below, *arrived)
@@ -295,6 +303,8 @@ class Traversal:
             return
         if not trained:
             return
+        if self.survey.alignment.owned:
+            quantity = self._of_samples(view, group.propagator, quantity)
         everything = carrier.find(view, trained, quantity)  # before any of it is read
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:

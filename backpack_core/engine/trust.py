@@ -54,7 +54,11 @@ class Measurement:
         # many.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
-        self.dye = DyePropagator(Judge(weights, question), survey.is_readable)
+        self.dye = DyePropagator(
+            Judge(weights, question),
+            survey.is_readable,
+            lambda view: survey.alignment.owned_at(survey.sites[view.call, view.index].edge),
+        )
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # nothing is trusted after a pass that fails

@@ -28,6 +28,7 @@ class Crossing(NamedTuple):
         batch_size: Number of samples.
         positions: How many entries of axis 0 each sample has, by output number; missing where the
             output has no samples.
+        owned: Which they are, ``[N, R]``, where they were picked, in whatever order.
         behind: The same by position in ``node.next_functions``.
         apart: The positions behind which what is sent is kept apart by sample.
         kept: The outputs at which what arrives is.
@@ -39,6 +40,7 @@ class Crossing(NamedTuple):
     batch_size: int
     positions: dict[int, int]
     behind: dict[int, int]
+    owned: dict[int, Tensor] = {}  # noqa: RUF012 - nobody writes into it
     apart: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     others: frozenset[int] = frozenset()
@@ -56,6 +58,8 @@ class Alignment:
             there.
         positions: How many entries of axis 0 each sample has, at outputs of nodes; zero where
             there are no samples.
+        owned: Which entries of axis 0 each sample has, ``[N, R]``, at outputs of nodes that have
+            them in no order: between a loss and where they were picked.
         before: Outputs of nodes before any samples: what a loss becomes on its way to being a
             single number.
         apart: Outputs of nodes at which what arrives is kept apart by sample.
@@ -68,6 +72,7 @@ class Alignment:
     batch_size: int = 0
     faults: dict[tuple[Call, int], BackpackError] = field(default_factory=dict)
     positions: dict[Place, int] = field(default_factory=dict)
+    owned: dict[Place, Tensor] = field(default_factory=dict)
     before: set[Place] = field(default_factory=set)
     apart: set[Place] = field(default_factory=set)
     starts: dict[Node, None] = field(default_factory=dict)
@@ -83,13 +88,20 @@ class Alignment:
         """How many entries of axis 0 each sample has; zero where there are none."""
         return self._known(edge.node, edge.output_nr)
 
+    def owned_at(self, edge: Edge) -> Tensor | None:
+        """Which entries of axis 0 each sample has, ``[N, R]``, where they are in no order."""
+        return self.owned.get((edge.node, edge.output_nr))
+
     def positions_of(self, site: Site) -> int:
         """The same at an output of a call; of a loss, at what it receives."""
         call = site.call
         if call.rule.is_loss:
             fault = (call, site.index) in self.faults
-            received = call.stored.inputs[0].shape[:1].numel() if fault else self.batch_size
-            return received // self.batch_size if fault and not received % self.batch_size else 1
+            if not fault:
+                return 1
+            received = call.stored.inputs[0].shape[:1].numel()
+            count, rest = divmod(received, self.batch_size)
+            return max(2, received) if rest else count  # of one that was picked from, it may be all
         place = (site.edge.node, site.edge.output_nr)
         return 1 if place in self.before else self.positions.get(place, 1)
 
@@ -107,9 +119,9 @@ class Alignment:
         )
         others = frozenset(own.keys() - outputs.keys() - kept)
         has_others = len(places) > len(apart)
-        return Crossing(
-            self.batch_size, outputs, behind, apart, kept, others, has_others, self.is_readable
-        )
+        owned = {nr: self.owned[place] for nr, place in own.items() if place in self.owned}
+        rest = apart, kept, others, has_others, self.is_readable
+        return Crossing(self.batch_size, outputs, behind, owned, *rest)
 
     def _known(self, node: Node, number: int) -> int:
         size = nodes.shape_of(node, number)[:1]

@@ -14,6 +14,7 @@ from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import OfWeights
 from backpack_core.graph.order import ranks, reached
+from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Edge, Site
 
@@ -62,6 +63,8 @@ class Walk:
         self._targets = targets
         self._picked: set[Place] = set()
         self._sorted: set[Place] = set()
+        self._guessed: set[Place] = set()
+        self._dropped: set[Place] = set()
         self._known: dict[Place, _Here] = {}
         self._ways: dict[Place, list[tuple[Place, int]]] = {}
 
@@ -117,12 +120,18 @@ class Walk:
     def _derive(self, place: Place, child: Place, position: int) -> None:
         """How many entries of axis 0 each sample has at a child, as this way tells."""
         found = self._found.positions
-        if found.get(child):
+        if found.get(child) or child in self._found.owned:
             return
         shape = self._at(child).shape
-        is_before = place in self._before
+        is_before, is_owned = place in self._before, place in self._found.owned
         above = self._at(place).site
-        if above is not None and above.call.rule.is_loss:  # it says where samples are
+        is_loss = above is not None and above.call.rule.is_loss
+        is_picked = is_owned and self._at(place).operation in nodes.GATHERS
+        if (is_loss or is_before or is_owned) and self._is_owned(place, child, is_loss):
+            found[child] = 0
+        elif is_picked and child[0] not in self._of_tables:
+            found[child] = shape[0] // self._size
+        elif is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
         elif self._is_picked(place, child, position):
             found[child] = 0
@@ -142,8 +151,33 @@ class Walk:
             found[child] = 0
             if is_before:
                 self._before.add(child)
-        if found[child]:
+        if found[child] or child in self._found.owned:
             self._before.discard(child)
+            # A sum of everything says nothing of what it was of.
+            is_guessed = place in self._guessed and not self._at(place).is_call
+            if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
+                self._guessed.add(child)
+
+    def _is_owned(self, place: Place, child: Place, is_loss: bool) -> bool:
+        """Whether rows are in no order, and known to be some sample's all the same."""
+        of_loss = place not in self._before
+        is_picked = of_loss and self._at(place).operation in nodes.GATHERS
+        # As many rows as samples are taken for theirs behind a loss: the dye will tell.
+        is_usual = is_loss and self._at(child).shape[:1] == (self._size,)
+        if is_picked or is_usual or not self._found.is_readable or child[0] in self._of_tables:
+            return False
+        if of_loss:
+            known = owners_behind_loss(child[0], self._size, self._of_tables)
+        else:
+            known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
+        if known is None or not known.are_sure:
+            return False
+        owners = known.rows
+        samples = torch.arange(self._size, device=owners.device)
+        if torch.equal(owners, samples.repeat_interleave(len(owners) // self._size)):
+            return False
+        self._found.owned[child] = owners == samples[:, None]
+        return True
 
     def _is_picked(self, place: Place, child: Place, position: int) -> bool:
         """Whether entries of axis 0 are handed out, as tokens to experts, however many they are.
@@ -188,16 +222,27 @@ class Walk:
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
         if not operation or place in self._before:
-            return False
+            return place in self._dropped
         has_samples = bool(self._found.positions[place])
         is_constant = not has_samples and child[0] in self._of_constants
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
         if nodes.keeps_rows(*place, position):
             return not has_samples and self._at(place).shape[:1] == (self._size,)
-        if operation in nodes.SELECTIONS:  # of one sample, or with all of them?
-            return any(length % self._size == 0 for length in self._at(place).shape)
-        return has_samples and operation in nodes.TURNS
+        if operation in nodes.TURNS:
+            return has_samples
+        # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
+        is_picked = operation in nodes.GATHERS and not has_samples
+        is_less = operation in nodes.REDUCTIONS and place not in self._guessed
+        is_less &= len(self._at(child).shape) > len(self._at(place).shape)
+        if is_picked or operation in nodes.SELECTIONS or is_less:
+            kept = self._at(place).shape[is_picked:]
+            is_other = any(length % self._size == 0 for length in kept)
+            site = self._at(child).site  # states have samples elsewhere than what comes in
+            if is_other and (site is None or not self._survey.axes[site.call, site.index]):
+                self._dropped.add(child)
+            return is_other
+        return False
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""
@@ -227,7 +272,7 @@ class Walk:
             needs |= bool(survey.trained[site.call])
         if not needs:
             return
-        if found.positions[place]:
+        if found.positions[place] or place in found.owned:
             if not is_call:  # else the call sees to it
                 found.starts[node] = None
         elif place not in self._before:

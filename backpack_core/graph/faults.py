@@ -100,11 +100,12 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     if call.rule.is_loss and size % batch_size:
         return ShapeError(
             f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
-            "samples. Of entries that were selected (logits[mask]), select the losses instead: "
-            "reduction='none', then [mask]; or, where curvature is not asked for, call a plain "
-            "function as loss. Keep positions as an extra dimension: CrossEntropyLoss takes "
-            "[N, C, T]. A single sample needs an axis, too: [1, D]. If the model turns many "
-            "entries into one sample (nodes of graphs), give it one tensor with an entry for each."
+            "samples. Of entries that one index or mask has picked, logits[mask], it is known "
+            "whose they are, if samples are on axis 0 of the logits; where that is not enough "
+            "(subsampling, DiagHessian, KFRA), select the losses instead: reduction='none', then "
+            "[mask]. Keep positions as an extra dimension: CrossEntropyLoss takes [N, C, T]. A "
+            "single sample needs an axis, too: [1, D]. If the model turns many entries into one "
+            "sample (nodes of graphs), give it one tensor with an entry for each."
         )
     return ShapeError(
         f"{call.path} received {size} entries on axis 0, where the model received "

@@ -43,6 +43,7 @@ def _with(*properties: str) -> frozenset[str]:
 LINEAR, PIECEWISE_LINEAR, QUOTIENTS = _with("linear"), _with("piecewise"), _with("quotient")
 ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn", "selection"))
 GATHERS, SCATTERS = _with("gather"), _with("scatter")
+REDUCTIONS = _with("reduction")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Expand"}

@@ -9,9 +9,14 @@ from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
 from backpack_core.graph import nodes
+from backpack_core.graph.batch import is_doubtful
 from backpack_core.graph.bridge import push
-from backpack_core.graph.survey import edges_behind
+from backpack_core.graph.of_weights import OfWeights
+from backpack_core.graph.paths import entries_of
+from backpack_core.graph.survey import Survey, edges_behind
+from backpack_core.record.call import Call
 
+Nodes = OfWeights | frozenset[Node]
 # Some entries of axis 0 are picked, or else the rows are kept.
 _PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
@@ -28,7 +33,9 @@ class Owners(NamedTuple):
     are_sure: bool
 
 
-def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners | None:
+def owners_of_rows(
+    node: Node | None, samples: int, number: int = 0, tables: Nodes = frozenset()
+) -> Owners | None:
     """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
 
     Samples lie one after the other on axis 0 of what they were picked from, each with one entry or
@@ -38,11 +45,12 @@ def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners |
         node: The node of the tensor.
         samples: Number of samples.
         number: Which output of the node it is.
+        tables: Nodes of tensors that have no samples.
     """
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     is_kept = True
     while node is not None:
-        edges = [*edges_behind(node)]
+        edges = [(i, e) for i, e in edges_behind(node) if e.node not in tables]
         kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
         if not kept and (len(edges) != 1 or nodes.operation_of(node) in _PICKS):
             break
@@ -52,7 +60,7 @@ def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners |
     if node is None or nodes.operation_of(node) not in _PICKS:
         return None
     child, behind = node.next_functions[0]
-    if child is None:
+    if child is None or child in tables:
         return None
     length = nodes.shape_of(child, behind)[0]
     picked = _picked(node, number, length)
@@ -60,7 +68,7 @@ def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners |
         return None
     picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
     if length % samples:
-        before = owners_of_rows(child, samples, behind)
+        before = owners_of_rows(child, samples, behind, tables)
         if before is None:
             return None
         owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
@@ -77,6 +85,56 @@ def owners_of_rows(node: Node | None, samples: int, number: int = 0) -> Owners |
     return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
 
 
+def owners_behind_loss(
+    node: Node | None, samples: int, tables: Nodes = frozenset()
+) -> Owners | None:
+    """The same where an extended loss received the tensor.
+
+    Its terms are those of its rows, which may be all of them, in another order, or merged.
+    """
+    rows = 0 if node is None else nodes.shape_of(node, 0)[:1].numel()
+    todo = [] if node is None else [node]
+    while todo:
+        this = todo.pop()
+        if nodes.operation_of(this) in ("Index", "IndexSelect"):
+            child, number = this.next_functions[0]
+            shape = torch.Size() if child is None else nodes.shape_of(child, number)
+            # Samples may lie on another axis that is as long.
+            is_doubted = samples > 1 and samples in shape[1:]
+            if child is None or nodes.is_leaf(child) or child in tables or is_doubted:
+                continue
+            picked = _picked(this, 0, shape[0])
+            if picked is None or not len(picked) or not shape[0] or shape[0] % samples:
+                continue
+            if not rows % len(picked):  # views may have merged more
+                owners = picked % shape[0] // (shape[0] // samples)
+                return Owners(owners.repeat_interleave(rows // len(picked)), True)
+            continue
+        for position, (child, number, _) in edges_behind(this):
+            shape = nodes.shape_of(child, number)
+            if child in tables or not nodes.keeps_rows(this, 0, position):
+                continue
+            if rows > samples and shape[:1] == (samples,):
+                own = torch.arange(samples).repeat_interleave(rows // samples)
+                return None if is_doubtful(shape, samples) else Owners(own, True)
+            todo.append(child)
+    return None
+
+
+def turns_of(survey: Survey, loss: Call) -> Tensor:
+    """In which turn each row that a loss received is a column: no two of a sample share one."""
+    edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
+    node = edge.node if edge is not None and survey.is_readable else None
+    found = owners_behind_loss(node, survey.batch_size, OfWeights(survey))
+    if found is None:
+        return rows % entries_of(survey, loss)
+    owners = found.rows
+    order, counts = owners.argsort(stable=True), owners.bincount()
+    turns = torch.empty_like(owners)
+    turns[order] = rows.to(owners.device) - (counts.cumsum(0) - counts)[owners[order]]
+    return turns
+
+
 def _picked(node: Node, number: int, length: int) -> Tensor | None:
     """Which entries of axis 0 were picked by an operation that does not keep all of them."""
     saved: Any = node
@@ -91,7 +149,7 @@ def _picked(node: Node, number: int, length: int) -> Tensor | None:
         return picked if picked is not None and picked.shape == shape[:1] else None
     if operation == "IndexSelect":
         index: Tensor = saved._saved_index
-        return index
+        return None if saved._saved_dim else index
     ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
     reached = push(node, {number: ones})[0].reshape(length, -1).any(1)
     picked = reached.nonzero().flatten()  # in their order

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack
+from backpack_core import backpack, extend
 from backpack_core.errors import (
     OverwrittenInputError,
 )
@@ -61,3 +61,33 @@ def test_input_overwritten_before_backward(extension: Any) -> None:
         backpack(extension()),
     ):
         loss.backward()
+
+
+class Turned(nn.Module):
+    """Returns a view of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).transpose(1, 2)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("batch", [2, 3])
+def test_a_turned_output_of_one_length_is_overwritten(batch: int) -> None:
+    """No shape tells the view from what it looks at."""
+    inputs, target = torch.randn(batch, 3, 3), torch.randn(batch, 3, 3)
+    first, turned = nn.Linear(3, 3), Turned()
+    model = extend(nn.Sequential(first, turned))
+    with backpack(DiagGGNExact(), check="always"):
+        extend(nn.MSELoss(reduction="sum"))(model(inputs).mul_(1.5).sin(), target).backward()
+
+    def output(weight: Tensor) -> Tensor:
+        h = torch.nn.functional.linear(inputs, weight, first.bias)
+        return (1.5 * (h * turned.weight).transpose(1, 2)).sin()
+
+    jacobian = torch.autograd.functional.jacobian(output, first.weight)
+    expected = 2 * jacobian.square().sum((0, 1, 2))
+    torch.testing.assert_close(vars(first.weight)["diag_ggn_exact"], expected)

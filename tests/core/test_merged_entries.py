@@ -151,8 +151,10 @@ def test_an_extended_loss_of_selected_entries_says_what_to_do() -> None:
     model, lossfunc = extend(nn.Linear(2, C)), extend(nn.CrossEntropyLoss())
     kept = torch.tensor([True, False, True, True])
     inputs, target = torch.randn(N, 2), torch.randint(0, C, (N,))
+    logits = model(inputs)
+    some = torch.cat([logits[:1], logits[2:]])  # a mask would say whose they are
     with pytest.raises(ShapeError, match=r"reduction='none', then \[mask\]"), backpack(BatchGrad()):
-        lossfunc(model(inputs)[kept], target[kept]).backward()
+        lossfunc(some, target[kept]).backward()
     several = extend(nn.CrossEntropyLoss(reduction="none"))
     with backpack(DiagGGNExact()):
         several(model(inputs), target)[kept].mean().backward()

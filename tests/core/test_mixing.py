@@ -175,3 +175,18 @@ def test_a_part_of_what_such_a_module_returned_is_overwritten(positions: int, wi
         own = torch.autograd.grad(loss(model, x[n : n + 1]), [*model.parameters()])
         for parameter, expected in zip(model.parameters(), own, strict=True):
             oracle.assert_close(parameter.grad_batch[n], expected)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_samples_that_mix_beside_a_much_larger_gradient(extension: Any) -> None:
+    """What two samples exchange is rounding of a third one's."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        return net.b(torch.cat([h[:2], h[2:].flip(0) + h[2:]]))  # type: ignore[no-any-return]
+
+    output = extend(net(forward))(torch.randn(T, D))
+    losses = extend(nn.MSELoss(reduction="none"))(output, torch.zeros_like(output))
+    weights = torch.tensor([1e11, 1.0, 1.0, 1.0])
+    with pytest.raises(SampleMixingError), backpack(extension(), check="always"):
+        (weights * losses.sum(1)).sum().backward()

@@ -153,3 +153,37 @@ def _check(net: nn.Module, x: Tensor, check: str) -> dict[Any, Tensor]:
         oracle.assert_close(parameter.diag_ggn_exact_batch, diagonals)  # type: ignore[attr-defined]
         oracle.assert_close(parameter.diag_ggn_exact, diagonals.sum(0))  # type: ignore[attr-defined]
     return found
+
+
+def _steps_first(net: Any, x: Tensor) -> Tensor:
+    return torch.tanh(net.a(x.transpose(0, 1)))  # type: ignore[no-any-return]
+
+
+def _picked_steps(net: Any, x: Tensor) -> Tensor:
+    return net.head(_steps_first(net, x)[torch.tensor([0, 2])]).mean(0)  # type: ignore[no-any-return]
+
+
+def _behind_each_other(net: Any, x: Tensor) -> Tensor:
+    """Two vectors of every sample in one batch, of which there may be two."""
+    h = torch.tanh(net.a(x))
+    found = net.head(torch.cat([h[:, 0], h.mean(1)])).view(2, len(x), 4)
+    return found.amax(0)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [_picked_steps, _behind_each_other])
+@pytest.mark.parametrize("batch", [2, 3, 4, 5])
+def test_what_is_summed_or_picked_from_has_no_samples_in_front(forward: Any, batch: int) -> None:
+    """Axis 0 is as long as the batch by chance, where two are picked or put together."""
+    model = extend(Net(forward, a=nn.Linear(2, 4), head=nn.Linear(4, 4)))
+    x, y = torch.randn(batch, 4 if batch == 5 else 5, 2), torch.randn(batch, 4)
+    loss = extend(nn.MSELoss(reduction="sum"))
+    with backpack(BatchGrad(), BatchDiagGGNExact(), DiagGGNExact(), check="always"):
+        loss(model(x), y).backward()
+    for parameter in model.parameters():
+        for n in range(batch):
+            output = model(x[n : n + 1])[0]
+            rows = [torch.autograd.grad(z, parameter, retain_graph=True)[0] for z in output]
+            expected = sum(2 * row.square() for row in rows)
+            torch.testing.assert_close(vars(parameter)["diag_ggn_exact_batch"][n], expected)
+            (own,) = torch.autograd.grad((output - y[n]).square().sum(), [parameter])
+            torch.testing.assert_close(vars(parameter)["grad_batch"][n], own)

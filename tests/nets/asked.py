@@ -121,7 +121,7 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
         Unfit: The trap that was chosen needs other losses.
     """
     random, first = draft.random, terms[0]
-    trap = random.choice(["beside", "beside", "outer", "merged", "logsumexp"])
+    trap = random.choice(["beside", "beside", "outer", "merged", "picked", "picked", "logsumexp"])
     if trap == "outer":
         return terms, Plan(outer=random.choice([name for name in OUTER if name]))
     if trap == "beside":
@@ -132,10 +132,10 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
     if trap == "logsumexp":
         settings = {**first.settings, "reduction": "none"}
         return (replace(first, settings=settings, by_hand="logsumexp"), *terms[1:]), Plan()
-    is_flat = len(draft.shape(first.value)) == 1
+    is_flat = trap == "merged" and len(draft.shape(first.value)) == 1
     if is_flat or first.kind != "CrossEntropy" or "soft" in first.settings:
         raise Unfit
-    return (replace(first, settings={**first.settings, "merged": True}), *terms[1:]), Plan()
+    return (replace(first, settings={**first.settings, trap: True}), *terms[1:]), Plan()
 
 
 def _names(random: Random, draft: Draft, terms: tuple[Term, ...]) -> list[str]:

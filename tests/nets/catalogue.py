@@ -12,6 +12,7 @@ for _name in (
     "own_modules",
     "changed_modules",
     "functions",
+    "of_models",
     "in_place",
     "traps",
 ):

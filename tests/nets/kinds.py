@@ -56,6 +56,7 @@ class Kind:
 
 
 TAME = frozenset({"LayerNorm", "GroupNorm", "Dense", "Attention", "Recurrent", "along", "pair"})
+TAME |= {"of_sequences", "Counting", "Turned"}
 WILD = frozenset({"in_place", "random", "trap"})
 KINDS: dict[str, Kind] = {}
 

@@ -262,6 +262,11 @@ class Losses(nn.Module):
         target = LOSSES[term.kind].target(term.settings, value.detach(), random)
         if term.settings.get("merged"):
             value, target = value.movedim(1, -1).flatten(0, -2), target.flatten()
+        if term.settings.get("picked"):
+            value, target = value.movedim(1, -1), target.clone()
+            mask = torch.rand(target.shape, generator=random) < 0.6
+            mask.view(-1)[0] = True
+            value, target = value[mask], target[mask]
         result: Tensor = self.parts[term.part](value, target)
         is_nonlinear = term.by_hand == "logsumexp" and result.numel() > 1
         self.is_nonlinear |= is_nonlinear and result.requires_grad

@@ -197,6 +197,17 @@ class Halves(nn.Module):
         return x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
 
 
+class Turned(nn.Module):
+    """Returns a view of what it computes, ``[N, T, C] → [N, C, T]``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).transpose(1, 2)
+
+
 class Tokens(nn.Module):
     """Images as sequences, ``[N, C, H, W] → [N, H W, C]``; no parameters."""
 
@@ -229,6 +240,7 @@ module("ClassToken", lambda s, shapes: ClassToken(shapes[0][-1]), on_axes(2), we
 module("Tap", lambda s, shapes: Tap())
 module("Halves", lambda s, shapes: Halves(), _draw_long)
 module("Tokens", lambda s, shapes: Tokens(), on_axes(3))
+module("Turned", lambda s, shapes: Turned(shapes[0][-1]), on_axes(2))
 
 
 def _run_mapping(part: nn.Module, settings: Settings, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:

@@ -8,6 +8,8 @@ Traps of a recipe, after what its steps and terms do:
 - ``"weights"``: it has one that depends on parameters alone.
 - ``"beside"``: it has one that is a sum over samples.
 - ``"outer"``: it is a nonlinear function of the extended losses.
+- ``"table"``: a module receives what was made of the data by others. Where few entries come out, it
+  is taken for a table, and mixing behind it goes unnoticed (docs/checks.md).
 - ``"hook"``: a hook changes the gradient behind a parameter. Curvature has no meaning then.
 """
 
@@ -25,6 +27,8 @@ from tests.nets.recipe import Recipe, Settings
 WATCHED = frozenset({"mixing", "hook"})
 # What one sample sends to another, in parts of what it sends to itself, is noticed from here on.
 NOTICED = 1e-8
+# And in parts of the largest entry of all.
+ROUNDING = 1e-13
 # Steps whose samples cannot be computed alone.
 NEED_BATCH = frozenset({"random", "mixing", "whole"})
 
@@ -45,13 +49,16 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
     """
     # A term of the data alone is a constant.
     data = {name for name, source in recipe.sources.items() if not source.requires_grad}
+    found = set()
     for step in recipe.steps:
         part = net.parts[step.part] if step.part in net.parts else nn.Identity()
         if data.issuperset(step.inputs) and not [*part.parameters()]:
             data.update(step.outputs)
+        elif data.intersection(step.inputs) - recipe.sources.keys():
+            found.add("table")
     terms = [term for term in recipe.terms if term.value not in data]
     beside = [BESIDE[term.kind] for term in terms if term.kind in BESIDE]
-    found = {term.trap if recipe.batch > 1 else term.trap_of_one for term in beside} - {""}
+    found |= {term.trap if recipe.batch > 1 else term.trap_of_one for term in beside} - {""}
     if any(term.kind == "functional" for term in recipe.terms):
         found.add("beside")
     if losses.is_nonlinear:
@@ -60,7 +67,8 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
         if _depends(loss, [after]) and _depends(before, trained(net)):
             traits = WATCHED & KINDS[step.kind].traits
             found |= traits if "mixing" not in traits or _mixes(loss, before, after) else set()
-    return frozenset(found - {"mixing"} if recipe.batch == 1 else found)
+    found -= {"mixing"} if recipe.batch == 1 else set()
+    return frozenset(found if "mixing" in found else found - {"table"})
 
 
 def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
@@ -70,8 +78,9 @@ def _mixes(loss: Tensor, before: Tensor, after: Tensor) -> bool:
         own = torch.zeros_like(arrived)
         own[sample] = arrived[sample]
         (sent,) = torch.autograd.grad(after, [before], own, retain_graph=True)
-        others = sent[torch.arange(len(sent)) != sample].abs().max()
-        if others > NOTICED * max(1e-300, sent.abs().max()):
+        sizes = sent.abs()
+        others = sizes[torch.arange(len(sent)) != sample].amax(0)
+        if bool((others > NOTICED * sizes.amax(0) + ROUNDING * sizes.max()).any()):
             return True
     return False
 
@@ -110,7 +119,8 @@ def trap_name(recipe: Recipe) -> str:
         if "trap" in KINDS[step.kind].traits
     ]
     names += [term.kind for term in recipe.terms if term.kind in BESIDE]
-    names += ["merged loss" for term in recipe.terms if term.settings.get("merged")]
+    for trap in ("merged", "picked"):
+        names += [f"{trap} loss" for term in recipe.terms if term.settings.get(trap)]
     names += ["logsumexp" for term in recipe.terms if term.by_hand == "logsumexp"]
     names += [f"outer {recipe.plan.outer}"] if recipe.plan.outer else []
     return ", ".join(names)

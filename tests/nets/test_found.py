@@ -86,6 +86,14 @@ FOUND: dict[str, Recipe] = {
     "view-attention": chain(ATTENTION, in_place("ELU"), shape=(4, 3)),
     "view-recurrent": chain(recurrent("LSTM", "sequence"), in_place("ELU"), shape=(4, 3)),
     "view-curvature": chain(linear(), in_place("ReLU"), shape=(4, 3), ask=DIAGONAL),
+    "view-turned": chain(
+        linear(),
+        ("Turned", {}),
+        ("rewrite", {"name": "mul_"}),
+        linear(),
+        shape=(3, 3),
+        ask=DIAGONAL,
+    ),
     "view-clipping": chain(linear(), linear(), in_place("ELU"), shape=(4, 3), ask=CLIPPED),
     # Outputs that depend on each other
     "outputs-gradients": chain(("Stages", {})),
