@@ -311,8 +311,9 @@ class BackwardPass:
         """The pass is over, however it ended."""
         if self._sums is not None:
             self._sums.leave()
-        for task in [t for t, p in self.context.passes.items() if p is self]:
-            del self.context.passes[task]
+        passes = self.context.passes
+        for task in [t for t, p in passes.items() if p is self] if passes else ():
+            del passes[task]
         if self._sink.plain is not None:
             self._sink.plain.leave()
 

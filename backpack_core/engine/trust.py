@@ -114,7 +114,9 @@ def known_of(survey: Survey, make: Callable[[], T], *asked: Any) -> T:
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
     table = owner_of(call.module).__dict__.setdefault(_TRUST, {})
-    found: T = table.setdefault(hash((make, asked, _structure(survey))), make())
+    if survey.structure is None:
+        survey.structure = _structure(survey)
+    found: T = table.setdefault(hash((make, asked, survey.structure)), make())
     return found
 
 
@@ -124,12 +126,9 @@ def forget(module: Module) -> None:
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:
-    calls = []
+    calls, is_batch = [], survey.batch_size.__eq__
     for call, index in survey.sites:
         stored = call.stored
-        axes = [
-            tuple(size == survey.batch_size for size in t.shape)
-            for t in (*stored.inputs, stored.outputs[index])
-        ]
+        axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
     return (*calls, *survey.names())

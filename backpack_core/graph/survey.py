@@ -68,6 +68,7 @@ class Survey:
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
         is_declared: Whether samples are said to lie on another axis than the first, somewhere.
+        structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -93,6 +94,7 @@ class Survey:
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
+    structure: tuple[object, ...] | None = None
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Survey:
             self.batch_size = batch_of(self.received)
 
     def _walk(self, todo: list[tuple[Edge, Region | None]]) -> None:
+        self.structure = None
         while todo:
             edge, region = todo.pop()
             if (edge.node, edge.output_nr) in self.beside:
