@@ -258,6 +258,9 @@ def _target_weight(view: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
 def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
+    if weight is None and target.shape != x.shape:
+        kept = (target != setting(whole, "ignore_index")).to(x.dtype)
+        return kept, kept.sum()
     weight = x.new_ones(x.shape[1]) if weight is None else weight
     uniform = smoothing * weight.mean()
     if target.shape == x.shape:
