@@ -60,7 +60,7 @@ class ParametricRule(LayerRule):
         if mat.shape[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
         product = ask(self, "_param_product", view, name, mat, view=view)
-        if not isinstance(product, SampleProduct):
+        if SampleProduct not in type(product).__mro__:  # cheaper than asking an abstract class
             raise ShapeError(
                 f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
                 f"{view.path}, expected a SampleProduct."
@@ -218,4 +218,6 @@ class AffineRule(AffinePairsRule):
 
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
         """The columns at the output, and the inputs."""
-        return self.affine_output(view, mat), None if name == "bias" else self.affine_input(view)
+        # Weight and bias have the same columns.
+        out = view.once_per_columns("affine output", mat, lambda: self.affine_output(view, mat))
+        return out, None if name == "bias" else self.affine_input(view)

@@ -178,8 +178,9 @@ class Survey:
             return []
         self.sites[call, index] = site
         self._regions[call] = region
-        around = [c for c in _calls(region) if c.module._parameters is call.module._parameters]
-        self.recursive.update(c for c in around if self.trained[c])
+        for around in _calls(region):
+            if around.module._parameters is call.module._parameters and self.trained[around]:
+                self.recursive.add(around)
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
@@ -192,7 +193,9 @@ class Survey:
         if trained is None:
             trained = self.trained[call] = trained_in(call)
         for name, parameter, _, _ in trained:
-            use = self.uses.setdefault(id(parameter), Use(parameter))
+            use = self.uses.get(id(parameter))
+            if use is None:
+                use = self.uses[id(parameter)] = Use(parameter)
             if use.count:
                 self.is_shared = True
             elif parameter.is_complex():
@@ -281,12 +284,13 @@ class Survey:
         call, index = site.call, site.index
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        if True in [t.is_nested for t in (output, *inputs)]:
+        sizes = [-1 if t.is_nested else t.nbytes for t in (output, *inputs)]
+        if -1 in sizes:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
-        self.widest = max(self.widest, *[t.nbytes for t in (output, *inputs)])
+        self.widest = max(self.widest, *sizes)
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0

@@ -41,11 +41,11 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
         PluginCodeError: A tensor was changed in place.
     """
     shown, known = view.counted or _counted(view)
-    tensors = [*shown, *_held(given)]
-    before = [*known, *map(_version, tensors[len(known) :])]
+    held = _held(given)
+    before = [*map(_version, held)]
     result = getattr(plugin, method)(*given)
-    if [*map(_version, tensors)] != before:
-        pairs = zip(tensors, before, strict=True)
+    if [*map(_version, shown)] != known or [*map(_version, held)] != before:
+        pairs = zip((*shown, *held), (*known, *before), strict=True)
         changed = next(tensor for tensor, version in pairs if tensor._version != version)
         raise PluginCodeError(
             f"{type(plugin).__name__}.{method} changed {_name(changed, view)} in place. What a "
@@ -86,14 +86,12 @@ def _held(given: Iterable[object]) -> list[Tensor]:
             found.append(value)
             continue
         for item in getattr(value, "__dict__", NOTHING).values():
-            kind = type(item)
-            if kind is Tensor:
+            if type(item) in _PLAIN:
+                continue
+            if isinstance(item, Tensor):
                 found.append(item)
-            elif kind is dict or (kind not in _PLAIN and isinstance(item, dict)):
-                if item:  # results, and what is kept
-                    found += [part for part in item.values() if isinstance(part, Tensor)]
-            elif kind not in _PLAIN and isinstance(item, Tensor):
-                found.append(item)
+            elif isinstance(item, dict) and item:  # results, and what is kept
+                found += [part for part in item.values() if isinstance(part, Tensor)]
     return found
 
 
