@@ -60,7 +60,7 @@ class ParametricRule(LayerRule):
         if mat.shape[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
         product = ask(self, "_param_product", view, name, mat, view=view)
-        if SampleProduct not in type(product).__mro__:  # cheaper than asking an abstract class
+        if not isinstance(product, SampleProduct):
             raise ShapeError(
                 f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
                 f"{view.path}, expected a SampleProduct."

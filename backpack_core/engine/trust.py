@@ -131,4 +131,4 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    return (*calls, *survey.names())
+    return (*calls, *[node.name() for node, _ in survey.seen])

@@ -178,9 +178,8 @@ class Survey:
             return []
         self.sites[call, index] = site
         self._regions[call] = region
-        for around in _calls(region):
-            if around.module._parameters is call.module._parameters and self.trained[around]:
-                self.recursive.add(around)
+        around = [c for c in _calls(region) if c.module._parameters is call.module._parameters]
+        self.recursive.update([c for c in around if self.trained[c]])
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
@@ -193,9 +192,8 @@ class Survey:
         if trained is None:
             trained = self.trained[call] = trained_in(call)
         for name, parameter, _, _ in trained:
-            use = self.uses.get(id(parameter))
-            if use is None:
-                use = self.uses[id(parameter)] = Use(parameter)
+            number = id(parameter)
+            use = self.uses.get(number) or self.uses.setdefault(number, Use(parameter))
             if use.count:
                 self.is_shared = True
             elif parameter.is_complex():
@@ -284,13 +282,12 @@ class Survey:
         call, index = site.call, site.index
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        sizes = [-1 if t.is_nested else t.nbytes for t in (output, *inputs)]
-        if -1 in sizes:
+        if True in [t.is_nested for t in (output, *inputs)]:
             raise faults.nested_tensor(f"What {call.path} received or returned")
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
-        self.widest = max(self.widest, *sizes)
+        self.widest = max(self.widest, *[t.nbytes for t in (output, *inputs)])
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
@@ -305,10 +302,6 @@ class Survey:
     def _fault(self, error: BackpackError | None) -> None:
         if error is not None:
             self.faults.append((error, None))
-
-    def names(self) -> Iterator[str]:
-        """Names of the nodes between calls."""
-        return (node.name() for node, _ in self.seen)
 
     @property
     def is_readable(self) -> bool:

@@ -79,15 +79,10 @@ def _counted(view: View) -> tuple[list[Tensor], list[int]]:
 def _held(given: Iterable[object]) -> list[Tensor]:
     """The tensors that arguments are, or have as their attributes, or in dicts that are theirs."""
     found: list[Tensor] = []
-    for value in given:
-        if type(value) in _PLAIN:
-            continue
-        if isinstance(value, Tensor):
-            found.append(value)
-            continue
-        for item in getattr(value, "__dict__", NOTHING).values():
-            if type(item) in _PLAIN:
-                continue
+    for value in [v for v in given if type(v) not in _PLAIN]:
+        is_held = isinstance(value, Tensor)
+        items = (value,) if is_held else getattr(value, "__dict__", NOTHING).values()
+        for item in [i for i in items if type(i) not in _PLAIN]:
             if isinstance(item, Tensor):
                 found.append(item)
             elif isinstance(item, dict) and item:  # results, and what is kept
