@@ -55,12 +55,12 @@ class Operation(Generic[R]):
 
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
         """The result for a product: computed once, and nobody's to change."""
-        key, results, form = (self, *settings), product.results, type(product)
-        if key not in results:
+        key, form = (self, *settings), type(product)
+        result: R | None = product.results.get(key)
+        if result is None:
             if form not in self._found:
                 self._found[form] = self._dispatch.dispatch(form)
-            results[key] = self._found[form](product, *settings)
-        result: R = results[key]
+            result = product.results[key] = self._found[form](product, *settings)
         return result
 
     def __repr__(self) -> str:

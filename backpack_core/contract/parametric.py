@@ -215,4 +215,6 @@ class AffineRule(AffinePairsRule):
 
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
         """The columns at the output, and the inputs."""
-        return self.affine_output(view, mat), None if name == "bias" else self.affine_input(view)
+        # Weight and bias have the same columns.
+        out = view.once_per_columns("affine output", mat, lambda: self.affine_output(view, mat))
+        return out, None if name == "bias" else self.affine_input(view)

@@ -288,8 +288,9 @@ class BackwardPass:
         """The pass is over, however it ended."""
         if self._sums is not None:
             self._sums.leave()
-        for task in [t for t, p in self.context.passes.items() if p is self]:
-            del self.context.passes[task]
+        passes = self.context.passes
+        for task in [t for t, p in passes.items() if p is self] if passes else ():
+            del passes[task]
         if self._sink.plain is not None:
             self._sink.plain.leave()
 
@@ -308,8 +309,8 @@ class BackwardPass:
             self.measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
-            whole = self._graph.results(self.survey, self.context.watch)
-            for extension, values in (*finished, *whole):
+            results = self._graph.results(self.survey, self.context.watch)
+            for extension, values in (*finished, *results):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
         hand_over(self.survey, self.context.extensions)

@@ -56,7 +56,8 @@ class Sink(ABC):
 
     def note(self, slot: int, group: Group, new: Found) -> None:
         """Read, if this is the last use of the parameter; else wait for the others."""
-        number, uses = id(new.parameter), self.survey.uses[id(new.parameter)].count
+        number = id(new.parameter)
+        uses = self.survey.uses[number].count
         if uses == 1:
             self._complete(group, [new])
             return

@@ -109,18 +109,17 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
     """
     *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
     table = owner_of(call.module).__dict__.setdefault(TRUST_ATTRIBUTE, {})
-    found: Trust = table.setdefault(hash((asked, _structure(survey))), Trust())
+    if survey.structure is None:
+        survey.structure = _structure(survey)
+    found: Trust = table.setdefault(hash((asked, survey.structure)), Trust())
     found.passes += 1
     return found
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:
-    calls = []
+    calls, is_batch = [], survey.batch_size.__eq__
     for call, index in survey.sites:
         stored = call.stored
-        axes = [
-            tuple(size == survey.batch_size for size in t.shape)
-            for t in (*stored.inputs, stored.outputs[index])
-        ]
+        axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    return (*calls, *survey.names())
+    return (*calls, *[node.name() for node, _ in survey.seen])

@@ -15,7 +15,9 @@ def declared_axis(call: Call) -> int:
     attributes = call.module.__dict__
     owner: Owner | None = attributes.get(OWNER_ATTRIBUTE)
     is_loss = call.rule.is_loss
-    return 0 if owner is None or is_loss else owner.axis_of(attributes.get(PATH_ATTRIBUTE, ""))
+    if owner is None or is_loss or not owner.axes:
+        return 0
+    return owner.axis_of(attributes.get(PATH_ATTRIBUTE, ""))
 
 
 def is_doubtful(shape: torch.Size, samples: int) -> bool:

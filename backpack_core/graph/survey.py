@@ -68,6 +68,7 @@ class Survey:
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
         is_declared: Whether samples are said to lie on another axis than the first, somewhere.
+        structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -93,6 +94,7 @@ class Survey:
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
+    structure: tuple[object, ...] | None = None
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Survey:
             self.batch_size = batch_of(self.received)
 
     def _walk(self, todo: list[tuple[Edge, Region | None]]) -> None:
+        self.structure = None
         while todo:
             edge, region = todo.pop()
             if (edge.node, edge.output_nr) in self.beside:
@@ -176,7 +179,7 @@ class Survey:
         self.sites[call, index] = site
         self._regions[call] = region
         around = [c for c in _calls(region) if c.module._parameters is call.module._parameters]
-        self.recursive.update(c for c in around if self.trained[c])
+        self.recursive.update([c for c in around if self.trained[c]])
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
@@ -189,7 +192,8 @@ class Survey:
         if trained is None:
             trained = self.trained[call] = trained_in(call)
         for name, parameter, _, _ in trained:
-            use = self.uses.setdefault(id(parameter), Use(parameter))
+            number = id(parameter)
+            use = self.uses.get(number) or self.uses.setdefault(number, Use(parameter))
             if use.count:
                 self.is_shared = True
             elif parameter.is_complex():
@@ -298,10 +302,6 @@ class Survey:
     def _fault(self, error: BackpackError | None) -> None:
         if error is not None:
             self.faults.append((error, None))
-
-    def names(self) -> Iterator[str]:
-        """Names of the nodes between calls."""
-        return (node.name() for node, _ in self.seen)
 
     @property
     def is_readable(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -114,11 +113,11 @@ class Stored(NamedTuple):
 def put_in_order(noted: Any) -> Stored:
     """What a call stores, from what was noted of it when it was made; that has to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
-    count = iter(counts)
-    versions = *received, *islice(count, len(outputs))
-    there = {name: (t, next(count)) for name, t in owned.items() if t is not None}
-    names = tuple([name for name in parameters if name in there])
-    return Stored(args, kwargs, inputs, outputs, versions, there, names, computed)
+    names = [name for name, tensor in owned.items() if tensor is not None]
+    versions = *received, *counts[: len(outputs)]
+    there = {n: (owned[n], count) for n, count in zip(names, counts[len(outputs) :], strict=True)}
+    kept = parameters if len(names) == len(owned) else tuple([n for n in parameters if n in there])
+    return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed)
 
 
 _ALIVE: Final = object()  # every call holds it

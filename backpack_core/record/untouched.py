@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
 _PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, torch.Size, View])
-_HOLDING = (Tensor, dict)
+_version = attrgetter("_version")
 
 
 def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
@@ -41,10 +42,9 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     """
     shown, known = view.counted or _counted(view)
     held = _held(given)
-    before = [tensor._version for tensor in held]
+    before = [*map(_version, held)]
     result = getattr(plugin, method)(*given)
-    after = [tensor._version for tensor in shown]
-    if after != known or before != [tensor._version for tensor in held]:
+    if [*map(_version, shown)] != known or [*map(_version, held)] != before:
         pairs = zip((*shown, *held), (*known, *before), strict=True)
         changed = next(tensor for tensor, version in pairs if tensor._version != version)
         raise PluginCodeError(
@@ -59,18 +59,18 @@ def _shown(view: View) -> list[Tensor]:
     """Every tensor that a rule may come by at a view, of all samples; nobody's to change."""
     stored, gradient = view.stored, view.full.grad_output
     taken = () if view.taken is None else view.taken.found.values()
-    tensors = (*stored.inputs, *stored.outputs, *(t for t, _ in stored.owned.values()), *taken)
-    return [*tensors] if gradient is None else [*tensors, gradient]
+    tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *taken]
+    return tensors if gradient is None else [*tensors, gradient]
 
 
 def _counted(view: View) -> tuple[list[Tensor], list[int]]:
     """Those whose versions torch counts, with what they were at first."""
     tensors = _shown(view)
     try:
-        versions = [tensor._version for tensor in tensors]
+        versions = [*map(_version, tensors)]
     except RuntimeError:
         tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+        versions = [*map(_version, tensors)]
     if view.taken is None:  # of which more is shown by and by
         view.counted = tensors, versions
     return tensors, versions
@@ -78,17 +78,15 @@ def _counted(view: View) -> tuple[list[Tensor], list[int]]:
 
 def _held(given: Iterable[object]) -> list[Tensor]:
     """The tensors that arguments are, or have as their attributes, or in dicts that are theirs."""
-    found = []
-    for value in given:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif type(value) not in _PLAIN:
-            items = getattr(value, "__dict__", NOTHING).values()
-            for item in [i for i in items if type(i) not in _PLAIN and isinstance(i, _HOLDING)]:
-                if isinstance(item, Tensor):
-                    found.append(item)
-                elif item:  # results, and what is kept
-                    found += [part for part in item.values() if isinstance(part, Tensor)]
+    found: list[Tensor] = []
+    for value in [v for v in given if type(v) not in _PLAIN]:
+        is_held = isinstance(value, Tensor)
+        items = (value,) if is_held else getattr(value, "__dict__", NOTHING).values()
+        for item in [i for i in items if type(i) not in _PLAIN]:
+            if isinstance(item, Tensor):
+                found.append(item)
+            elif isinstance(item, dict) and item:  # results, and what is kept
+                found += [part for part in item.values() if isinstance(part, Tensor)]
     return found
 
 
@@ -128,12 +126,11 @@ def owned(value: Any, view: View) -> Any:
 
 
 def _owned(tensor: Tensor, view: View) -> Tensor:
-    taken: set[int] | None = view.kept.get(_TAKEN)
+    taken = view.memories
     if taken is None or view.stored.saved:  # of which more was shown since
-        taken = view.kept[_TAKEN] = (taken or set()) | set(map(memory_of, _shown(view)))
-    gradient = view.full.grad_output
-    if gradient is not None:  # earlier columns of the same call came without it
-        taken.add(memory_of(gradient))
+        # Results of earlier columns of the call are in it.
+        taken = view.memories = view.kept.setdefault(_TAKEN, set())
+        taken.update(map(memory_of, _shown(view)))
     memory = memory_of(tensor)
     if memory in taken:
         tensor = tensor.clone()

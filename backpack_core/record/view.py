@@ -48,6 +48,7 @@ class View:
             their numbers are in :attr:`values`.
         counted: Of what is shown, the tensors whose versions torch counts, and these, as they were
             when they were first asked for; see ``untouched.py``.
+        memories: Memory of what is shown, and of results, once somebody asks; see there.
         taken: What hooks on saved tensors took of them; ``None`` without such hooks.
     """
 
@@ -72,6 +73,7 @@ class View:
         self.positions = positions
         self._whole: View | None = None
         self.counted: tuple[list[Tensor], list[int]] | None = None
+        self.memories: set[int] | None = None
         self.taken = Taken(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.engine import gradient as module_of_gradients
+from backpack_core.contract import operations
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.extensions import (
     BatchGrad,
@@ -25,8 +25,8 @@ from tests.core.side_by_side import PASSES, Step, conv_net, token_net
 def test_a_rule_that_misses_a_use_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's gradient judges: where the sum is another one, it stays autograd's."""
     step = Step(token_net(), (9, 2))
-    original = module_of_gradients.batch_sum
-    monkeypatch.setattr(module_of_gradients, "batch_sum", lambda product: 1.001 * original(product))
+    original = operations.batch_sum
+    monkeypatch.setattr(operations, "batch_sum", lambda product: 1.001 * original(product))
     for _ in range(PASSES):
         step.plain.zero_grad()
         step.extended.zero_grad()

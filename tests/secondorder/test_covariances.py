@@ -16,6 +16,7 @@ def test_symmetric_products_by_half(
     create_graph: bool, mean: bool, lies_along_positions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(covariances, "SYMMETRIC", 2)
+    monkeypatch.setattr(covariances, "MANY", 2)
     inp = torch.randn(3, 2, 10, 4).permute(0, 3, 1, 2)  # [N, S, G, I]: patches of a convolution
     if not lies_along_positions:
         inp = inp.contiguous()

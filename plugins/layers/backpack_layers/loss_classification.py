@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from backpack_core.contract.loss import LossRule
@@ -62,9 +61,9 @@ class SoftmaxLossRule(LossRule):
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         p = self.by_position(view, view.input).softmax(1)
         _, classes, positions = p.shape
-        rows = rearrange(p.detach(), "n c s -> (n s) c")
+        rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
         drawn = torch.multinomial(rows, samples, replacement=True)  # [N · S, samples]
-        labels = rearrange(drawn, "(n s) k -> k n 1 s", s=positions)
+        labels = drawn.T.reshape(samples, len(p), 1, positions)
         index = torch.arange(classes, device=p.device)[:, None]
         gradient = p - (labels == index).to(p.dtype)
         return self.at_input(view, gradient * real_sqrt(view, self.weight(view) / samples))
@@ -258,6 +257,9 @@ def _target_weight(view: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
 def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]:
     x, target = whole.input, tensor(whole, "target")
     weight = module_tensor(whole, "weight")
+    if weight is None and target.shape != x.shape:
+        kept = (target != setting(whole, "ignore_index")).to(x.dtype)
+        return kept, kept.sum()
     weight = x.new_ones(x.shape[1]) if weight is None else weight
     uniform = smoothing * weight.mean()
     if target.shape == x.shape:

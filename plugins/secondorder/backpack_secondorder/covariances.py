@@ -9,6 +9,9 @@ from backpack_core.contract.contractions import row_steps, slices
 from backpack_core.contract.rows import DirectRows, Rows
 from backpack_core.tuning import SYMMETRIC
 
+# Vectors to add up from which on what half of a symmetric product saves is more than mirroring it.
+MANY = 256
+
 
 def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) -> Tensor:
     """``scale · Σ_n Σ_s inp ⊗ inp``. Shape ``[G, I, I]``.
@@ -23,33 +26,37 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
     if not inp.shape.numel():
         return inp[:].new_zeros(*inp.shape[2:], inp.shape[3])
     if mean and isinstance(inp, DirectRows):
-        return _mirrored(_add_outer(None, inp.position_sum() / positions, scale))
+        return outer(inp.position_sum() / positions, scale)
+    band = _band(inp.shape[3], inp.shape[0] * (1 if mean else positions))
     total: Tensor | None = None
     for samples in row_steps(inp, itemsize):
         part = inp[samples]
         if mean:
             part = part.mean(1, keepdim=True)
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
-            total = _add_outer(total, part.flatten(0, 1), scale)
+            total = _add_outer(total, part.flatten(0, 1), band, scale)
             continue
         # Patches lie as [I, S]: a product for each sample is cheaper than copying them together.
         for sample in part:
-            total = _add_outer(total, sample, scale)
+            total = _add_outer(total, sample, band, scale)
     assert total is not None
-    return _mirrored(total)
+    return _mirrored(total, band)
 
 
-def outer(vectors: Tensor) -> Tensor:
-    """``Σ_m vectors[m] ⊗ vectors[m]`` for ``[M, G, I]``. Shape ``[G, I, I]``."""
+def outer(vectors: Tensor, scale: float = 1.0) -> Tensor:
+    """``scale · Σ_m vectors[m] ⊗ vectors[m]`` for ``[M, G, I]``. Shape ``[G, I, I]``."""
     if not vectors.numel():
         return vectors.new_zeros(*vectors.shape[1:], vectors.shape[2])
-    return _mirrored(_add_outer(None, vectors))
+    band = _band(vectors.shape[2], len(vectors))
+    return _mirrored(_add_outer(None, vectors, band, scale), band)
 
 
-def _add_outer(total: Tensor | None, vectors: Tensor, scale: float = 1.0) -> Tensor:
-    """``total + scale · Σ_m vectors[m] ⊗ vectors[m]``, from the diagonal on; in place if it can."""
+def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -> Tensor:
+    """``total + scale · Σ_m vectors[m] ⊗ vectors[m]``, from the diagonal on; in place if it can.
+
+    In bands of ``step`` rows.
+    """
     size = vectors.shape[2]
-    step = _band(size)
     left, right = vectors.permute(1, 2, 0), vectors.transpose(0, 1)
     if torch.is_grad_enabled():
         product = torch.bmm(left, right) * scale
@@ -66,10 +73,9 @@ def _add_outer(total: Tensor | None, vectors: Tensor, scale: float = 1.0) -> Ten
     return total
 
 
-def _mirrored(total: Tensor) -> Tensor:
+def _mirrored(total: Tensor, step: int) -> Tensor:
     """What :func:`_add_outer` left out, from above the diagonal."""
     size = total.shape[-1]
-    step = _band(size)
     if torch.is_grad_enabled() or step == size:
         return total
     for band in slices(size, step):
@@ -77,6 +83,6 @@ def _mirrored(total: Tensor) -> Tensor:
     return total
 
 
-def _band(size: int) -> int:
-    """Rows of a symmetric product to form at a time: large ones go in four bands."""
-    return size if size < SYMMETRIC else -(-size // 4)
+def _band(size: int, count: int) -> int:
+    """Rows to form at a time: large products of many vectors go in four bands."""
+    return size if size < SYMMETRIC or count < MANY else -(-size // 4)

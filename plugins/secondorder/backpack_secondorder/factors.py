@@ -6,7 +6,6 @@ from functools import singledispatch
 from typing import Literal, TypeAlias
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from backpack_core import AffineRule
@@ -206,10 +205,10 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     # Weight and bias of an affine layer have the same columns.
     key = ("covariance", sharing == "expand", *_place(out))
     if key not in product.beside:
-        if sharing == "expand":
-            vectors = rearrange(out, "v n s g o -> (v n s) g o")
+        if sharing == "expand" or out.shape[2] == 1:
+            vectors = out.flatten(0, 2)  # [V·N·S, G, O]
         else:
-            vectors = rearrange(out.sum(2), "v n g o -> (v n) g o")
+            vectors = out.sum(2).flatten(0, 1)  # [V·N, G, O]
         # With the columns: another tensor must not get their memory as long as the key is known.
         product.beside[key] = out, _without_groups(covariances.outer(vectors))
     factor: Tensor = product.beside[key][1]
