@@ -71,6 +71,13 @@ class AffineProduct(SampleProduct):
         width = () if self.inp is None else (self.inp.shape[3],)
         return (*self.out.shape[3:], *width)
 
+    def factors(self, inp: Rows) -> tuple[Tensor, Rows]:
+        """``out`` and ``inp``; as one group, where all groups multiply one input."""
+        is_one = self.out.shape[3] > 1 and isinstance(inp, Tensor) and not inp.stride(2)
+        if not is_one or self.arrange is not None:
+            return self.out, inp
+        return self.out.flatten(3).unsqueeze(3), inp[:, :, :1]
+
     def to_parameter(self, mat: Tensor) -> Tensor:
         """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
         if self.arrange is not None:
@@ -81,15 +88,16 @@ class AffineProduct(SampleProduct):
     def part(self, columns: slice, samples: slice) -> Tensor:
         """By a batched product; the sum over samples along with all of it, if it is needed."""
         is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
-        out = self.out if is_whole else self.out[columns, samples]
         if self.inp is None:
+            out = self.out if is_whole else self.out[columns, samples]
             return self.to_parameter(out.sum(2))
+        out, inp = self.factors(self.inp)
         is_along = is_whole and batch_sum in self.needs and self.positions > 1
         if not is_along or torch.is_grad_enabled():
-            inp = self.inp if is_whole else self.inp[samples]
-            return self.to_parameter(contractions.products(out, inp))
+            some = (out, inp) if is_whole else (out[columns, samples], inp[samples])
+            return self.to_parameter(contractions.products(*some))
         total = self.new_zeros(self.columns, *self.sizes)
-        formed = contractions.products(out, self.inp, total)
+        formed = contractions.products(out, inp, total)
         self.results[(batch_sum,)] = self.to_parameter(total)
         return self.to_parameter(formed)
 
@@ -98,7 +106,8 @@ class AffineProduct(SampleProduct):
         if self.inp is None:
             yield slice(0, self.columns), slice(0, self.samples), self.to_parameter(self.out.sum(2))
             return
-        for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
+        pieces = contractions.pieces(*self.factors(self.inp))
+        for some, rows, piece in pieces:  # [n, G, v, O, I]
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
 
     def plus(self, other: SampleProduct) -> AffineProduct | None:
@@ -163,21 +172,22 @@ def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     if per_sample_square_sum in product.needs and product.positions > 1:
         return per_sample_square_sum(product).sum(0)
     squares = _moments(product, inp).squares
-    found = contractions.square_sum(product.out, inp) if squares is None else squares
+    found = contractions.square_sum(*product.factors(inp)) if squares is None else squares
     return product.to_parameter(found)
 
 
 @for_weights(per_sample_square_sum)
 def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.per_sample_square_sum`."""
-    return product.to_parameter(contractions.per_sample_square_sum(product.out, inp))
+    found = contractions.per_sample_square_sum(*product.factors(inp))
+    return product.to_parameter(found)
 
 
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
     norms = _moments(product, inp).norms
-    return contractions.squared_norm(product.out, inp) if norms is None else norms
+    return contractions.squared_norm(*product.factors(inp)) if norms is None else norms
 
 
 @batch_sum.register
@@ -189,7 +199,8 @@ def batch_sum_affine(product: AffineProduct) -> Tensor:
         known = product.results.get((batch_sum,))
         return values.sum(1) if known is None else known
     total = _moments(product, inp).sums
-    return product.to_parameter(contractions.sums(product.out, inp) if total is None else total)
+    total = contractions.sums(*product.factors(inp)) if total is None else total
+    return product.to_parameter(total)
 
 
 @has_free_sum.register
@@ -207,7 +218,7 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
     square = square_sum in needs and per_sample_square_sum not in needs
     norm = squared_norm in needs and product.positions > 1
     if norm and not square:  # else the pieces are there
-        norm = not contractions.is_gram_cheaper(product.out, inp, batch_sum in needs)
+        norm = not contractions.is_gram_cheaper(*product.factors(inp), batch_sum in needs)
     return batch_sum in needs and (square or norm), square, norm
 
 
@@ -220,7 +231,7 @@ def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
         is_shared = sum(wanted) > 1
         nothing = contractions.Moments(None, None, None)
         product.results["moments"] = (
-            contractions.moments(product.out, inp, *wanted) if is_shared else nothing
+            contractions.moments(*product.factors(inp), *wanted) if is_shared else nothing
         )
     found: contractions.Moments = product.results["moments"]
     return found
@@ -229,13 +240,13 @@ def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
 @for_weights(gram)
 def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`grams.gram`."""
-    return grams.gram(product.out, inp)
+    return grams.gram(*product.factors(inp))
 
 
 @for_weights(weighted_sum)
 def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
     """A plain gradient of weighted columns."""
-    out = product.out
+    out, inp = product.factors(inp)
     if len(weights) == product.columns == 1:
         each = weights[0, 0, :, None, None, None]
         if isinstance(inp, Tensor) and inp.numel() < out.numel():  # the smaller factor has them
@@ -243,7 +254,7 @@ def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> T
         else:
             out = out * each
     else:
-        out = torch.einsum("kvn,vnsgo->knsgo", weights, product.out)
+        out = torch.einsum("kvn,vnsgo->knsgo", weights, out)
     return product.to_parameter(contractions.sums(out, inp))
 
 

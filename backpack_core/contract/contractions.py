@@ -46,7 +46,8 @@ def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
             if total is not None:
                 add(total[0], piece.squeeze(2))
         return result
-    for rows in row_steps(inp, out.element_size()):
+    few = None if total is None else PIECE // (columns * total[0].nbytes)  # read from the cache
+    for rows in row_steps(inp, out.element_size(), few):
         right = _right(inp[rows])
         for piece, target in zip(out[:, rows], result[:, rows], strict=True):
             torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
