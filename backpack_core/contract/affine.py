@@ -29,6 +29,7 @@ from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
+_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of contractions.Moments
 
 
 class AffineProduct(SampleProduct):
@@ -86,19 +87,20 @@ class AffineProduct(SampleProduct):
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """By a batched product; the sum over samples along with all of it, if it is needed."""
+        """By a batched product; all of it with what others need that costs less along with it."""
         is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
         if self.inp is None:
             out = self.out if is_whole else self.out[columns, samples]
             return self.to_parameter(out.sum(2))
         out, inp = self.factors(self.inp)
-        is_along = is_whole and batch_sum in self.needs and self.positions > 1
-        if not is_along or torch.is_grad_enabled():
-            some = (out, inp) if is_whole else (out[columns, samples], inp[samples])
-            return self.to_parameter(contractions.products(*some))
-        total = self.new_zeros(self.columns, *self.sizes)
-        formed = contractions.products(out, inp, total)
-        self.results[(batch_sum,)] = self.to_parameter(total)
+        if not is_whole:
+            return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
+        wanted = [operation in self.needs for operation in _ALONG]
+        formed, along = contractions.products_with(out, inp, *wanted)
+        for operation, found in zip(_ALONG, along, strict=True):
+            if found is not None:
+                is_norm = operation is squared_norm
+                self.results[(operation,)] = found if is_norm else self.to_parameter(found)
         return self.to_parameter(formed)
 
     def pieces(self) -> Iterator[Piece]:
@@ -156,7 +158,9 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
     def register(contract: Callable[..., R]) -> Callable[..., R]:
         def version(product: AffineProduct, *arguments: Any) -> R:
             if product.inp is None or reads_formed(product):
-                read: R = operation(as_formed(product), *arguments)
+                formed = as_formed(product)
+                known = None if arguments else product.results.get((operation,))
+                read: R = operation(formed, *arguments) if known is None else known
                 return read
             return contract(product, product.inp, *arguments)
 

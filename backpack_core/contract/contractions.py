@@ -12,49 +12,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
+from backpack_core.contract.moments import NOTHING, Moments, is_column, moments_of_column
 from backpack_core.contract.rows import DirectRows, Rows
-from backpack_core.tuning import CACHE, DIRECT, LARGE, PIECE, READ, SHARED, even_size, memory_budget
+from backpack_core.tuning import CACHE, DIRECT, LARGE, READ, SHARED, even_size, memory_budget
 
 
-def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
-    """``M`` itself. Shape ``[V, N, G, O, I]``.
+def products(out: Tensor, inp: Rows) -> Tensor:
+    """``M`` itself. Shape ``[V, N, G, O, I]``."""
+    return products_with(out, inp, False, False, False)[0]
 
-    Args:
-        out: Columns at the output.
-        inp: What the weight multiplies.
-        total: ``Σ_n M`` is added to it while pieces are in the cache, if positions are shared and
-            autograd records nothing. Shape ``[V, G, O, I]``.
+
+def products_with(
+    out: Tensor, inp: Rows, sum_: bool, square: bool, norm: bool
+) -> tuple[Tensor, Moments]:
+    """``M``, and moments of it that cost less while pieces of it are in the cache.
+
+    Of one column without groups all of them, else the sum; none where positions are not shared, or
+    autograd records.
     """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
-        return out.new_zeros(columns, samples, groups, features, size)
+        return out.new_zeros(columns, samples, groups, features, size), NOTHING
     if positions == 1:
-        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
+        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2), NOTHING
     if torch.is_grad_enabled():
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
-        return whole.reshape(columns, samples, groups, features, size)
+        return whole.reshape(columns, samples, groups, features, size), NOTHING
     result = out.new_empty(columns, samples, groups, features, size)
-    if columns == 1 and _is_direct(inp, 1, out):
+    if is_column(inp, out):
+        return result, moments_of_column(out, inp, sum_, square, norm, result)
+    total = out.new_zeros(columns, groups, features, size) if sum_ else None
+    for target, column, rows in _formed(out, inp, result):
+        if total is not None:
+            add(total[column], target[rows])
+    return result, Moments(total, None, None)
+
+
+def _formed(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+    """Form ``M`` in a result; yields a column of it, which one, and the samples just written."""
+    features, size = result.shape[3:]
+    if len(out) == 1 and _is_direct(inp, 1, out):
         for _, rows, piece in pieces(out, inp):
             result[0, rows] = piece.squeeze(2)
-            if total is not None:
-                add(total[0], piece.squeeze(2))
-        return result
-    few = None if total is None else PIECE // (columns * total[0].nbytes)  # read from the cache
-    for rows in row_steps(inp, out.element_size(), few):
+            yield result[0], 0, rows
+        return
+    for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
-        for piece, target in zip(out[:, rows], result[:, rows], strict=True):
-            torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
-        if total is not None:
-            for sums, target in zip(total, result[:, rows], strict=True):
-                add(sums, target)
-    return result
+        for column, (piece, target) in enumerate(zip(out[:, rows], result, strict=True)):
+            torch.bmm(_batched(piece[None]), right, out=target[rows].view(-1, features, size))
+            yield target, column, rows
 
 
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
@@ -63,22 +75,14 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         left = _sum_of_squares(out).squeeze(1)  # [N, G, O]
         right = inp[:].square().squeeze(1)  # [N, G, I]
         return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
-    if _is_column(inp, out) and not is_empty(out, inp):
-        squares = _moments_of_column(out, inp, False, True, False).squares
+    if is_column(inp, out) and not is_empty(out, inp):
+        squares = moments_of_column(out, inp, False, True, False).squares
         assert squares is not None
         return squares
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
         result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
     return result
-
-
-class Moments(NamedTuple):
-    """What was asked for of one product; else ``None``."""
-
-    sums: Tensor | None  # Σ_n M, [V, G, O, I]
-    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
-    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
 
 
 def moments(
@@ -91,8 +95,8 @@ def moments(
             square_sum(out, inp) if square else None,
             squared_norm(out, inp) if norm else None,
         )
-    if _is_column(inp, out):
-        return _moments_of_column(out, inp, sum_, square, norm)
+    if is_column(inp, out):
+        return moments_of_column(out, inp, sum_, square, norm)
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
@@ -106,43 +110,6 @@ def moments(
             if squares is not None:
                 add_squares(squares, flat)
     return Moments(total, squares, None if norms is None else norms.square_())
-
-
-def _is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one column without groups, and factors that are views."""
-    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
-    return is_one and not torch.is_grad_enabled()
-
-
-def _moments_of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
-    """The same of one column without groups: by views that are cut once."""
-    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
-    single = features * size * out.element_size()
-    few = even_size(samples, max(1, min(PIECE, memory_budget()) // single))
-    left = out.reshape(samples, positions, features).mT.split(few)
-    right = inp.reshape(samples, positions, size).split(few)
-    buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
-    total = out.new_zeros(features * size) if sum_ else None
-    squares = out.new_zeros(features * size) if square else None
-    norms: list[Tensor] = []
-    for some, seen in zip(left, right, strict=True):
-        count = len(some)
-        piece = torch.bmm(some, seen, out=buffer if count == few else buffer[:count])
-        rows = piece.view(count, -1)
-        if norm:
-            norms.append(torch.linalg.vector_norm(rows, dim=1))
-        if total is not None:
-            total.addmv_(rows.T, ones[:count])
-        if squares is not None and count > 1:  # the last to read the piece
-            squares.addmv_(rows.square_().T, ones[:count])
-        elif squares is not None:
-            squares.addcmul_(rows[0], rows[0])
-    shape = (1, features, size)
-    return Moments(
-        None if total is None else total.view(1, *shape),
-        None if squares is None else squares.view(shape),
-        torch.cat(norms).square_().unsqueeze(0) if norm else None,
-    )
 
 
 def per_sample_square_sum(out: Tensor, inp: Rows) -> Tensor:
