@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.rows import Rows
-from backpack_core.tuning import PIECE, even_size, memory_budget
+from backpack_core.tuning import CACHE, PIECE, even_size, memory_budget
 
 
 class Moments(NamedTuple):
@@ -47,12 +47,14 @@ def moments_of_column(
         formed: Gets ``M``. Shape ``[1, N, 1, O, I]``.
     """
     (_, samples, positions, _, features), size = out.shape, inp.shape[3]
+    single = features * size * out.element_size()
     left = out.reshape(samples, positions, features).mT
     right = inp.reshape(samples, positions, size)
     if formed is not None and not (sum_ or square or norm):
         torch.bmm(left, right, out=formed.view(samples, features, size))
         return NOTHING
-    few = _few(samples, features * size * out.element_size())
+    limit = PIECE if square or norm else CACHE  # what only one reads may be larger
+    few = even_size(samples, max(1, min(limit, memory_budget()) // single))
     places: Iterable[Tensor]
     if formed is None:
         places = repeat(out.new_empty(few, features, size))
@@ -81,8 +83,3 @@ def moments_of_column(
         None if squares is None else squares.view(shape),
         torch.cat(norms).square_().unsqueeze(0) if norm else None,
     )
-
-
-def _few(samples: int, single: int) -> int:
-    """How many samples make a piece, for the bytes of one product."""
-    return even_size(samples, max(1, min(PIECE, memory_budget()) // single))
