@@ -80,8 +80,9 @@ class MultiheadAttentionRule(AffinePairsRule):
                 f"{view.path} drops attention weights at random (dropout={module.dropout}), and "
                 "what it dropped is not known afterwards: call eval() on it, or set dropout to 0."
             )
+        given = arguments(view)
         for name in ("attn_mask", "key_padding_mask"):
-            mask = arguments(view)[name]
+            mask = given[name]
             if mask is not None and mask.requires_grad:
                 raise UnsupportedError(
                     f"{view.path} received a {name} that requires a gradient, and this rule passes "
@@ -100,8 +101,8 @@ class MultiheadAttentionRule(AffinePairsRule):
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
         """The output projection, or the input projections behind the softmax Jacobian."""
         if name.startswith("out_proj"):
-            context = _merge(_heads(view).context).unsqueeze(2)
-            return mat.unsqueeze(3), context if name == "out_proj.weight" else None
+            inp = None if name == "out_proj.bias" else _merge(_context(view)).unsqueeze(2)
+            return mat.unsqueeze(3), inp
         if name in {"bias_k", "bias_v"}:
             extra = self._columns(view, mat)["qkv".index(name[-1])]
             position = tensor(view, "key").shape[1]
@@ -222,6 +223,12 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     query, key, value = kernel(context, *tensors, 0.0, hinted)
     return query, key, value
+
+
+def _context(view: View) -> Tensor:
+    """The context, without the rest if a kernel saved it. Shape ``[N, H, L, D]``."""
+    saved = None if view.is_differentiable else view.saved("output", "ScaledDotProduct")
+    return _heads(view).context if saved is None else saved.to(view.dtype)
 
 
 def _heads(view: View) -> Heads:
