@@ -22,7 +22,7 @@ PIECE: Final = 2**20
 LARGE: Final = 2**14
 # Multiply-adds that one reading of a number costs, which was written to the cache.
 READ: Final = 12
-# The same for one that is written to be kept, to fresh memory.
+# The same for one that is written to be kept, to memory that earlier passes used.
 WRITE: Final = 16
 # Positions from which on adding up what was formed costs less than a product for the sum.
 SUMMED: Final = 8

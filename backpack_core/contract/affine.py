@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backpack_core.contract import contractions, grams
 from backpack_core.contract.columns import Root
+from backpack_core.contract.moments import NOTHING, Moments
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
@@ -29,7 +30,7 @@ from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.tuning import SUMMED
 
 R = TypeVar("R")
-_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of contractions.Moments
+_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of Moments
 
 
 class AffineProduct(SampleProduct):
@@ -74,10 +75,10 @@ class AffineProduct(SampleProduct):
 
     def factors(self, inp: Rows) -> tuple[Tensor, Rows]:
         """``out`` and ``inp``; as one group, where all groups multiply one input."""
-        is_one = self.out.shape[3] > 1 and isinstance(inp, Tensor) and not inp.stride(2)
-        if not is_one or self.arrange is not None:
-            return self.out, inp
-        return self.out.flatten(3).unsqueeze(3), inp[:, :, :1]
+        is_free = self.out.shape[3] > 1 and self.arrange is None
+        if is_free and isinstance(inp, Tensor) and not inp.stride(2):
+            return self.out.flatten(3).unsqueeze(3), inp[:, :, :1]
+        return self.out, inp
 
     def to_parameter(self, mat: Tensor) -> Tensor:
         """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
@@ -226,18 +227,17 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
     return batch_sum in needs and (square or norm), square, norm
 
 
-def _moments(product: AffineProduct, inp: Rows) -> contractions.Moments:
+def _moments(product: AffineProduct, inp: Rows) -> Moments:
     """What several need of one product, from the same pieces."""
     if product.positions == 1:
-        return contractions.Moments(None, None, None)
+        return NOTHING
     if "moments" not in product.results:
         wanted = _of_pieces(product, inp)
         is_shared = sum(wanted) > 1
-        nothing = contractions.Moments(None, None, None)
         product.results["moments"] = (
-            contractions.moments(*product.factors(inp), *wanted) if is_shared else nothing
+            contractions.moments(*product.factors(inp), *wanted) if is_shared else NOTHING
         )
-    found: contractions.Moments = product.results["moments"]
+    found: Moments = product.results["moments"]
     return found
 
 
