@@ -123,7 +123,7 @@ class MultiheadAttentionRule(AffinePairsRule):
             cut = self._at_inputs(view, mat)
             if _is_self_attention(view):  # one product with the input that they share
                 whole = torch.cat(cut, -1)
-                return whole.view(*whole.shape[:-1], 3, -1)
+                return whole.view(*whole.shape[:-1], 3, cut[0].shape[-1])
             # Each in one piece, so that a product for each of them needs no copy.
             return torch.stack(_to_one_length(cut), 2).transpose(2, 3)
 
