@@ -22,8 +22,8 @@ PIECE: Final = 2**20
 LARGE: Final = 2**14
 # Multiply-adds that one reading of a number costs, which was written to the cache.
 READ: Final = 12
-# The same for one that is written to be kept, to fresh memory.
-WRITE: Final = 96
+# The same for one that is written to be kept, to memory that earlier passes used.
+WRITE: Final = 16
 # Positions from which on adding up what was formed costs less than a product for the sum.
 SUMMED: Final = 8
 # Rows of a symmetric product from which on half of it is formed, in bands, and mirrored.

@@ -19,12 +19,14 @@ from backpack_core.contract.operations import (
     is_formed,
     read_together,
     square_sum,
+    squared_norm,
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct
 from backpack_core.contract.rows import JoinedRows, Rows
 
 R = TypeVar("R")
+_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of Moments
 
 
 class AffineProduct(SampleProduct):
@@ -67,6 +69,13 @@ class AffineProduct(SampleProduct):
         width = () if self.inp is None else (self.inp.shape[3],)
         return (*self.out.shape[3:], *width)
 
+    def factors(self, inp: Rows) -> tuple[Tensor, Rows]:
+        """``out`` and ``inp``; as one group, where all groups multiply one input."""
+        is_free = self.out.shape[3] > 1 and self.arrange is None
+        if is_free and isinstance(inp, Tensor) and not inp.stride(2):
+            return self.out.flatten(3).unsqueeze(3), inp[:, :, :1]
+        return self.out, inp
+
     def to_parameter(self, mat: Tensor) -> Tensor:
         """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
         if self.arrange is not None:
@@ -75,18 +84,20 @@ class AffineProduct(SampleProduct):
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """By a batched product; the sum over samples along with all of it, if it is needed."""
+        """By a batched product; all of it with what others need that costs less along with it."""
         is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
-        out = self.out if is_whole else self.out[columns, samples]
         if self.inp is None:
+            out = self.out if is_whole else self.out[columns, samples]
             return self.to_parameter(out.sum(2))
-        is_along = is_whole and batch_sum in self.needs and self.positions > 1
-        if not is_along or torch.is_grad_enabled():
-            inp = self.inp if is_whole else self.inp[samples]
-            return self.to_parameter(contractions.products(out, inp))
-        total = self.new_zeros(self.columns, *self.sizes)
-        formed = contractions.products(out, self.inp, total)
-        self.results[(batch_sum,)] = self.to_parameter(total)
+        out, inp = self.factors(self.inp)
+        if not is_whole:
+            return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
+        wanted = [operation in self.needs for operation in _ALONG]
+        formed, along = contractions.products_with(out, inp, *wanted)
+        for operation, found in zip(_ALONG, along, strict=True):
+            if found is not None:
+                is_norm = operation is squared_norm
+                self.results[(operation,)] = found if is_norm else self.to_parameter(found)
         return self.to_parameter(formed)
 
     def pieces(self) -> Iterator[Piece]:
@@ -94,7 +105,8 @@ class AffineProduct(SampleProduct):
         if self.inp is None:
             yield slice(0, self.columns), slice(0, self.samples), self.to_parameter(self.out.sum(2))
             return
-        for some, rows, piece in contractions.pieces(self.out, self.inp):  # [n, G, v, O, I]
+        pieces = contractions.pieces(*self.factors(self.inp))
+        for some, rows, piece in pieces:  # [n, G, v, O, I]
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
 
     def plus(self, other: SampleProduct) -> AffineProduct | None:
@@ -143,7 +155,9 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
     def register(contract: Callable[..., R]) -> Callable[..., R]:
         def version(product: AffineProduct, *arguments: Any) -> R:
             if product.inp is None or reads_formed(product):
-                read: R = operation(as_formed(product), *arguments)
+                formed = as_formed(product)
+                known = None if arguments else product.results.get((operation,))
+                read: R = operation(formed, *arguments) if known is None else known
                 return read
             return contract(product, product.inp, *arguments)
 
@@ -159,7 +173,7 @@ def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     known = read_together(product).get(square_sum)
     if known is not None:
         return known
-    return product.to_parameter(contractions.square_sum(product.out, inp))
+    return product.to_parameter(contractions.square_sum(*product.factors(inp)))
 
 
 @batch_sum.register
@@ -173,19 +187,19 @@ def batch_sum_affine(product: AffineProduct) -> Tensor:
     known = read_together(product).get(batch_sum)
     if known is not None:
         return known
-    return product.to_parameter(contractions.sums(product.out, inp))
+    return product.to_parameter(contractions.sums(*product.factors(inp)))
 
 
 @for_weights(gram)
 def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.gram`."""
-    return contractions.gram(product.out, inp)
+    return contractions.gram(*product.factors(inp))
 
 
 @for_weights(weighted_sum)
 def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
     """A plain gradient of weighted columns."""
-    out = product.out
+    out, inp = product.factors(inp)
     if len(weights) == product.columns == 1:
         each = weights[0, 0, :, None, None, None]
         if isinstance(inp, Tensor) and inp.numel() < out.numel():  # the smaller factor has them
@@ -193,5 +207,5 @@ def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> T
         else:
             out = out * each
     else:
-        out = torch.einsum("kvn,vnsgo->knsgo", weights, product.out)
+        out = torch.einsum("kvn,vnsgo->knsgo", weights, out)
     return product.to_parameter(contractions.sums(out, inp))

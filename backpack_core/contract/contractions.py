@@ -17,43 +17,56 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from backpack_core.contract.moments import NOTHING, Moments, is_column, moments_of_column
 from backpack_core.contract.rows import DirectRows, Rows
 from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
 
-def products(out: Tensor, inp: Rows, total: Tensor | None = None) -> Tensor:
-    """``M`` itself. Shape ``[V, N, G, O, I]``.
+def products(out: Tensor, inp: Rows) -> Tensor:
+    """``M`` itself. Shape ``[V, N, G, O, I]``."""
+    return products_with(out, inp, False, False, False)[0]
 
-    Args:
-        out: Columns at the output.
-        inp: What the weight multiplies.
-        total: ``Σ_n M`` is added to it while pieces are in the cache, if positions are shared and
-            autograd records nothing. Shape ``[V, G, O, I]``.
+
+def products_with(
+    out: Tensor, inp: Rows, sum_: bool, square: bool, norm: bool
+) -> tuple[Tensor, Moments]:
+    """``M``, and moments of it that cost less while pieces of it are in the cache.
+
+    Of one column without groups all of them, else the sum; none where positions are not shared, or
+    autograd records.
     """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
-        return out.new_zeros(columns, samples, groups, features, size)
+        return out.new_zeros(columns, samples, groups, features, size), NOTHING
     if positions == 1:
-        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
+        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2), NOTHING
     if torch.is_grad_enabled():
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
-        return whole.reshape(columns, samples, groups, features, size)
+        return whole.reshape(columns, samples, groups, features, size), NOTHING
     result = out.new_empty(columns, samples, groups, features, size)
-    if columns == 1 and _is_direct(inp, 1, out):
+    if is_column(inp, out):
+        return result, moments_of_column(out, inp, sum_, square, norm, result)
+    total = out.new_zeros(columns, groups, features, size) if sum_ else None
+    for target, column, rows in _formed(out, inp, result):
+        if total is not None:
+            add(total[column], target[rows])
+    return result, Moments(total, None, None)
+
+
+def _formed(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+    """Form ``M`` in a result; yields a column of it, which one, and the samples just written."""
+    features, size = result.shape[3:]
+    if len(out) == 1 and _is_direct(inp, 1, out):
         for _, rows, piece in pieces(out, inp):
             result[0, rows] = piece.squeeze(2)
-            if total is not None:
-                add(total[0], piece.squeeze(2))
-        return result
+            yield result[0], 0, rows
+        return
     for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
-        for piece, target in zip(out[:, rows], result[:, rows], strict=True):
-            torch.bmm(_batched(piece[None]), right, out=target.view(-1, features, size))
-        if total is not None:
-            for sums, target in zip(total, result[:, rows], strict=True):
-                add(sums, target)
-    return result
+        for column, (piece, target) in enumerate(zip(out[:, rows], result, strict=True)):
+            torch.bmm(_batched(piece[None]), right, out=target[rows].view(-1, features, size))
+            yield target, column, rows
 
 
 def square_sum(out: Tensor, inp: Rows) -> Tensor:

@@ -25,11 +25,11 @@ class ScaleProduct(SampleProduct):
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """A sum over positions."""
-        out = self.out[columns, samples]
-        if self.inp is None:
-            return out.sum(2).reshape(*out.shape[:2], *self.shape)
-        product = _summed(out, self.inp[samples], (1,))
-        return product.reshape(*out.shape[:2], *self.shape)
+        out, inp = self.out, self.inp
+        if (columns, samples) != (slice(0, self.columns), slice(0, self.samples)):
+            out, inp = out[columns, samples], None if inp is None else inp[samples]
+        found = out.sum(2) if inp is None else _summed(out, inp, (1,))
+        return found.reshape(*out.shape[:2], *self.shape)
 
 
 @batch_sum.register

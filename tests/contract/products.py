@@ -84,6 +84,14 @@ def affine(
     return Formed(product, mat, (out, inp))
 
 
+def one_input(columns: int = COLUMNS) -> Formed:
+    """Groups that multiply the same input, of which there is one copy."""
+    out, inp = leaf(columns, SAMPLES, 3, 2, 3), leaf(SAMPLES, 3, 2)
+    mat = torch.einsum("vnsgo,nsi->vngoi", out, inp).reshape(columns, SAMPLES, *SHAPE)
+    product = AffineProduct(out, inp.unsqueeze(2).expand(-1, -1, 2, -1), SHAPE)
+    return Formed(product, mat, (out, inp))
+
+
 def transposed(positions: int, reverse: bool = False) -> Formed:
     """A weight that is stored as ``[I, O]``, maybe with the inputs in reverse."""
     out, inp = leaf(COLUMNS, SAMPLES, positions, 1, 2), leaf(SAMPLES, positions, 1, 6)
@@ -160,6 +168,8 @@ FORMS: dict[str, Callable[[], Formed]] = {
     "affine, positions": lambda: affine(5, (1, 6, 2)),
     "affine, groups": lambda: affine(3, (2, 3, 2)),
     "affine, one column": lambda: affine(3, (1, 6, 2), columns=1),
+    "affine, groups of one input": one_input,
+    "affine, groups of one input, one column": lambda: one_input(columns=1),
     "affine, lazy": lambda: affine(4, (3, 2, 2), lazy=True),
     "affine, arranged": lambda: transposed(1),
     "affine, arranged, positions": lambda: transposed(4),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
-from backpack_core.contract import contractions
+from backpack_core.contract import contractions, moments
 from backpack_core.contract.rows import JoinedRows
 from backpack_firstorder import contractions as first
 from backpack_secondorder import sample_squares
@@ -163,15 +163,24 @@ def test_inputs_of_two_calls(contraction: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_sum_along_with_products(shape: tuple[int, ...], budget: int | None) -> None:
-    """Added to what is there, where positions are shared; else nothing is."""
+def test_moments_along_with_products(shape: tuple[int, ...], budget: int | None) -> None:
+    """The sum where positions are shared, the others of one column without groups, too."""
     out, inp = _factors(shape)
-    total = torch.ones(shape[0], *shape[3:])
     with torch.no_grad():
-        found = contractions.products(out, inp, total)
+        found, along = contractions.products_with(out, inp, True, True, True)
+        nothing = contractions.products_with(out, inp, False, False, False)[1]
+    assert all(value is None for value in nothing)
     expected = products(out, inp)
     assert_close(found, expected)
-    assert_close(total, 1 + expected.sum(1) if shape[2] > 1 else torch.ones_like(total))
+    columns, _, positions, groups, *_ = shape
+    assert (along.sums is None) == (positions == 1)
+    is_column = columns == groups == 1 < positions
+    assert (along.squares is None) == (along.norms is None) == (not is_column)
+    if along.sums is not None:
+        assert_close(along.sums, expected.sum(1))
+    if along.squares is not None:
+        assert_close(along.squares, expected.square().sum((0, 1)))
+        assert_close(along.norms, expected.flatten(2).square().sum(2))
 
 
 @pytest.mark.parametrize("make", [lambda inp: inp, Lazy], ids=["tensor", "lazy"])
@@ -180,8 +189,8 @@ def test_moments_take_pieces_of_their_own_size(
     columns: int, make: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, inp = _factors((columns, 7, 9, 1, 3, 2))
-    for limit in ("SHARED", "PIECE"):
-        monkeypatch.setattr(first, limit, 2 * columns * 3 * 2 * 8)  # four pieces
+    for module, limit in ((first, "SHARED"), (moments, "PIECE")):
+        monkeypatch.setattr(module, limit, 2 * columns * 3 * 2 * 8)  # four pieces
     counts, bmm = [], torch.bmm
 
     def counted(*args: Tensor, **options: Tensor) -> Tensor:

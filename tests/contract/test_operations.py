@@ -113,20 +113,20 @@ def conv(*extensions: Extension) -> Problem:
 HOMES = {"moments": norms, "squared_norm": norms, "contracted": sample_squares}
 # What extensions ask for, and how often each contraction runs for the weight.
 PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
-    ((SumGradSquared,), {"square_sum": 1, "moments": 0, "sums": 0, "products": 0}),
-    ((Variance,), {"square_sum": 0, "moments": 1, "sums": 0, "products": 0}),
-    ((Variance, SumGradSquared), {"square_sum": 0, "moments": 1, "sums": 0, "products": 0}),
-    ((BatchL2Grad,), {"squared_norm": 1, "products": 0}),
+    ((SumGradSquared,), {"square_sum": 1, "moments": 0, "sums": 0, "products_with": 0}),
+    ((Variance,), {"square_sum": 0, "moments": 1, "sums": 0, "products_with": 0}),
+    ((Variance, SumGradSquared), {"square_sum": 0, "moments": 1, "sums": 0, "products_with": 0}),
+    ((BatchL2Grad,), {"squared_norm": 1, "products_with": 0}),
     (
         (BatchGrad, BatchL2Grad, Variance),
-        {"products": 1, "squared_norm": 0, "moments": 0, "square_sum": 0, "sums": 0},
+        {"products_with": 1, "squared_norm": 0, "moments": 0, "square_sum": 0, "sums": 0},
     ),
     (
         (DiagGGNExact, BatchDiagGGNExact),
-        {"contracted": 1, "square_sum": 0, "products": 0},
+        {"contracted": 1, "square_sum": 0, "products_with": 0},
     ),
     # Of different propagators, they have products of their own.
-    ((BatchGrad, DiagGGNExact), {"products": 1, "square_sum": 1}),
+    ((BatchGrad, DiagGGNExact), {"products_with": 1, "square_sum": 1}),
 ]
 
 

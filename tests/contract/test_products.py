@@ -54,7 +54,7 @@ PLANS: dict[str, frozenset[Any]] = {
 }
 
 # Of one number of columns.
-SINGLE = {"affine, one column", "table, one column"}
+SINGLE = {form for form in FORMS if form.endswith("one column")}
 PAIRS = [
     (form, other) for form in FORMS for other in FORMS if (form in SINGLE) == (other in SINGLE)
 ]

@@ -37,6 +37,8 @@ def net(module: dict[str, Any], call: dict[str, Any], need_weights: bool = False
             if "key_padding_mask" in at:
                 at["key_padding_mask"] = at["key_padding_mask"][: len(x)]
             key, value = x[..., : layer.kdim], x[..., : layer.vdim]
+            if name == "one" and layer._qkv_same_embed_dim:  # the very same tensor
+                key = value = x
             x = x + layer(x, key, value, need_weights=need_weights, **at)[0]
         return net.last(x.mean(1))
 
@@ -80,6 +82,28 @@ def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -
 def test_what_was_saved(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CASES[case]
     assert compare(net(module, call), monkeypatch, **call) == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_column_goes_through_the_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no mask has to be looked at; also for some samples, in any order."""
+    found, by_kernel = [], rule._by_kernel
+
+    def watched(view: Any, context: Tensor) -> Any:
+        found.append(by_kernel(view, context))
+        return found[-1]
+
+    monkeypatch.setattr(rule, "_by_kernel", watched)
+    module, call = CASES[case]
+    model, lossfunc = extend(net(module, call)), extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(4, 5, 4), torch.arange(4) % 3
+    with backpack(BatchGrad(), BatchGrad(subsampling=[2, -4], savefield="some")):
+        lossfunc(model(x), y).backward()
+    assert len(found) == 4
+    assert {taken is None for taken in found} == {case in {"mask", "padding"}}
+    for parameter in model.parameters():
+        chosen: Any = parameter
+        assert_close(chosen.some, chosen.grad_batch[[2, 0]])
 
 
 @pytest.mark.parametrize("way", ["weights are asked for", "no fused kernel"])

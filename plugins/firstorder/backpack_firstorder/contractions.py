@@ -7,8 +7,6 @@ several of them from the same pieces.
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeGuard
-
 import torch
 from torch import Tensor
 
@@ -22,16 +20,9 @@ from backpack_core.contract.contractions import (
     square_sum,
     sums,
 )
+from backpack_core.contract.moments import Moments, is_column, moments_of_column
 from backpack_core.contract.rows import Rows
-from backpack_core.tuning import PIECE, READ, SHARED, even_size, memory_budget
-
-
-class Moments(NamedTuple):
-    """What was asked for of one product; else ``None``."""
-
-    sums: Tensor | None  # Σ_n M, [V, G, O, I]
-    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
-    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
+from backpack_core.tuning import READ, SHARED
 
 
 def moments(
@@ -45,7 +36,7 @@ def moments(
             squared_norm(out, inp) if norm else None,
         )
     if is_column(inp, out):
-        return _of_column(out, inp, sum_, square, norm)
+        return moments_of_column(out, inp, sum_, square, norm)
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
@@ -59,43 +50,6 @@ def moments(
             if squares is not None:
                 add_squares(squares, flat)
     return Moments(total, squares, None if norms is None else norms.square_())
-
-
-def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one column without groups, and factors that are views."""
-    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
-    return is_one and not torch.is_grad_enabled()
-
-
-def _of_column(out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool) -> Moments:
-    """The same of one column without groups: by views that are cut once."""
-    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
-    single = features * size * out.element_size()
-    few = even_size(samples, max(1, min(PIECE, memory_budget()) // single))
-    left = out.reshape(samples, positions, features).mT.split(few)
-    right = inp.reshape(samples, positions, size).split(few)
-    buffer, ones = out.new_empty(few, features, size), out.new_ones(few)
-    total = out.new_zeros(features * size) if sum_ else None
-    squares = out.new_zeros(features * size) if square else None
-    norms: list[Tensor] = []
-    for some, seen in zip(left, right, strict=True):
-        count = len(some)
-        piece = torch.bmm(some, seen, out=buffer if count == few else buffer[:count])
-        rows = piece.view(count, -1)
-        if norm:
-            norms.append(torch.linalg.vector_norm(rows, dim=1))
-        if total is not None:
-            total.addmv_(rows.T, ones[:count])
-        if squares is not None and count > 1:  # the last to read the piece
-            squares.addmv_(rows.square_().T, ones[:count])
-        elif squares is not None:
-            squares.addcmul_(rows[0], rows[0])
-    shape = (1, features, size)
-    return Moments(
-        None if total is None else total.view(1, *shape),
-        None if squares is None else squares.view(shape),
-        torch.cat(norms).square_().unsqueeze(0) if norm else None,
-    )
 
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.lookup import LookupProduct, scattered
+from backpack_core.contract.moments import is_column
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
@@ -40,7 +41,7 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
     square = square_sum in needs and per_sample_square_sum not in needs
     norm = squared_norm in needs and product.positions > 1
     if norm and not square:  # else the pieces are there
-        norm = not contractions.is_gram_cheaper(product.out, inp, batch_sum in needs)
+        norm = not contractions.is_gram_cheaper(*product.factors(inp), batch_sum in needs)
     return batch_sum in needs and (square or norm), square, norm
 
 
@@ -51,10 +52,11 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
     if inp is None or product.positions == 1:
         return {}
     wanted = _of_pieces(product, inp)
-    is_column = wanted[1] and contractions.is_column(inp, product.out)  # its views are cut once
-    if sum(wanted) < 2 and not is_column:
+    out, inp = product.factors(inp)
+    is_cut = wanted[1] and is_column(inp, out)  # its views are cut once
+    if sum(wanted) < 2 and not is_cut:
         return {}
-    total, squares, norms = contractions.moments(product.out, inp, *wanted)
+    total, squares, norms = contractions.moments(out, inp, *wanted)
     found = {batch_sum: total, square_sum: squares}
     result = {key: product.to_parameter(mat) for key, mat in found.items() if mat is not None}
     return result if norms is None else {**result, squared_norm: norms}
@@ -82,7 +84,7 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
     norms = read_together(product).get(squared_norm)
-    return contractions.squared_norm(product.out, inp) if norms is None else norms
+    return contractions.squared_norm(*product.factors(inp)) if norms is None else norms
 
 
 @squared_norm.register

@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
+from backpack_core.contract.arguments import tensor
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
@@ -20,7 +21,6 @@ from backpack_layers._loss import (
     restrict,
     setting,
 )
-from backpack_layers.arguments import tensor
 from backpack_layers.softmax_root import softmax_root
 
 

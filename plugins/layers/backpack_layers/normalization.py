@@ -181,7 +181,8 @@ class _TrailingAxesRule(NormalizationRule):
     def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
         shape = cast(LayerNorm, view.module).normalized_shape
-        require_axes(view, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
+        if len(view.input_shape) <= len(shape):  # else the text would take longer than the question
+            require_axes(view, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
 
     def rows(self, view: View) -> int:
         """The axes between the batch and ``normalized_shape``."""
@@ -191,6 +192,18 @@ class _TrailingAxesRule(NormalizationRule):
         """The axes of ``normalized_shape``."""
         dims = len(view.input_shape)
         return dims - len(cast(LayerNorm, view.module).normalized_shape), dims
+
+    def _rows_of(self, view: View, x: Tensor) -> Tensor:
+        """A view, without questions where there is nothing to join."""
+        lead = x.dim() - len(view.input_shape) + 1
+        first = x.dim() - len(cast(LayerNorm, view.module).normalized_shape)
+        if first == lead + 1 == x.dim() - 1:
+            return x
+        return x.reshape(*x.shape[:lead], x.shape[lead:first].numel(), x.shape[first:].numel())
+
+    def _by_entry(self, view: View, x: Tensor) -> Tensor:
+        """Rows are positions."""
+        return self._rows_of(view, x)
 
 
 class LayerNormRule(_TrailingAxesRule):

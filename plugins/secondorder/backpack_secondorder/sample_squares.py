@@ -14,7 +14,7 @@ from backpack_core.contract.rows import Rows
 @for_weights(per_sample_square_sum)
 def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contracted`."""
-    return product.to_parameter(contracted(product.out, inp))
+    return product.to_parameter(contracted(*product.factors(inp)))
 
 
 def contracted(out: Tensor, inp: Rows) -> Tensor:

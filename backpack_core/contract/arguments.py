@@ -20,7 +20,11 @@ from backpack_core.remember import remembered
 
 
 def arguments(view: View) -> dict[str, Any]:
-    """The arguments of the module's ``forward`` by name, defaults filled in."""
+    """The arguments of the module's ``forward`` by name, defaults filled in; nobody's to change."""
+    return view.once("arguments", lambda: _bound(view))
+
+
+def _bound(view: View) -> dict[str, Any]:
     bound = _signature(type(view.module).forward).bind(view.module, *view.args, **view.kwargs)
     bound.apply_defaults()
     return dict(list(bound.arguments.items())[1:])  # without self
@@ -32,7 +36,11 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def slots(view: View) -> dict[str, range]:
-    """Which of ``view.inputs`` each argument that was given holds, by argument name."""
+    """Which of ``view.inputs`` each argument that was given holds; nobody's to change."""
+    return view.once("slots", lambda: _found(view))
+
+
+def _found(view: View) -> dict[str, range]:
     parameters = list(_signature(type(view.module).forward).parameters)[1:]  # without self
     given = [*zip(parameters, view.stored.args, strict=False), *view.stored.kwargs.items()]
     found: dict[str, range] = {}

@@ -1,0 +1,85 @@
+"""Sums, sums of squares and norms of the products of one column, along with them or without.
+
+A piece of ``M[n] = Σ_s out[n, s] ⊗ inp[n, s]`` is formed, and read by all while it is in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.rows import Rows
+from backpack_core.tuning import CACHE, PIECE, even_size, memory_budget
+
+
+class Moments(NamedTuple):
+    """What was asked for of one product; else ``None``."""
+
+    sums: Tensor | None  # Σ_n M, [V, G, O, I]
+    squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
+    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
+
+
+NOTHING = Moments(None, None, None)
+
+
+def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one column without groups, and factors that are views."""
+    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
+    return is_one and not torch.is_grad_enabled()
+
+
+def moments_of_column(
+    out: Tensor, inp: Tensor, sum_: bool, square: bool, norm: bool, formed: Tensor | None = None
+) -> Moments:
+    """Moments of one column without groups, from pieces that stay in a core's own cache.
+
+    Args:
+        out: The column at the output. Shape ``[1, N, S, 1, O]``.
+        inp: What the weight multiplies. Shape ``[N, S, 1, I]``.
+        sum_: Whether ``Σ_n M`` is wanted.
+        square: Whether ``Σ_n M²`` is wanted.
+        norm: Whether ``‖M[n]‖²`` is wanted.
+        formed: Gets ``M``. Shape ``[1, N, 1, O, I]``.
+    """
+    (_, samples, positions, _, features), size = out.shape, inp.shape[3]
+    single = features * size * out.element_size()
+    left = out.reshape(samples, positions, features).mT
+    right = inp.reshape(samples, positions, size)
+    if formed is not None and not (sum_ or square or norm):
+        torch.bmm(left, right, out=formed.view(samples, features, size))
+        return NOTHING
+    limit = PIECE if square or norm else CACHE  # what only one reads may be larger
+    few = even_size(samples, max(1, min(limit, memory_budget()) // single))
+    places: Iterable[Tensor]
+    if formed is None:
+        places = repeat(out.new_empty(few, features, size))
+    else:
+        places = formed.view(samples, features, size).split(few)
+    ones = out.new_ones(few)
+    total = out.new_zeros(features * size) if sum_ else None
+    squares = out.new_zeros(features * size) if square else None
+    norms: list[Tensor] = []
+    for some, seen, place in zip(left.split(few), right.split(few), places, strict=False):
+        count = some.shape[0]
+        whole = place if place.shape[0] == count else place[:count]
+        piece = torch.bmm(some, seen, out=whole).view(count, -1)
+        if norm:
+            norms.append(torch.linalg.vector_norm(piece, dim=1))
+        if total is not None:
+            total.addmv_(piece.T, ones[:count])
+        if squares is not None and formed is None and count > 1:  # the last to read the piece
+            squares.addmv_(piece.square_().T, ones[:count])
+        elif squares is not None:
+            for row in piece.unbind():
+                squares.addcmul_(row, row)
+    shape = (1, features, size)
+    return Moments(
+        None if total is None else total.view(1, *shape),
+        None if squares is None else squares.view(shape),
+        torch.cat(norms).square_().unsqueeze(0) if norm else None,
+    )
