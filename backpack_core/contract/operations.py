@@ -60,7 +60,9 @@ class Operation(Generic[R]):
         if key not in results:
             if form not in self._found:
                 self._found[form] = self._dispatch.dispatch(form)
-            results[key] = self._found[form](product, *settings)
+            found = results[key] = self._found[form](product, *settings)
+            if isinstance(found, Tensor):
+                product.made.append((found, found._version))
         result: R = results[key]
         return result
 

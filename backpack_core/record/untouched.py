@@ -44,6 +44,8 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     before = [tensor._version for tensor in held]
     result = getattr(plugin, method)(*given)
     after = [tensor._version for tensor in shown]
+    made = [pair for value in given for pair in getattr(value, "made", ())]
+    held, before = [*held, *(t for t, _ in made)], [*before, *(version for _, version in made)]
     if after != known or before != [tensor._version for tensor in held]:
         pairs = zip((*shown, *held), (*known, *before), strict=True)
         changed = next(tensor for tensor, version in pairs if tensor._version != version)
