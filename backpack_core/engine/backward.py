@@ -331,10 +331,8 @@ class BackwardPass:
             self.measurement.settle()
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
-            for extension, values in (
-                *finished,
-                *self._graph.results(self.survey, self.context.watch),
-            ):
+            whole = self._graph.results(self.survey, self.context.watch)
+            for extension, values in (*finished, *whole):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
         hand_over(self.survey, self.context.extensions)

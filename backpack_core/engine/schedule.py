@@ -177,12 +177,9 @@ class Schedule(ABC):
             self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
             return
         leaf = self.survey.alignment.leaves.get(edge.node)
-        # Of other parameters, calls are read off.
-        if (
-            leaf is not None
-            and self.groups[slot].propagator.keeps_apart
-            and will_get_gradient(leaf)
-        ):
+        keeps_apart = self.groups[slot].propagator.keeps_apart
+        # Other parameters are read off at calls.
+        if leaf is not None and keeps_apart and will_get_gradient(leaf):
             self.leave(slot, edge, wide=quantity)
 
 
@@ -242,12 +239,7 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
 class RankSchedule(Schedule):
     """In an order that was made beforehand."""
 
-    def __init__(
-        self,
-        survey: Survey,
-        groups: Sequence[Group],
-        ranks: dict[Node, int],
-    ) -> None:
+    def __init__(self, survey: Survey, groups: Sequence[Group], ranks: dict[Node, int]) -> None:
         """Begin.
 
         Args:

@@ -27,11 +27,11 @@ from backpack_core.errors import BridgeError
 from backpack_core.graph import nodes
 from backpack_core.values import largest
 
-Columns = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
-Formula: TypeAlias = Callable[..., dict[int, Tensor]]
+Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
+Formula: TypeAlias = Callable[..., Mats]
 
 
-def push(node: Node, mats: Columns) -> Columns:
+def push(node: Node, mats: Mats) -> Mats:
     """Call a node for every column.
 
     Args:
@@ -100,7 +100,6 @@ def push_rows(node: Node, mat: Tensor, positions: int, position: int) -> Tensor 
         whole = product.get(position)
         if whole is not None and whole.shape == mat.shape:
             return _fit_rows(whole, target)
-        return None
     return None
 
 
@@ -175,7 +174,7 @@ class _WithoutBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
+def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
     """By vmap, or by a loop where torch knows no other."""
     columns = len(mats[0])
     if columns == 1:
@@ -185,7 +184,7 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
         return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
     try:
         with quiet_vmap():
-            result: Columns = torch.vmap(formula)(*mats)
+            result: Mats = torch.vmap(formula)(*mats)
     except (BridgeError, CheckpointError):
         raise  # a checkpoint that was asked once has nothing more to give
     except RuntimeError:
@@ -194,7 +193,7 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
     return result
 
 
-def _checked(formula: Formula, mats: list[Tensor]) -> Columns:
+def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
     """The same, where vmap may be wrong: a formula is linear, so a random sum of columns tells."""
     result = _over_columns(formula, mats)
     if len(mats[0]) < 2 or is_symbolic(mats[0]):
@@ -214,7 +213,7 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Columns:
     return _one_by_one(formula, mats)
 
 
-def _one_by_one(formula: Formula, mats: list[Tensor]) -> Columns:
+def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
     singles = [formula(*(m[v].clone() for m in mats)) for v in range(len(mats[0]))]
     return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
 
