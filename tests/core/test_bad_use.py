@@ -18,8 +18,6 @@ from backpack_core import (
     backpack,
     disable,
     extend,
-    memory_budget,
-    set_memory_budget,
 )
 from backpack_core.contract.operations import dense
 from backpack_core.errors import (
@@ -130,14 +128,6 @@ def test_what_is_no_module(wrong: Any) -> None:
 def test_a_loss_that_is_a_function_is_not_extended() -> None:
     with pytest.raises(UsageError, match=r"A function is not extended: .* module of torch\.nn"):
         extend(F.cross_entropy)  # type: ignore[type-var]
-
-
-@pytest.mark.parametrize("size", [0, -1, "1GB", None])
-def test_memory_budget(size: Any) -> None:
-    before = memory_budget()
-    with pytest.raises(UsageError, match="positive number of bytes"):
-        set_memory_budget(size)
-    assert memory_budget() == before
 
 
 def test_unknown_fail_mode() -> None:
