@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import isroutine
 from reprlib import repr as abridged
 from typing import TypeVar
 
@@ -48,6 +49,8 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     given: object = module
     if not isinstance(given, Module):
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
+        if isroutine(given):
+            hint = " A function is not extended: as a loss, curvature needs its module of torch.nn."
         raise UsageError(
             f"extend(...) takes an instance of torch.nn.Module. Got {abridged(given)}.{hint}"
         )

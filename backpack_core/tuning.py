@@ -49,11 +49,11 @@ def set_memory_budget(size: int) -> None:
         size: Number of bytes. Smaller saves memory, down to one product per sample and column.
 
     Raises:
-        UsageError: It is not positive.
+        UsageError: It is no number, or not positive.
     """
     global _budget
-    if size <= 0:
-        raise UsageError(f"The memory budget is a positive number of bytes. Got {size}.")
+    if not isinstance(size, (int, float)) or size <= 0:
+        raise UsageError(f"The memory budget is a positive number of bytes. Got {size!r}.")
     _budget = size
 
 

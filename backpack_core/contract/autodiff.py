@@ -176,12 +176,12 @@ def replaying(view: View) -> Iterator[None]:
     replay would be dead wrappers.
     """
     call = view.call
-    states = (State(view.module, call.training, *call.settings), *call.inside)
+    states = (State(view.module, *call.settings), *call.inside)
     modules = {*view.module.modules(), *(state.module for state in states)}
     attributes = [(module, dict(module.__dict__)) for module in modules]
     try:
-        for module, training, names, values in states:
-            module.__dict__.update(zip(names, values, strict=True), training=training)
+        for module, names, values in states:
+            module.__dict__.update(zip(names, values, strict=True))
         with disable(), quiet_vmap():
             yield
     except BackpackError:

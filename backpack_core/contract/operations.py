@@ -61,6 +61,8 @@ class Operation(Generic[R]):
             if form not in self._found:
                 self._found[form] = self._dispatch.dispatch(form)
             result = product.results[key] = self._found[form](product, *settings)
+            if isinstance(result, Tensor):
+                product.made.append((result, result._version))
         return result
 
     def __repr__(self) -> str:

@@ -54,6 +54,7 @@ class Reading:
         is_linear: Whether the module is known to be linear in the parameter.
         needs: Operations that will be asked for, so that one can serve another.
         results: What operations have computed.
+        made: Those that are tensors, with the versions that they were stored with.
         kept: What was computed from the call alone, for all columns that pass through it.
         beside: What the parameters of the call share for the same columns.
     """
@@ -67,6 +68,7 @@ class Reading:
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self.results: dict[Any, Any] = {}
+        self.made: list[tuple[Tensor, int]] = []
         self.kept: dict[Any, Any] = {}
         self.beside: dict[Any, Any] = {}
 
@@ -116,7 +118,7 @@ class SampleProduct(Reading, ABC):
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
         # There are many: without a call for the base.
         self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
-        self.results, self.kept, self.beside = {}, {}, {}
+        self.results, self.made, self.kept, self.beside = {}, [], {}, {}
 
     @abstractmethod
     def part(self, columns: slice, samples: slice) -> Tensor:

@@ -22,6 +22,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.call import Layout
+from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 
@@ -125,7 +126,7 @@ class Propagator(ABC):
             return waiting
         if waiting is not None:
             raise loss_behind_a_loss(view)
-        return self.start(rule, view)
+        return ask(self, "start", rule, view, view=view)
 
     def serving(self, extensions: Sequence[Any]) -> Propagator:
         """What travels for these extensions, all of this propagator. Default: itself."""

@@ -48,7 +48,7 @@ class BackwardPass:
         schedule: Where quantities wait.
         traversal: Reads and sends.
         measurement: What measures where samples are; ``None`` where that is known.
-        visiting: The call that is visited now.
+        visiting: What rules see of the call that is visited now.
         is_outermost: Whether it was begun in no hook of another pass.
         is_running: Whether autograd has begun.
         is_alone: Whether it does not go; see ``alone.py``.

@@ -198,10 +198,8 @@ class Traversal:
             if self.survey.alignment.is_apart(edge):
                 own, wide = (None, arriving) if is_wide else (arriving, None)
                 self.schedule.deliver(slot, edge, wide=wide, own=own)
-            elif not view.positions and not propagator.travels:
-                propagator.put_together(
-                    arriving, self.survey.alignment.positions_at(edge)
-                )  # checks it
+            elif not view.positions and not propagator.travels:  # which is seen to be right
+                propagator.put_together(arriving, self.survey.alignment.positions_at(edge))
 
     def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""

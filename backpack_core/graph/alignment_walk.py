@@ -186,8 +186,9 @@ class Walk:
         """
         operation, is_sorted = self._at(place).operation, place in self._sorted
         if place not in self._picked or operation in nodes.GATHERS:
-            has_rows = self._found.positions[place] and nodes.keeps_rows(*place, position)
-            is_sorted = nodes.selected(*place) == self._size and not has_rows
+            is_sorted = operation == "IndexSelect" and nodes.selected(*place) == self._size
+            if is_sorted and self._found.positions[place]:
+                is_sorted = not nodes.keeps_rows(*place, position)
             is_picked = is_sorted or (operation in nodes.SCATTERS and position == 1)
         else:
             is_picked = is_sorted or self._at(place).shape[:1] == self._at(child).shape[:1]

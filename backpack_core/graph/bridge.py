@@ -22,11 +22,11 @@ from backpack_core.errors import BridgeError
 from backpack_core.graph import nodes
 from backpack_core.values import largest
 
-Columns = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
-Formula: TypeAlias = Callable[..., dict[int, Tensor]]
+Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
+Formula: TypeAlias = Callable[..., Mats]
 
 
-def push(node: Node, mats: Columns) -> Columns:
+def push(node: Node, mats: Mats) -> Mats:
     """Call a node for every column.
 
     Args:
@@ -50,7 +50,7 @@ def push(node: Node, mats: Columns) -> Columns:
     }
 
 
-def push_unsummed(node: Node, mats: Columns) -> Columns:
+def push_unsummed(node: Node, mats: Mats) -> Mats:
     """The same of an operation's own, before results are summed to the shapes of operands."""
     if nodes.is_compiled(node):
         raise nodes.refuse(
@@ -121,7 +121,7 @@ class _WithoutBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
+def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
     """By vmap, or by a loop where torch knows no other."""
     columns = len(mats[0])
     if columns == 1:
@@ -131,7 +131,7 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
         return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
     try:
         with quiet_vmap():
-            result: Columns = torch.vmap(formula)(*mats)
+            result: Mats = torch.vmap(formula)(*mats)
     except (BridgeError, CheckpointError):
         raise  # a checkpoint that was asked once has nothing more to give
     except RuntimeError:
@@ -140,7 +140,7 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Columns:
     return result
 
 
-def _checked(formula: Formula, mats: list[Tensor]) -> Columns:
+def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
     """The same, where vmap may be wrong: a formula is linear, so a random sum of columns tells."""
     result = _over_columns(formula, mats)
     if len(mats[0]) < 2 or is_symbolic(mats[0]):
@@ -162,7 +162,7 @@ def random_weights(shape: torch.Size, device: torch.device) -> Tensor:
     return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
 
-def _one_by_one(formula: Formula, mats: list[Tensor]) -> Columns:
+def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
     singles = [formula(*(m[v].clone() for m in mats)) for v in range(len(mats[0]))]
     return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
 

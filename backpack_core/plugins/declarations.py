@@ -87,7 +87,7 @@ def refuse(cls: type) -> None:
         raise PluginError(f"{cls.__name__} does not implement {', '.join(sorted(missing))}{near}")
     found = faults(cls)
     if found:
-        raise PluginError(f"{described(cls)}: {'; '.join(found)}.")
+        raise PluginError(f"{described(cls)}: {'; '.join(found)}.".replace("?.", "?"))
 
 
 def described(cls: type) -> str:

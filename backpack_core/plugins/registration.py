@@ -160,7 +160,7 @@ def _check_alone(obj: Any) -> None:
         return
     if issubclass(obj, LayerRule):
         for fault in missing_types(obj):
-            raise PluginError(f"{described(obj)}: {fault}.")
+            raise PluginError(f"{described(obj)}: {fault}.".replace("?.", "?"))
     if issubclass(obj, Extension):
         other = registry.saves_under(obj)
         if other is not None:

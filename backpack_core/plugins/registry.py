@@ -122,7 +122,7 @@ class Registry:
             fault = missing_params(found.rule, module)
             if fault:
                 who = f"{described(type(found.rule))} of {found.provenance}"
-                raise PluginError(f"{who}: {fault}.")
+                raise PluginError(f"{who}: {fault}.".replace("?.", "?"))
             self._rule_cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found

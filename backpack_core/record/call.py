@@ -258,9 +258,8 @@ INSIDE: Final = -2
 def edge_of(tensor: Tensor) -> Edge | None:
     """The edge of a tensor, or ``None`` for a leaf or a constant: nothing behind them wants any."""
     node = tensor.grad_fn
-    return (
-        None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
-    )  # much faster than Edge(...)
+    # Much faster than Edge(...).
+    return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
 
 
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:

@@ -20,13 +20,11 @@ class State(NamedTuple):
 
     Attributes:
         module: The module.
-        training: Whether it was in train mode.
-        names: Names of its plain attributes (``eps``, ``p``, ``stride``).
+        names: Names of its plain attributes (``eps``, ``p``, ``training``).
         values: Their values.
     """
 
     module: Module
-    training: bool
     names: tuple[str, ...]
     values: tuple[Any, ...]
 
@@ -57,7 +55,7 @@ def states_inside(module: Module, owned: dict[str, Tensor | None]) -> tuple[Stat
     for path, part in module.named_modules(remove_duplicate=False):
         if part is module:
             continue
-        states.append(State(part, part.training, *settings_of(part)))
+        states.append(State(part, *settings_of(part)))
         kept = {n: t for n, t in part._buffers.items() if t is not None and t.grad_fn is None}
         owned.update({f"{path}.{n}": t for n, t in {**kept, **part._parameters}.items()})
     return tuple(states)
@@ -81,7 +79,7 @@ def _nested(module: Module, name: str) -> Tensor | None:
 
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
-_OF_ALL = frozenset(vars(Module()))
+_OF_ALL = frozenset(vars(Module())) - {"training"}
 TRAITS_ATTRIBUTE = "_backpack_traits"
 _OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 

@@ -44,6 +44,8 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     held = _held(given)
     before = [*map(_version, held)]
     result = getattr(plugin, method)(*given)
+    made = [pair for value in given for pair in getattr(value, "made", ())]
+    held, before = [*held, *(t for t, _ in made)], [*before, *(version for _, version in made)]
     if [*map(_version, shown)] != known or [*map(_version, held)] != before:
         pairs = zip((*shown, *held), (*known, *before), strict=True)
         changed = next(tensor for tensor, version in pairs if tensor._version != version)

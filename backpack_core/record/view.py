@@ -91,8 +91,8 @@ class View:
     def module(self) -> Module:
         """The module with the settings that it had in the forward pass.
 
-        Where one was changed since (``dropout.p``, a parameter that was replaced), a stand-in of
-        the same class with the values of then.
+        Where one was changed since (``dropout.p``, its mode, a parameter that was replaced), a
+        stand-in of the same class with the values of then.
         """
         if self._module is None:
             call = self.call

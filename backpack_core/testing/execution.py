@@ -92,7 +92,10 @@ def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) 
 
 
 def execute(
-    case: RuleCase, arguments: Arguments | None = None, samples: int = SAMPLES
+    case: RuleCase,
+    arguments: Arguments | None = None,
+    samples: int = SAMPLES,
+    dtype: torch.dtype = torch.float64,
 ) -> Execution:
     """Run a case's layer. The case's rule has to be installed.
 
@@ -100,9 +103,10 @@ def execute(
         case: The case.
         arguments: What to pass instead of the case's own inputs.
         samples: Size of the batch.
+        dtype: Of parameters and inputs.
     """
-    given = arguments or case.arguments(samples)
-    module = extend(case.module())
+    given = arguments or case.arguments(samples, dtype)
+    module = extend(case.module(dtype))
     with disable():
         leaves, outputs = _forward(case, module, given)
     view = recorded(_forward(case, module, given)[1][case.output_nr])

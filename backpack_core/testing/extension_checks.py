@@ -78,13 +78,14 @@ class ExtensionNet(Module):
         return result
 
 
-def _quantity(case: ExtensionCase) -> Quantity | None:
+def quantity_for(case: ExtensionCase) -> Quantity | None:
+    """The oracle that the author states, or the row of the table."""
     return case.quantity or quantity_of(case.extension_factory().savefield)
 
 
 def _is_structural(case: ExtensionCase) -> bool:
     """Whether the extension needs affine layers: then the net has no others."""
-    quantity = _quantity(case)
+    quantity = quantity_for(case)
     if quantity is not None:
         return quantity.needs == "structure"
     try:
@@ -156,7 +157,7 @@ def compare_values(
     trained = {name for name, p in net.named_parameters() if p.requires_grad}
     reference = reference.trained(name for name in reference.parameters if name in trained)
     allowed = tolerance or case.tolerances.float64
-    compare_stored(case.label(), values, _quantity(case), reference, allowed)
+    compare_stored(case.label(), values, quantity_for(case), reference, allowed)
 
 
 @of_extension()
@@ -245,7 +246,7 @@ def value_called_twice(case: ExtensionCase) -> None:
 
 def _value_or_refusal(case: ExtensionCase, given: Problem, *may: str) -> None:
     """The value, or ``UnsupportedError`` for some needs, and where nobody says what it is."""
-    quantity = _quantity(case)
+    quantity = quantity_for(case)
     try:
         _compare(case, given)
     except UnsupportedError:
@@ -295,15 +296,17 @@ def savefield(case: ExtensionCase) -> None:
 
 @of_extension()
 def leaves_gradient_alone(case: ExtensionCase) -> None:
-    """``.grad`` with and without."""
-    given = problem_of(case)
-    net, _ = given.run([case.extension_factory()])
+    """``.grad`` with and without; on parameters is what the engine stored, and nothing else."""
+    given, extension = problem_of(case), case.extension_factory()
+    net, _ = given.run([extension])
     plain, arguments, loss = given.build(torch.float64)
     forward_loss(plain, arguments, loss).backward()
     for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert with_it.grad is not None
         assert without.grad is not None
         close(with_it.grad, without.grad, f".grad of {name!r}", case.tolerances.float64)
+        added = sorted(set(vars(with_it)) - {extension.savefield})
+        require(not added, f"{added} on {name!r}: only the engine writes to parameters.")
 
 
 @of_extension()

@@ -120,7 +120,7 @@ def _root(run: LossRun, view: View) -> Tensor | None:
         return None
 
 
-def _agrees(
+def agrees(
     case: LossCase,
     run: LossRun,
     what: str,
@@ -215,7 +215,7 @@ def sum_hessian(case: LossCase, reduction: str) -> None:
 def arriving_gradient(case: LossCase, reduction: str) -> None:
     """Half the loss has half the Hessian; minus the loss has no root."""
     run = run_loss(case, reduction)
-    _agrees(case, run, "half the loss", run.arriving(0.5), factor=0.5)
+    agrees(case, run, "half the loss", run.arriving(0.5), factor=0.5)
     minus, mat = run.arriving(-1.0), run.columns()
     with torch.no_grad():
         found = run.rule.hessian_mat_prod(minus, mat)
@@ -307,20 +307,20 @@ def samples_are_separate(case: LossCase) -> None:
 @of_loss()
 def loss_batch_of_one(case: LossCase) -> None:
     """One sample, mean."""
-    _agrees(case, run_loss(case, "mean", samples=1), "one sample")
+    agrees(case, run_loss(case, "mean", samples=1), "one sample")
 
 
 @of_loss()
 def loss_subsampled_call(case: LossCase) -> None:
     """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
     run, chosen = shared_run(case, "mean"), [2, 0]
-    _agrees(case, run, f"samples {chosen}", run.view.subsample(chosen), chosen)
+    agrees(case, run, f"samples {chosen}", run.view.subsample(chosen), chosen)
 
 
 @of_loss()
 def loss_non_contiguous_input(case: LossCase) -> None:
     """A prediction that is every other entry of a larger tensor."""
-    _agrees(case, run_loss(case, "mean", strided=True), "strided")
+    agrees(case, run_loss(case, "mean", strided=True), "strided")
 
 
 @of_loss()
@@ -332,7 +332,7 @@ def loss_float32(case: LossCase) -> None:
     args, kwargs = map_tensors((given.args, dict(given.kwargs)), Tensor.detach)
     value = module(args[0].requires_grad_().clone(), *args[1:], **kwargs)
     single, allowed = recorded(value, torch.ones_like(value)), case.tolerances.float32
-    _agrees(case, shared_run(case, "mean"), "single precision", single, tolerance=allowed)
+    agrees(case, shared_run(case, "mean"), "single precision", single, tolerance=allowed)
 
 
 @of_loss()

@@ -204,6 +204,14 @@ def frozen_surroundings(case: RuleCase) -> None:
     _compare_frozen(case, lambda name: name.startswith("mixes."))
 
 
+@of_rule("separate", "several parameters")
+def partly_frozen(case: RuleCase) -> None:
+    """Every other parameter of the layer is frozen, and then the rest: a bias, then the weight."""
+    names = [f"layer.{name}" for name in shared_execution(case).parameters]
+    for half in (names[::2], names[1::2]):
+        _compare_frozen(case, half.__contains__)
+
+
 def _compare_precision(
     case: RuleCase, dtype: torch.dtype, tolerance: float, needs: Sequence[str], autocast: bool
 ) -> None:

@@ -23,7 +23,7 @@ from backpack_core.testing.execution import Execution, draw, execute, shared_exe
 from backpack_core.tuning import memory_budget, set_memory_budget
 
 
-def _transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[int, Tensor | None]:
+def transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[int, Tensor | None]:
     """``jac_t_mat_prod`` for every input that is differentiated; none if the rule passes on."""
     slots = [slot for slot, leaf in enumerate(run.leaves) if leaf is not None]
     if run.rule.transparent:
@@ -33,14 +33,14 @@ def _transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[i
     return {slot: found.get(slot) for slot in slots}
 
 
-def _check_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
+def check_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
     """Transposed Jacobians, input and parameters, for all samples or some."""
     _check_input_products(run, mat, chosen)
     _check_parameter_products(run, mat, chosen)
 
 
 def _check_input_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
-    for slot, found in _transposed(run, _some(mat, chosen), _view(run, chosen)).items():
+    for slot, found in transposed(run, _some(mat, chosen), _view(run, chosen)).items():
         expected = _some(oracle.transposed_product(run.jacobians[slot], mat), chosen)
         what = f"jac_t_mat_prod, input {slot}{_of(chosen)}"
         if found is None:
@@ -55,7 +55,7 @@ def _check_parameter_products(
     for name in run.parameters:
         expected = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         close(
-            _parameter_product(run, name, _some(mat, chosen), _view(run, chosen)),
+            parameter_product(run, name, _some(mat, chosen), _view(run, chosen)),
             _some(expected, chosen),
             f"param_jac_t_mat_prod of {name!r}{_of(chosen)}",
             run.case.tolerances.float64,
@@ -74,7 +74,8 @@ def _of(chosen: Sequence[int] | None) -> str:
     return "" if chosen is None else f" of samples {list(chosen)}"
 
 
-def _parameter_product(run: Execution, name: str, mat: Tensor, view: View | None = None) -> Tensor:
+def parameter_product(run: Execution, name: str, mat: Tensor, view: View | None = None) -> Tensor:
+    """``param_jac_t_mat_prod`` of one parameter."""
     assert isinstance(run.rule, ParametricRule)
     with torch.no_grad():
         return run.rule.param_jac_t_mat_prod(view or run.view, name, mat)
@@ -82,19 +83,24 @@ def _parameter_product(run: Execution, name: str, mat: Tensor, view: View | None
 
 @of_rule("separate", "kept")
 def accepts(case: RuleCase) -> None:
-    """``check()`` passes, and the rule is stateless."""
+    """``check()`` passes, and the rule is stateless: nothing is kept, and no number drawn."""
     run = shared_execution(case)
-    before = dict(vars(run.rule))
+    before, kept = dict(vars(run.rule)), set(vars(run.module))
+    numbers = torch.get_rng_state()
     run.rule.check(run.view)
     _use(run, run.columns())
     require(dict(vars(run.rule)) == before, "The rule changed its own attributes: keep no state.")
+    added = sorted(set(vars(run.module)) - kept)
+    require(not added, f"The rule stored {added} on the module: view.once(key, compute) keeps it.")
+    same = torch.equal(numbers, torch.get_rng_state())
+    require(same, "The rule drew random numbers: those of the user's next batch would be others.")
 
 
 def _use(run: Execution, mat: Tensor) -> None:
     """Call every product once."""
-    _transposed(run, mat)
+    transposed(run, mat)
     for name in run.parameters:
-        _parameter_product(run, name, mat)
+        parameter_product(run, name, mat)
 
 
 @of_rule("separate", "kept", "input")
@@ -122,7 +128,7 @@ def jac_adjoint(case: RuleCase) -> None:
     mat, inp = run.columns(), run.input_columns()
     with torch.no_grad():
         left = (run.rule.jac_mat_prod(run.view, inp) * mat).flatten(1).sum(1)
-    back = _transposed(run, mat)[0]
+    back = transposed(run, mat)[0]
     right = torch.zeros_like(left) if back is None else (back * inp).flatten(1).sum(1)
     close(left, right, "⟨J u, w⟩ against ⟨u, Jᵀ w⟩", case.tolerances.float64)
 
@@ -157,7 +163,7 @@ def param_jac_adjoint(case: RuleCase) -> None:
         u = draw((len(mat), *theta.shape), 6)
         with torch.no_grad():
             left = (run.rule.param_jac_mat_prod(run.view, name, u) * mat).flatten(1).sum(1)
-        right = (_parameter_product(run, name, mat).sum(1) * u).flatten(1).sum(1)
+        right = (parameter_product(run, name, mat).sum(1) * u).flatten(1).sum(1)
         what = f"⟨J u, w⟩ against ⟨u, Jᵀ w⟩ of {name!r}"
         close(left, right, what, case.tolerances.float64)
 
@@ -170,7 +176,7 @@ def param_jac_batch_sum(case: RuleCase) -> None:
     mat = run.columns()
     for name in run.parameters:
         expected = oracle.transposed_product(run.jacobians[name], mat)
-        found = _parameter_product(run, name, mat).sum(1)
+        found = parameter_product(run, name, mat).sum(1)
         close(found, expected, f"Σ_n of {name!r}", case.tolerances.float64)
         with torch.no_grad():
             summed = ops.batch_sum(run.rule.param_product(run.view, name, mat))
@@ -231,7 +237,7 @@ def subsampled_call(case: RuleCase) -> None:
     """Products of ``view.subsample([2, 0])``."""
     run, chosen = shared_execution(case), (2, 0)
     run.rule.check(run.view.subsample(chosen))
-    _check_products(run, run.columns(), chosen)
+    check_products(run, run.columns(), chosen)
 
 
 @of_rule("separate", "kept")
@@ -255,7 +261,7 @@ def non_contiguous_columns(case: RuleCase) -> None:
     mat = run.columns()
     turned = mat.movedim(0, -1).contiguous().movedim(-1, 0)
     for strided in (turned, mat[:1].expand(3, *mat.shape[1:])):
-        _check_products(run, strided)
+        check_products(run, strided)
 
 
 @of_rule("separate", "kept")
@@ -268,7 +274,7 @@ def non_contiguous_input(case: RuleCase) -> None:
         not any(t.numel() > 1 and t.is_contiguous() for t in iter_tensors((args, kwargs))),
         "The kit could not make the inputs non-contiguous.",
     )
-    _check_products(run, run.columns())
+    check_products(run, run.columns())
 
 
 def _strided(tensor: Tensor) -> Tensor:

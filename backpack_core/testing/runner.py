@@ -16,6 +16,7 @@ from backpack_core.testing import (
     network_checks,  # noqa: F401
     property_checks,  # noqa: F401
     rule_checks,  # noqa: F401
+    situation_checks,  # noqa: F401
 )
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
 from backpack_core.testing.checks import CHECKS, Check

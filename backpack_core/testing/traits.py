@@ -53,6 +53,8 @@ def _of_execution(run: Execution) -> set[str]:
             found.add("elementwise")
     if run.parameters:
         found.add("parameters")
+        if len(run.parameters) > 1:
+            found.add("several parameters")
         if any(name in run.parameters for name in getattr(rule, "linear_in_params", ())):
             found.add("linear parameters")
         if isinstance(rule, AffineRule):

@@ -31,7 +31,7 @@ from backpack_core.errors import (
     UnsupportedError,
     UsageError,
 )
-from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
+from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from backpack_core.testing import temporary_plugin
 from tests.cases import Problem, classification
 
@@ -125,6 +125,11 @@ def test_what_is_no_module(wrong: Any) -> None:
     assert len(message(error)) < 200
 
 
+def test_a_loss_that_is_a_function_is_not_extended() -> None:
+    with pytest.raises(UsageError, match=r"A function is not extended: .* module of torch\.nn"):
+        extend(F.cross_entropy)  # type: ignore[type-var]
+
+
 def test_unknown_fail_mode() -> None:
     with pytest.raises(UsageError, match=r"fail_mode must be one of .*'autodiff'.* Got 'loud'"):
         BatchGrad(fail_mode="loud")  # type: ignore[arg-type]
@@ -165,6 +170,17 @@ def test_backward_was_not_called() -> None:
         pass
     with backpack():
         pass
+
+
+def test_a_block_inside_of_the_block() -> None:
+    model, x = extend(nn.Linear(3, 3)), torch.randn(2, 3)
+    with (
+        pytest.raises(NotExtendedError, match=r"BatchGrad.*in no\s+block inside of it"),
+        backpack(BatchGrad()),
+        backpack(BatchL2Grad()),
+    ):
+        model(x).sum().backward()
+    assert hasattr(model.weight, "batch_l2")
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, disable])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import backpack, disable, extend
-from backpack_core.errors import ReleasedIOError
+from backpack_core import backpack, disable, extend, memory_budget, set_memory_budget
+from backpack_core.errors import ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
@@ -205,3 +205,11 @@ def test_backward_on_a_vector() -> None:
         losses.backward(weights)
     plain.compare("grad_batch", gradients)
     plain.compare("diag_ggn_exact", diagonals)
+
+
+@pytest.mark.parametrize("size", [0, -1, "1GB", None])
+def test_memory_budget(size: Any) -> None:
+    before = memory_budget()
+    with pytest.raises(UsageError, match="positive number of bytes"):
+        set_memory_budget(size)
+    assert memory_budget() == before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from backpack_core import backpack, extend, recording, unextend
+from backpack_core import View, backpack, extend, recording, unextend
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
@@ -75,7 +75,19 @@ def test_attributes_change_before_the_backward_pass() -> None:
         with backpack(BatchGrad()):
             output.sum().backward()
         torch.testing.assert_close(layer.bias.grad_batch.sum(0), expected)
-        assert call_of(output).settings == (("p", "inplace"), (p, False))
+        assert call_of(output).settings == (("training", "p", "inplace"), (True, p, False))
+
+
+def test_the_mode_changes_before_the_backward_pass() -> None:
+    """A rule that asks the module is told the same as one that asks the view."""
+    model, x = extend(nn.Dropout(0.5)), torch.randn(4, 3, requires_grad=True)
+    for training in (True, False):
+        model.train(training)
+        output = model(2 * x)
+        view = View(call_of(output))
+        model.train(not training)
+        assert view.module.training is view.training is training
+        assert view.module.p == 0.5
 
 
 def test_what_the_registry_says_is_not_kept_for_long() -> None:
@@ -151,7 +163,10 @@ def test_copies_after_a_forward_pass(duplicate: Any) -> None:
     model(x)
     other: Any = duplicate(model)
     output = other(x)
-    assert call_of(output).settings == (("in_features", "out_features"), (3, 3))
+    assert call_of(output).settings == (
+        ("training", "in_features", "out_features"),
+        (True, 3, 3),
+    )
     with backpack(BatchGrad()):
         output.sum().backward()
     torch.testing.assert_close(other[0].bias.grad_batch, torch.ones(4, 3))
@@ -260,7 +275,7 @@ def test_a_tuple_of_tensors_holds_no_call() -> None:
         model.state = state
         assert live_calls() == before
     traits = recording._traits(model)
-    assert traits.settings == (("state",), ((3, 4),))
+    assert traits.settings == (("training", "state"), (True, (3, 4)))
 
 
 class Waiting(nn.Module):

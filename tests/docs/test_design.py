@@ -21,6 +21,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert any(f"/{file}".endswith(f"/{name}") for file in FILES), name
 
 
+def test_every_room_of_the_core_is_named() -> None:
+    """What lies in the core's folder stands in the table of rooms, and nothing else does."""
+    text = (ROOT / "docs" / "design" / "core.md").read_text("utf-8")
+    table = text[text.index("## Rooms") : text.index("## The product")]
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", table))
+    folder = ROOT / "backpack_core"
+    rooms = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert named == rooms | files
+
+
 def test_the_glossary_is_short() -> None:
     text = (ROOT / "docs" / "design" / "glossary.md").read_text("utf-8")
     words = re.findall(r"^\| ([a-z]+) \|", text, re.M)[1:]

@@ -27,13 +27,14 @@ from tests.kit.test_faults import WrongSign
 NAMES = {
     "rule": """
         extensions_mean extensions_sum batch_of_one subsampling frozen_layer
-        frozen_surroundings float32 bfloat16 autocast retain_graph called_twice deepcopy
-        pickle no_live_calls mixing_is_refused not_twice_differentiable overwritten_input
+        frozen_surroundings partly_frozen float32 bfloat16 autocast retain_graph called_twice
+        deepcopy pickle no_live_calls mixing_is_refused not_twice_differentiable overwritten_input
         derivative second_derivative second_derivative_mat_prod hessian_is_zero
         hessian_is_diagonal jacobian_is_constant linear_in_params mixes_samples affine_form
         affine_weight accepts jac_t_mat_prod jac_mat_prod jac_adjoint param_jac_t_mat_prod
         param_jac_mat_prod param_jac_adjoint param_jac_batch_sum operations subsampled_call
         leaves_arguments_alone non_contiguous_columns non_contiguous_input
+        other_mode keeps_dtype changed_since
     """,
     "loss": """
         sqrt_hessian_mean sqrt_hessian_sampled_mean hessian_mat_prod_mean sum_hessian_mean
@@ -41,14 +42,15 @@ NAMES = {
         sqrt_hessian_sampled_sum hessian_mat_prod_sum sum_hessian_sum arriving_gradient_sum
         started_extensions_sum normalisation hessian_is_psd samples_are_separate loss_batch_of_one
         loss_subsampled_call loss_non_contiguous_input loss_float32
-        loss_leaves_arguments_alone
+        loss_leaves_arguments_alone unreduced
     """,
     "extension": """
         value_mean value_sum value_batch_of_one value_loss_scaled value_residual
         value_shared_positions value_single_number value_overwritten value_frozen value_called_twice
         value_float32
         value_subsampling beside_others savefield leaves_gradient_alone pickle_extension
-        extension_no_live_calls degree two_halves_mean two_halves_sum
+        extension_no_live_calls degree two_halves_mean two_halves_sum declarations
+        value_partly_frozen value_bfloat16
     """,
 }
 

@@ -191,6 +191,41 @@ class State(GainRule):
         self.last = view.batch_size
 
 
+class DrawsNumbers(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return super()._jac_t_mat_prod(view, mat + 0 * torch.rand(1, dtype=mat.dtype))
+
+
+class StoresOnTheModule(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        view.call.module.__dict__["kept"] = mat
+        return super()._jac_t_mat_prod(view, mat)
+
+
+class WrongInEvalMode(GainRule):
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        found = super()._param_jac_t_mat_prod(view, name, mat)
+        return found if view.training else 2 * found
+
+
+class WrongWithoutBias(GroupedRule):
+    """Right for all parameters, and for none."""
+
+    def affine_input(self, view: View) -> Tensor:
+        found = super().affine_input(view)
+        return found if view.module.bias.requires_grad else 2 * found
+
+
+class WidensColumns(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return super()._jac_t_mat_prod(view, mat).double()
+
+
+class ReadsTheModuleOfNow(GainRule):
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.call.module.get_parameter("weight")
+
+
 class WritesToColumns(GainRule):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat.mul_(view.parameter("weight"))
@@ -225,6 +260,12 @@ FAULTS = [
     (case_of(SquaredGain, FalseLinearity), "linear_in_params", "does not vanish"),
     (case_of(Gain, Leak), "no_live_calls", "outlive their graph"),
     (case_of(Gain, State), "accepts", "keep no state"),
+    (case_of(Gain, DrawsNumbers), "accepts", "random numbers"),
+    (case_of(Gain, StoresOnTheModule), "accepts", "'kept'"),
+    (case_of(Gain, WrongInEvalMode), "other_mode", "In eval mode, .*: .* 2 times"),
+    (case_of(Grouped, WrongWithoutBias), "partly_frozen", "layer.weight"),
+    (case_of(Gain, WidensColumns), "keeps_dtype", "float64, of columns in torch.float32"),
+    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "what the view shows"),
     (case_of(Gain, WritesToColumns), "leaves_arguments_alone", "changed a tensor"),
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),
@@ -269,6 +310,7 @@ def test_a_right_rule_of_a_layer_that_mixes_samples_passes() -> None:
     assert {r.check: r.status for r in results} == {
         "mixes_samples": "passed",
         "mixing_is_refused": "passed",
+        "other_mode": "passed",
     }
 
 

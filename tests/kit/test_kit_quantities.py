@@ -9,23 +9,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, SampleProduct
+from backpack_core import FirstOrderExtension, SampleProduct, View
 from backpack_core.contract.operations import dense, square_sum
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
     Arguments,
     ExtensionCase,
+    LossCase,
     Quantity,
     Reference,
     check_extension,
+    check_loss,
     register_quantity,
 )
 from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
+from backpack_layers.loss_regression import MSELossRule
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors
 from backpack_secondorder.kronecker import KroneckerFactors
+
+
+class OwnLoss(nn.MSELoss):
+    """A class of its own, for a rule of its own."""
 
 
 class Largest(FirstOrderExtension):
@@ -57,6 +64,31 @@ class Accumulating(Largest):
         key = f"{product.path}.{product.name}"
         self.before[key] = self.before.get(key, 0.0) + super().read(product)
         return self.before[key]
+
+
+class WithoutBias(Largest):
+    """Wrong for a weight whose bias is frozen."""
+
+    def read(self, product: SampleProduct) -> Tensor:
+        bias = getattr(product.module, "bias", None)
+        return super().read(product) * (1 if bias is None or bias.requires_grad else 2)
+
+
+class InHalfPrecision(Largest):
+    def read(self, product: SampleProduct) -> Tensor:
+        found = super().read(product)
+        return found * (2 if found.dtype is torch.bfloat16 else 1)
+
+
+class Misspelt(Largest):
+    neds = (dense,)
+
+
+class WritesToParameters(Largest):
+    def read(self, product: SampleProduct) -> Tensor:
+        assert product.module is not None
+        product.module.get_parameter(product.name).__dict__["own"] = 1
+        return super().read(product)
 
 
 QUANTITY = Quantity(lambda reference, name: reference.gradients(name).amax(0))
@@ -158,6 +190,34 @@ def test_a_wrong_extension_is_found() -> None:
 
 def test_an_extension_that_accumulates_is_found() -> None:
     assert "value_overwritten" in faults(ExtensionCase(Accumulating, QUANTITY))
+
+
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [
+        (WithoutBias, "value_partly_frozen"),
+        (InHalfPrecision, "value_bfloat16"),
+        (Misspelt, "declarations"),
+        (WritesToParameters, "leaves_gradient_alone"),
+    ],
+)
+def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
+    assert faults(ExtensionCase(kind, QUANTITY)) == {check}
+
+
+class UnreducedTwice(MSELossRule):
+    """Wrong for a loss that is not reduced."""
+
+    module_types = (OwnLoss,)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        found = super()._hessian_mat_prod(view, mat)
+        return 2 * found if view.module.reduction == "none" else found
+
+
+def test_a_loss_that_is_not_reduced_is_checked() -> None:
+    case = LossCase(OwnLoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=UnreducedTwice)
+    assert {result.check for result in check_loss(case) if not result.ok} == {"unreduced"}
 
 
 def test_without_an_oracle_values_must_be_finite() -> None:

@@ -127,6 +127,7 @@ def test_found_at_registration(name: str) -> None:
         register(kind)
     assert expected in str(caught.value)
     assert "Slip" in str(caught.value)
+    assert "?." not in str(caught.value)
     with pytest.raises(PluginError, match="No plugin named"):
         unregister("Slip")  # nothing of it stays behind
 
@@ -153,6 +154,7 @@ def test_params_that_the_module_does_not_have(params: tuple[str, ...]) -> None:
     expected = f"params names {params[0]!r}, which a Gain does not have; it has weight"
     assert expected in str(caught.value)
     assert "Slip" in str(caught.value)
+    assert "?." not in str(caught.value)
 
 
 def test_params_of_which_a_module_has_some() -> None:

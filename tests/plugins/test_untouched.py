@@ -74,6 +74,24 @@ def test_a_result_of_all() -> None:
         loss.backward()
 
 
+def test_the_first_to_read_a_result_is_named() -> None:
+    """Whoever makes a result and changes it would hand it on to the next extension."""
+
+    class First(FirstOrderExtension):
+        savefield = "first"
+
+        def read(self, product: Any) -> Any:
+            return dense(product).mul_(2)
+
+    model = extend(nn.Linear(3, 3))
+    loss = extend(nn.MSELoss())(model(torch.randn(4, 3)), torch.randn(4, 3))
+    with (
+        pytest.raises(PluginCodeError, match=r"First.read changed a tensor of shape \[1, 4"),
+        backpack(First(), BatchGrad(), check="never"),
+    ):
+        loss.backward()
+
+
 METHODS = {
     "_jac_t_mat_prod": (lambda self, view, mat: mat.mul_(2), "a tensor of shape [3, 4, 3]"),
     "_param_jac_t_mat_prod": (
@@ -143,6 +161,14 @@ class Wrapping(LossSqrt):
         return super().propagate(rule, view, quantity)
 
 
+@dataclass(frozen=True)
+class Starting(LossSqrt):
+    def start(self, rule: Any, view: Any) -> Any:
+        found = super().start(rule, view)
+        view.input.mul_(2)
+        return found
+
+
 class OfRestless(Extension):
     savefield = "of_restless"
 
@@ -155,6 +181,12 @@ def test_a_propagator(kind: type[LossSqrt]) -> None:
     match = rf"{kind.__name__}\.propagate changed a tensor of shape"
     with pytest.raises(PluginCodeError, match=match):
         run(OfRestless(kind()), GainRule)
+
+
+def test_a_propagator_at_a_loss() -> None:
+    match = r"Starting\.start changed an input of MSELoss, of shape \[4, 3\],"
+    with pytest.raises(PluginCodeError, match=match):
+        run(OfRestless(Starting()), GainRule)
 
 
 def test_what_is_ones_own_may_be_changed() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -176,6 +179,28 @@ def test_wrong_shape(shape: tuple[int, ...]) -> None:
     expected = r"Expected a vector of shape \[5, 4\], or several as \[V, 5, 4\]"
     with pytest.raises(ShapeError, match=expected):
         problem.parameters[0].ggnmp(torch.randn(shape))  # type: ignore[attr-defined]
+
+
+def test_what_is_no_tensor() -> None:
+    problem = make("mlp")
+    problem.run(HMP())
+    with pytest.raises(UsageError, match=r"multiplies with tensors. Got \[1\]"):
+        problem.parameters[0].hmp([1])  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:backward hook:UserWarning")
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_graph_is_neither_copied_nor_pickled(duplicate: Any) -> None:
+    """Nor with the model; its state can be saved."""
+    problem = make("mlp")
+    problem.run(HMP())
+    weight: Any = problem.parameters[0]
+    with pytest.raises(UsageError, match=r"del parameter.hmp"):
+        duplicate(weight.hmp)
+    if duplicate is pickle.dumps:
+        with pytest.raises(UsageError, match=r"model.state_dict\(\)"):
+            pickle.dumps(problem.model)
+    torch.save(problem.model.state_dict(), io.BytesIO())
 
 
 def test_arguments() -> None:

@@ -7,7 +7,8 @@ every architecture that autograd can differentiate twice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from reprlib import repr as abridged
+from typing import Any, ClassVar, Literal, NoReturn
 
 from torch import Tensor
 
@@ -58,10 +59,13 @@ class BlockProduct:
 
         Raises:
             ShapeError: The vectors do not have the parameter's shape.
+            UsageError: They are no tensor.
             OverwrittenInputError: Parameters changed since the backward pass.
             UnsupportedError: An operation of the net has no second derivative.
         """
         shape = self._parameter.shape
+        if not isinstance(vectors, Tensor):
+            raise UsageError(f"A block multiplies with tensors. Got {abridged(vectors)}.")
         if vectors.shape == shape:
             return self._operator.multiply(self._parameter, vectors.unsqueeze(0)).squeeze(0)
         if vectors.shape[1:] != shape or vectors.dim() != 1 + len(shape):
@@ -71,6 +75,18 @@ class BlockProduct:
                 f"Got {list(vectors.shape)}."
             )
         return self._operator.multiply(self._parameter, vectors)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled, alone or on a parameter of a model.
+
+        Raises:
+            UsageError: In any case: the graph cannot be.
+        """
+        raise UsageError(
+            f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
+            "pickled. Delete the field from the parameters first (del parameter.hmp, or what it "
+            "is saved under), or save model.state_dict()."
+        )
 
     def __repr__(self) -> str:
         """What it multiplies with."""
