@@ -8,6 +8,7 @@ from torch import Tensor
 
 from backpack_core import set_memory_budget
 from backpack_core.tuning import memory_budget
+from backpack_firstorder.contractions import squared_norm
 from backpack_firstorder.norms import product_norm, vector_norm
 from tests.contract.test_contractions import SHAPES, Lazy, products
 from tests.oracle import assert_close
@@ -72,6 +73,16 @@ def test_zeros() -> None:
     assert not norm[:, 2].any()
     assert norm[1, 1] > 0
     assert not vector_norm(torch.zeros(2, 3), 1).any()
+
+
+def test_positions_that_cancel() -> None:
+    """Rounding of a sum of pairs may be negative, which no square is."""
+    out, inp = torch.randn(3, 50, 2, 1, 5), torch.randn(50, 1, 1, 6).expand(-1, 3, -1, -1)
+    out = torch.cat([out, -out.sum(2, keepdim=True)], 2)
+    scale = (out.square().sum((2, 3, 4)) * inp.square().sum((1, 2, 3))).sqrt()
+    norm, squares = product_norm(out, inp), squared_norm(out, inp)
+    assert bool((squares >= 0).all())
+    assert bool((norm <= 1e-7 * scale).all())
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

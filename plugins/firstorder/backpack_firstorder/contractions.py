@@ -60,7 +60,7 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
         left = out.square().sum(-1).squeeze(2)
         return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
     if is_gram_cheaper(out, inp):
-        return inner(out, inp, out, inp)
+        return inner(out, inp, out, inp).clamp(min=0)  # rounding, where positions cancel
     if torch.is_grad_enabled():  # whose graph has all pieces anyway
         return products(out, inp).flatten(2).square().sum(2)
     norms = moments(out, inp, sum_=False, square=False, norm=True).norms
