@@ -93,11 +93,10 @@ class Recomputed(dict[tuple[Any, Any], int]):
 
 
 def _forget_run(frame: Any, task: Any) -> None:
-    for reference in () if frame is None else frame.weak_holders:
-        if (holder := reference()) is not None:
-            holder.handles.pop(task, None)
     if frame is not None:
         frame.is_recomputed[task], frame.recomp_counter[task] = False, 0
+        for holder in filter(None, [reference() for reference in frame.weak_holders]):
+            holder.handles.pop(task, None)
 
 
 _enter: Any = getattr(torch_checkpoint, "_recomputation_hook", None)

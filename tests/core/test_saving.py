@@ -177,10 +177,11 @@ def test_what_a_checkpoint_differentiates_inside_is_not_dropped_while_it_runs() 
     """Its own graph has a checkpoint, too, which runs again before the outer one is through."""
 
     def block(net: Any, h: Tensor) -> Tensor:
-        h, inner = torch.tanh(net.first(h)), lambda x: checkpoint(torch.tanh, x, use_reentrant=False)
+        h = torch.tanh(net.first(h))
         with torch.enable_grad():
             leaf = h.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(inner(leaf.sin()).sum(), leaf)
+            inner = checkpoint(torch.tanh, leaf.sin(), use_reentrant=False)
+            (slope,) = torch.autograd.grad(inner.sum(), leaf)
         return torch.exp(torch.sin(h * slope))
 
     net = Net(lambda net, x: net.last(checkpoint(block, net, x, use_reentrant=False)),
