@@ -80,7 +80,10 @@ class Recomputed(dict[tuple[Any, Any], int]):
 
     def _shrink(self) -> None:
         for (other, its), known in list(self.items()):
-            tensors = () if known or other() is None else other().recomputed[its].values()
+            frame = other()
+            # A run that began another one is not through yet: nothing of it may be dropped.
+            is_settled = known or frame is None or not frame.is_recomputed[its]
+            tensors = () if is_settled else frame.recomputed[its].values()
             storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
             self[other, its] = known or sum(storage.nbytes() for storage in storages.values())
         while sum(self.values()) > self._bound:
@@ -90,12 +93,10 @@ class Recomputed(dict[tuple[Any, Any], int]):
 
 
 def _forget_run(frame: Any, task: Any) -> None:
-    for reference in () if frame is None else frame.weak_holders:
-        holder = reference()
-        if holder is not None and holder.handles.get(task) is not None:
-            del holder.handles[task]
     if frame is not None:
         frame.is_recomputed[task], frame.recomp_counter[task] = False, 0
+        for holder in filter(None, [reference() for reference in frame.weak_holders]):
+            holder.handles.pop(task, None)
 
 
 _enter: Any = getattr(torch_checkpoint, "_recomputation_hook", None)

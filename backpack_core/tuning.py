@@ -16,7 +16,7 @@ CACHE: Final = 4 * 2**20
 DIRECT: Final = 5 * 2**19
 # The same for pieces that several read of first order: as fast, and less at the peak of a pass.
 SHARED: Final = 2 * 2**20
-# The same for pieces of one column whose factors are there: half of a core's own cache.
+# The same for pieces of one column whose factors are there: half of an L2 cache of 2 MiB.
 PIECE: Final = 2**20
 # Entries of one product from which on adding its square by itself beats a reduction over several.
 LARGE: Final = 2**14

@@ -169,8 +169,8 @@ class Weights:
         if tensor.dim() and not tensor.shape[0] % size and 0 not in axes:  # [N · k, *], [k · N, *]
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
-            merged = [self._shaped(values, tensor, 0) for values in rows]
-            # Another axis, the classes, may be as long.
+            merged = [self._shaped(values, tensor, 0) for values in rows[: min(size, 2)]]
+            # Another axis, the classes, may be as long. Of one sample, both are the same.
             found = merged if is_first or not found else [*found, merged[0]]
         found += owned[: self.guesses - len(found)]
         if not found:

@@ -63,7 +63,7 @@ def owners_of_rows(
     if child is None or child in tables:
         return None
     length = nodes.shape_of(child, behind)[0]
-    picked = _picked(node, number, length)
+    picked = _picked(node, number)
     if picked is None or not length or not len(picked) or not samples:
         return None
     picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
@@ -103,7 +103,7 @@ def owners_behind_loss(
             is_doubted = samples > 1 and samples in shape[1:]
             if child is None or nodes.is_leaf(child) or child in tables or is_doubted:
                 continue
-            picked = _picked(this, 0, shape[0])
+            picked = _picked(this, 0)
             if picked is None or not len(picked) or not shape[0] or shape[0] % samples:
                 continue
             if not rows % len(picked):  # views may have merged more
@@ -135,7 +135,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     return turns
 
 
-def _picked(node: Node, number: int, length: int) -> Tensor | None:
+def _picked(node: Node, number: int) -> Tensor | None:
     """Which entries of axis 0 were picked by an operation that does not keep all of them."""
     saved: Any = node
     operation, shape = nodes.operation_of(node), nodes.shape_of(node, number)
@@ -151,6 +151,6 @@ def _picked(node: Node, number: int, length: int) -> Tensor | None:
         index: Tensor = saved._saved_index
         return None if saved._saved_dim else index
     ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
-    reached = push(node, {number: ones})[0].reshape(length, -1).any(1)
-    picked = reached.nonzero().flatten()  # in their order
+    reached = push(node, {number: ones})[0].unsqueeze(-1).flatten(2).any(2)  # [1, length]
+    picked = reached[0].nonzero().flatten()  # in their order
     return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked

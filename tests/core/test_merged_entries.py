@@ -71,6 +71,19 @@ def test_curvature_of_a_loss_of_merged_entries(order: str) -> None:
         torch.testing.assert_close(found["ggnmp"](vector), product)
 
 
+@pytest.mark.parametrize("order", ["positions_first", "steps"])
+def test_of_one_sample_there_is_one_order(order: str) -> None:
+    model, inputs = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, C)), torch.randn(1, T, 2)
+    target, found = torch.arange(T) % C, []
+    for arrange in (ORDERS["samples_first"], ORDERS[order]):
+        loss = extend(nn.CrossEntropyLoss())(arrange(extend(model)(inputs)), target)
+        with backpack(DiagGGNExact(), BatchGrad()):
+            loss.backward()
+        values = map(vars, model.parameters())
+        found.append([(v["diag_ggn_exact"].clone(), v["grad_batch"].clone()) for v in values])
+    torch.testing.assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("batch", [3, T])
 def test_merged_entries_of_positions_first(batch: int) -> None:
     """A head takes one position of one sample after the other for entries of one sample."""

@@ -66,6 +66,15 @@ def test_parts(name: str, classes: int) -> None:
             torch.testing.assert_close(p.grad_batch, expected)  # type: ignore[attr-defined]
 
 
+def test_parts_of_an_empty_batch() -> None:
+    net, x = model(3)
+    out = extend(net)(x[:0])
+    with backpack(BatchGrad()):
+        (out[1:].exp().sum() + sum(part.square().sum() for part in out.split(2))).backward()
+    for p in net.parameters():
+        assert p.grad_batch.shape == (0, *p.shape)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_parts_that_meet(name: str) -> None:
     net, x = model(3)

@@ -173,6 +173,29 @@ def test_chunks_keep_what_fits_into_memory(way: str) -> None:
         set_memory_budget(before), gc.unfreeze()
 
 
+def test_what_a_checkpoint_differentiates_inside_is_not_dropped_while_it_runs() -> None:
+    """Its own graph has a checkpoint, too, which runs again before the outer one is through."""
+
+    def block(net: Any, h: Tensor) -> Tensor:
+        h = torch.tanh(net.first(h))
+        with torch.enable_grad():
+            leaf = h.detach().requires_grad_()
+            inner = checkpoint(torch.tanh, leaf.sin(), use_reentrant=False)
+            (slope,) = torch.autograd.grad(inner.sum(), leaf)
+        return torch.exp(torch.sin(h * slope))
+
+    net = Net(lambda net, x: net.last(checkpoint(block, net, x, use_reentrant=False)),
+              first=nn.Linear(3, 4), last=nn.Linear(4, 3))  # fmt: skip
+    found, before = classification(net, (3,), batch=5), memory_budget()
+    expected = [d.sum(0) for d in found.expected(oracle.ggn_diagonals)]
+    try:
+        set_memory_budget(1)
+        found.run(DiagGGNExact(chunk_size=1))
+    finally:
+        set_memory_budget(before)
+    found.compare("diag_ggn_exact", expected)
+
+
 class Packed:
     """What hooks of a user's give in the place of a tensor: numbers elsewhere."""
 

@@ -106,6 +106,12 @@ def test_one_column_goes_through_the_kernel(case: str, monkeypatch: pytest.Monke
         assert_close(chosen.some, chosen.grad_batch[[2, 0]])
 
 
+def test_without_the_kernel_the_formula_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "KERNEL_BACKWARD", "_no_such_operation")
+    module, call = CASES["plain"]
+    assert compare(net(module, call), monkeypatch, **call) == 0
+
+
 @pytest.mark.parametrize("way", ["weights are asked for", "no fused kernel"])
 def test_runs_again(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing was saved in one piece, and never with what an earlier layer saved."""

@@ -279,3 +279,35 @@ def test_core_says_what_to_install(tmp_path: Path) -> None:
         + ALONE.replace("{name}", "BatchGrad")
     )
     assert "pip install backpack-plugin-firstorder" in python(source)
+
+
+DEFINED = """
+from itertools import combinations
+import torch
+from backpack_core import AffineProduct
+from backpack_core.contract import operations as ops
+
+DEFINITIONS = {
+    ops.dense: lambda m: m,
+    ops.square_sum: lambda m: m.square().sum((0, 1)),
+    ops.per_sample_square_sum: lambda m: m.square().sum(0),
+    ops.squared_norm: lambda m: m.square().sum((2, 3)),
+    ops.batch_sum: lambda m: m.sum(1),
+}
+assert not ops.squared_norm.has_version(AffineProduct)
+torch.set_grad_enabled(False)  # as in a pass
+for columns, positions in ((1, 3), (2, 3), (2, 1)):
+    out, inp = torch.rand(columns, 4, positions, 1, 3), torch.rand(4, positions, 1, 2)
+    whole = torch.einsum("vnsgo,nsgi->vnoi", out, inp)
+    for count in range(1, len(DEFINITIONS) + 1):
+        for needs in combinations(DEFINITIONS, count):
+            product = AffineProduct(out, inp, torch.Size((3, 2)))
+            product.needs = frozenset(needs)
+            for operation in needs:
+                torch.testing.assert_close(operation(product), DEFINITIONS[operation](whole))
+"""
+
+
+def test_operations_hold_where_no_family_has_brought_versions() -> None:
+    """As for an extension of somebody's, with all families blocked."""
+    python(DEFINED, BACKPACK_LOAD_PLUGINS="")

@@ -23,6 +23,8 @@ from backpack_core.record.view import View
 NAMES = ("query", "key", "value")
 SAVED = (*NAMES, "output")
 KERNEL = "ScaledDotProductFlashAttentionForCpu"
+# Torch's own operation, not part of its interface: where it is gone, the formula serves.
+KERNEL_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 @dataclass(frozen=True)
@@ -220,10 +222,10 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
     masks = ("key_padding_mask",) if hinted else ("key_padding_mask", "attn_mask")
     if view.is_differentiable or any(given[mask] is not None for mask in masks):
         return None
+    kernel = getattr(torch.ops.aten, KERNEL_BACKWARD, None)
     saved = _saved(view, (*SAVED, "logsumexp"), KERNEL)
-    if saved is None or saved[0].dtype != context.dtype:
+    if kernel is None or saved is None or saved[0].dtype != context.dtype:
         return None
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     query, key, value = kernel(context, *saved, 0.0, hinted)
     return query, key, value
 
