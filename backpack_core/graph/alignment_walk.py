@@ -170,7 +170,9 @@ class Walk:
             known = owners_behind_loss(child[0], self._size, self._of_tables)
         else:
             known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
-        if known is None or not known.are_sure:
+        # Of rows that are no multiple of samples, nothing else tells before a loss: the dye will.
+        is_other = not is_loss and known is not None and len(known.rows) % self._size
+        if known is None or not (known.are_sure or is_other):
             return False
         owners = known.rows
         samples = torch.arange(self._size, device=owners.device)
