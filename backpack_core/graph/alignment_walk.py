@@ -126,7 +126,7 @@ class Walk:
         is_before, is_owned = place in self._before, place in self._found.owned
         above = self._at(place).site
         is_loss = above is not None and above.call.rule.is_loss
-        is_picked = is_owned and self._at(place).operation in nodes.GATHERS
+        is_picked = is_owned and self._is_all_picked_from(place, child)
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, is_loss):
             found[child] = 0
         elif is_picked and child[0] not in self._of_tables:
@@ -158,10 +158,15 @@ class Walk:
             if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
 
+    def _is_all_picked_from(self, place: Place, child: Place) -> bool:
+        """Whether entries are picked from what has all samples, one after the other."""
+        is_of_all = not self._at(child).shape[:1].numel() % self._size
+        return is_of_all and self._at(place).operation in nodes.GATHERS
+
     def _is_owned(self, place: Place, child: Place, is_loss: bool) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
         of_loss = place not in self._before
-        is_picked = of_loss and self._at(place).operation in nodes.GATHERS
+        is_picked = of_loss and self._is_all_picked_from(place, child)
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
         is_usual = is_loss and self._at(child).shape[:1] == (self._size,)
         if is_picked or is_usual or not self._found.is_readable or child[0] in self._of_tables:
@@ -170,8 +175,9 @@ class Walk:
             known = owners_behind_loss(child[0], self._size, self._of_tables)
         else:
             known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
-        # Of rows that are no multiple of samples, nothing else tells before a loss: the dye will.
-        is_other = not is_loss and known is not None and len(known.rows) % self._size
+        # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
+        is_needed = self._at(child).is_call and not is_loss
+        is_other = known is not None and len(known.rows) % self._size and is_needed
         if known is None or not (known.are_sure or is_other):
             return False
         owners = known.rows
