@@ -126,7 +126,8 @@ class Walk:
         is_before, is_owned = place in self._before, place in self._found.owned
         above = self._at(place).site
         is_loss = above is not None and above.call.rule.is_loss
-        is_picked = is_owned and self._is_all_picked_from(place, child)
+        is_picked = is_owned and self._at(place).operation in nodes.GATHERS
+        is_picked &= not shape[:1].numel() % self._size
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, is_loss):
             found[child] = 0
         elif is_picked and child[0] not in self._of_tables:
@@ -158,18 +159,13 @@ class Walk:
             if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
 
-    def _is_all_picked_from(self, place: Place, child: Place) -> bool:
-        """Whether entries are picked from what has all samples, one after the other."""
-        is_of_all = not self._at(child).shape[:1].numel() % self._size
-        return is_of_all and self._at(place).operation in nodes.GATHERS
-
     def _is_owned(self, place: Place, child: Place, is_loss: bool) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
         of_loss = place not in self._before
-        is_picked = of_loss and self._is_all_picked_from(place, child)
+        is_picked = of_loss and self._at(place).operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_usual = is_loss and self._at(child).shape[:1] == (self._size,)
-        if is_picked or is_usual or not self._found.is_readable or child[0] in self._of_tables:
+        is_usual = self._at(child).shape[:1] == (self._size,) and (is_loss or is_picked)
+        if is_usual or not self._found.is_readable or child[0] in self._of_tables:
             return False
         if of_loss:
             known = owners_behind_loss(child[0], self._size, self._of_tables)
