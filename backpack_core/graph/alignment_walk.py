@@ -172,9 +172,8 @@ class Walk:
         if is_same and (above.is_call or nodes.keeps_rows(*place, position)):
             self._found.owned[child] = self._found.owned[place]
             return True
-        if of_loss:
-            known = owners_behind_loss(child[0], self._size, self._of_tables)
-        else:
+        known = owners_behind_loss(child[0], self._size, self._of_tables) if of_loss else None
+        if known is None and (not of_loss or place in self._found.owned):
             known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = self._at(child).is_call and not is_loss

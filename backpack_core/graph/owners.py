@@ -70,10 +70,8 @@ def owners_of_rows(
     before = None if length == samples else owners_of_rows(child, samples, behind, tables)
     if before is not None and (length % samples or before.are_sure):
         owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
-    elif length % samples:
-        return None
     # All in another order may be paired with other samples' targets.
-    elif len(picked) == length == len(picked.unique()):
+    elif length % samples or len(picked) == length == len(picked.unique()):
         return None
     else:
         owners = picked // (length // samples)
@@ -111,8 +109,10 @@ def owners_behind_loss(
                 continue
             if not rows % len(picked):  # views may have merged more
                 picked = picked % shape[0]
-                known = None if before is None else before.rows.to(picked.device)[picked]
-                owners = picked // (shape[0] // samples) if known is None else known
+                if before is None:
+                    owners = picked // (shape[0] // samples)
+                else:
+                    owners = before.rows.to(picked.device)[picked]
                 return Owners(owners.repeat_interleave(rows // len(picked)), True)
             continue
         for position, (child, number, _) in edges_behind(this):
