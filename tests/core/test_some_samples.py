@@ -116,3 +116,15 @@ def test_rows_picked_twice_that_meet(again: str) -> None:
     z = AGAIN[again](net(_inputs(3)))
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         (z * z.roll(1, 0)).exp().sum().backward()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_go_with_the_scale_of_the_loss(scale: float, dtype: torch.dtype) -> None:
+    """The number that ``backward()`` starts from, one, says nothing of the size of gradients."""
+    net, inputs = extend(_net(lambda h: h)).to(dtype), _inputs(0).to(dtype)
+    with backpack(BatchGrad()):
+        (net(inputs).square().sum() * scale).backward()
+    z = net(inputs)
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        ((z * z.roll(1, 0)).square().sum() * scale).backward()
