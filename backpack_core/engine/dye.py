@@ -77,7 +77,7 @@ class DyePropagator(Propagator):
     def begin(self, gradient: Tensor, root: Root = _BEFORE, way: tuple[str, ...] = ()) -> Dye:
         """The gradient at a root of the pass, not dyed yet unless it has samples."""
         columns = Columns({root: self._weights.plain(gradient.detach())})
-        return self._dyed(Dye(columns, size=largest(gradient), way=way))
+        return self._dyed(Dye(columns, way=way))
 
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at the loss; :meth:`cross` dyes it where it gets samples."""
@@ -282,7 +282,7 @@ class DyePropagator(Propagator):
     def _dyed(self, dye: Dye, node: Node | None = None, number: int = 0) -> Dye:
         """Weigh what has got samples just now."""
         blocks: dict[Root, Tensor] = {}
-        is_whole = dye.is_whole
+        is_whole, size = dye.is_whole, dye.size
         for root, block in dye.columns.blocks.items():
             is_before = root is _BEFORE
             # Terms of a loss, side by side, may be as many as samples by chance.
@@ -296,13 +296,13 @@ class DyePropagator(Propagator):
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:
-                root = _DYED_LATER[root]
+                root, size = _DYED_LATER[root], max(size, largest(block[0]))
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
                 is_whole &= self._question.is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
-        return dye._replace(columns=Columns(blocks), is_whole=is_whole)
+        return dye._replace(columns=Columns(blocks), is_whole=is_whole, size=size)
 
 
 def _live(view: View) -> list[int]:

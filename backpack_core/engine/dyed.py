@@ -231,8 +231,9 @@ class Judge:
         if self.question.is_per_sample and self.weights.fit(plain, positions):
             weights = self.weights.along(plain, positions=positions)
             # Of entries that are much smaller than others, too: but what cancels in sums over
-            # samples leaves rounding of the largest.
-            rounding = min(allowed, max(size, arrived.size) * unit * 64)
+            # samples leaves rounding of the largest. Weights are powers of two and add none.
+            steps = 64 if unit < _SINGLE else 4
+            rounding = min(allowed, max(size, arrived.size) * unit * steps)
             bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
             over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
             self._right &= {n for n, excess in over if not bool((excess > 0).any())}

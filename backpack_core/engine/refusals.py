@@ -113,8 +113,11 @@ def refuse_misaligned(
         for (call, index), fault in alignment.faults.items():
             if propagator.only_at_losses and not call.rule.is_loss:
                 continue
-            positions = alignment.positions_of(survey.sites[call, index])
-            is_known = not survey.axes[call, index]
+            site = survey.sites[call, index]
+            positions = alignment.positions_of(site)
+            # Before any samples, what its rule takes for them is something else.
+            is_before = (site.edge.node, site.edge.output_nr) in alignment.before
+            is_known = not survey.axes[call, index] and not (is_before and survey.trained[call])
             if call.rule.is_loss:
                 edge = call.edges[0]
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size

@@ -127,7 +127,8 @@ class Walk:
         above = self._at(place).site
         is_loss = above is not None and above.call.rule.is_loss
         is_picked = is_owned and self._at(place).operation in nodes.GATHERS
-        if (is_loss or is_before or is_owned) and self._is_owned(place, child, is_loss):
+        is_picked &= not shape[:1].numel() % self._size
+        if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
         elif is_picked and child[0] not in self._of_tables:
             found[child] = shape[0] // self._size
@@ -158,19 +159,26 @@ class Walk:
             if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
 
-    def _is_owned(self, place: Place, child: Place, is_loss: bool) -> bool:
+    def _is_owned(self, place: Place, child: Place, position: int) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
-        of_loss = place not in self._before
-        is_picked = of_loss and self._at(place).operation in nodes.GATHERS
+        of_loss, above = place not in self._before, self._at(place)
+        is_loss = above.site is not None and above.site.call.rule.is_loss
+        is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_usual = is_loss and self._at(child).shape[:1] == (self._size,)
-        if is_picked or is_usual or not self._found.is_readable or child[0] in self._of_tables:
+        is_usual = self._at(child).shape[:1] == (self._size,) and (is_loss or is_picked)
+        if is_usual or not self._found.is_readable or child[0] in self._of_tables:
             return False
-        if of_loss:
-            known = owners_behind_loss(child[0], self._size, self._of_tables)
-        else:
+        is_same = place in self._found.owned and above.shape[:1] == self._at(child).shape[:1]
+        if is_same and (above.is_call or nodes.keeps_rows(*place, position)):
+            self._found.owned[child] = self._found.owned[place]
+            return True
+        known = owners_behind_loss(child[0], self._size, self._of_tables) if of_loss else None
+        if known is None and (not of_loss or place in self._found.owned):
             known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
-        if known is None or not known.are_sure:
+        # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
+        is_needed = self._at(child).is_call and not is_loss
+        is_other = known is not None and len(known.rows) % self._size and is_needed
+        if known is None or not (known.are_sure or is_other):
             return False
         owners = known.rows
         samples = torch.arange(self._size, device=owners.device)

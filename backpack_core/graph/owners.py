@@ -67,13 +67,11 @@ def owners_of_rows(
     if picked is None or not length or not len(picked) or not samples:
         return None
     picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
-    if length % samples:
-        before = owners_of_rows(child, samples, behind, tables)
-        if before is None:
-            return None
+    before = None if length == samples else owners_of_rows(child, samples, behind, tables)
+    if before is not None and (length % samples or before.are_sure):
         owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
     # All in another order may be paired with other samples' targets.
-    elif len(picked) == length == len(picked.unique()):
+    elif length % samples or len(picked) == length == len(picked.unique()):
         return None
     else:
         owners = picked // (length // samples)
@@ -104,10 +102,17 @@ def owners_behind_loss(
             if child is None or nodes.is_leaf(child) or child in tables or is_doubted:
                 continue
             picked = _picked(this, 0)
-            if picked is None or not len(picked) or not shape[0] or shape[0] % samples:
+            if picked is None or not len(picked) or not shape[0]:
+                continue
+            before = None if shape[0] == samples else owners_behind_loss(child, samples, tables)
+            if before is None and shape[0] % samples:
                 continue
             if not rows % len(picked):  # views may have merged more
-                owners = picked % shape[0] // (shape[0] // samples)
+                picked = picked % shape[0]
+                if before is None:
+                    owners = picked // (shape[0] // samples)
+                else:
+                    owners = before.rows.to(picked.device)[picked]
                 return Owners(owners.repeat_interleave(rows // len(picked)), True)
             continue
         for position, (child, number, _) in edges_behind(this):

@@ -137,6 +137,23 @@ def test_layers_without_a_graph_pass_the_samples_on(front: str, extension: Any) 
             oracle.assert_close(model.a.weight.grad_batch[n], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0])
+def test_neighbours_in_any_precision(dtype: torch.dtype, scale: float) -> None:
+    """Weights of samples are powers of two: what they make different is no rounding."""
+
+    def neighbours(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x).tanh()
+        out: Tensor = net.b(h + 0.05 * h.roll(1, 0))
+        return out
+
+    with pytest.raises(SampleMixingError):
+        run(net(neighbours).to(dtype), BatchGrad, (scale * torch.randn(6, D)).to(dtype))
+    run(
+        net(lambda net, x: net.b(net.a(x).tanh())).to(dtype), BatchGrad, torch.randn(6, D).to(dtype)
+    )
+
+
 def test_an_address_that_is_held_is_not_given_again() -> None:
     tensor = torch.randn(3)
     number, held = memory_of(tensor), hold_address(tensor)
