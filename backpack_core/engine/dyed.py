@@ -16,6 +16,8 @@ from backpack_core.graph.owners import Owners
 OF_LOSS = Root("dyed behind an extended loss")
 # Torch's own formulas may have constants in single precision (CELU, Hardsigmoid).
 _SINGLE = 1e-5
+# What is rounding, relative to the largest, is no more in any precision.
+_COARSEST = 0.06
 # How many different weights there are; in a larger batch, some samples share one, others each time.
 _LEVELS = 9
 Positions = int | Tensor  # how many each sample has on an axis, or which, [N, R]
@@ -232,8 +234,7 @@ class Judge:
             weights = self.weights.along(plain, positions=positions)
             # Of entries that are much smaller than others, too: but what cancels in sums over
             # samples leaves rounding of the largest. Weights are powers of two and add none.
-            steps = 64 if unit < _SINGLE else 4
-            rounding = min(allowed, max(size, arrived.size) * unit * steps)
+            rounding = min(allowed, max(size, arrived.size) * min(unit * 64, _COARSEST))
             bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
             over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
             self._right &= {n for n, excess in over if not bool((excess > 0).any())}
