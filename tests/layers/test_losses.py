@@ -9,8 +9,10 @@ import torch
 from handmade import assert_equal, differentiable, draw, make_view, with_gradient
 from torch import Tensor, nn
 
+from backpack_core import Extension, backpack, extend
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
+from backpack_core.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack_core.record.view import View
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
@@ -255,3 +257,17 @@ def test_a_negative_factor_has_no_root() -> None:
     view = with_gradient(view, torch.tensor(-1.0, dtype=torch.float64))
     with pytest.raises(UnsupportedError, match="negative number"):
         regression.MSELossRule().sqrt_hessian(view)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagGGNMC, DiagHessian])
+def test_a_mean_over_no_targets(extension: type[Extension], smoothing: float) -> None:
+    """The loss is not a number, but its gradient is zero, and so is the curvature."""
+    model = extend(nn.Linear(3, 4))
+    lossfunc = extend(nn.CrossEntropyLoss(label_smoothing=smoothing))
+    with backpack(extension()):
+        lossfunc(model(torch.randn(5, 3)), torch.full((5,), -100)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
+        assert not getattr(parameter, extension.savefield).any()

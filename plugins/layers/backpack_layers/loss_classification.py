@@ -275,7 +275,8 @@ def _factor(view: View) -> Tensor:
     """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
     weight, divisor = _target_weight(view, setting(view, "label_smoothing"))
     if setting(view, "reduction") == "mean":
-        weight = weight / divisor
+        # Where every target is ignored, so is the curvature: torch's gradient is zero as well.
+        weight = weight / (divisor if isinstance(divisor, int) else divisor + (divisor == 0))
     return _by_position(restrict(view, weight).unsqueeze(1))
 
 
