@@ -50,8 +50,9 @@ class Run(NamedTuple):
         """
         if self.receives(tensors) > 1:
             for result in results:
+                # A view of what was received is told by that.
                 if result.dim() and not result.is_nested:
-                    self.memories[memory_of(result)] = result.stride(0)
+                    self.memories.setdefault(memory_of(result), result.stride(0))
                     self.passed.append(hold_address(result))
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
