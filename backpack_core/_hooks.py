@@ -127,12 +127,14 @@ def take_places(module: Module, after_all: Any) -> bool:
     if KEY not in after:
         return False
     # Unpacked at once, since another thread may put hooks in meanwhile.
-    first, *_ = after
-    *_, last = before
-    if first != KEY:
-        after.move_to_end(KEY, last=False)
-    if last != KEY:
-        before.move_to_end(KEY)
+    if len(after) > 1:
+        first, *_ = after
+        if first != KEY:
+            after.move_to_end(KEY, last=False)
+    if len(before) > 1:
+        *_, last = before
+        if last != KEY:
+            before.move_to_end(KEY)
     of_all: Any = torch_module._global_forward_hooks
     if not of_all:
         return True

@@ -29,18 +29,24 @@ from backpack_core.plugins.registry import FALLBACK, Resolved, registry
 from backpack_core.record.call import (
     NOTHING,
     Call,
-    Edge,
     Layout,
     attach,
     attach_viewed,
+    edge_of,
     put_in_order,
 )
-from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
+from backpack_core.record.execution import (
+    Execution,
+    Received,
+    aliases,
+    is_made,
+    new_base,
+    simple_node,
+)
 from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
-    Settings,
     State,
     Traits,
     computed_in_hooks,
@@ -186,11 +192,14 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
     traits = _traits(module)
-    resolved, settings = traits.resolved, traits.settings
+    resolved = traits.resolved
     node = simple_node(args, result, execution)
     if node is not None:
         kept: Any = (args, {}, args, (result,))
-        _attach(_call(module, resolved, settings, kept, execution, execution), 0, result, node)
+        call = _call(module, traits, resolved, kept, execution, execution)
+        _attach(call, 0, result, node)
+        if result._is_view():
+            _attach_behind(call, 0, result, execution)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -208,13 +217,14 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     if received.replaced or any(isinstance(a, (list, dict)) for a in (*args, *kwargs.values())):
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
     kept = args, kwargs, inputs, outputs
-    call = _call(module, resolved, settings, kept, received, execution)
+    call = _call(module, traits, resolved, kept, received, execution)
     for index, output in enumerate(outputs):
         if is_made(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
             _attach(call, index, shown, shown.grad_fn)
-            _attach_behind(call, index, shown, execution)
+            if shown._is_view():
+                _attach_behind(call, index, shown, execution)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
@@ -230,26 +240,31 @@ def _traits(module: Module) -> Traits:
 
 
 def _call(
-    module: Module, resolved: Resolved, settings: Settings, kept: Any, what: Any, of: Execution
+    module: Module, traits: Traits, resolved: Resolved, kept: Any, what: Any, of: Execution
 ) -> Call:
     """A call of which everything is noted that may be another thing later.
 
     Args:
         module: The module.
-        resolved: Its rule.
-        settings: Its plain attributes.
+        traits: What is the same at all of its calls.
+        resolved: Its rule, at this one.
         kept: Its arguments, the tensors among them, and what it returned.
         what: What is known of what it received: all of it before the forward, or more.
         of: What was known before the forward.
     """
     args, kwargs, inputs, outputs = kept
-    tensors = _tensors(module, resolved, of)
     inside: tuple[State, ...] = ()
-    if module._modules and _runs_again(module, resolved):
-        inside = states_inside(module, tensors[0])
+    if traits.is_whole and not module._modules:
+        owned, parameters = tensors_of(module)
+        computed = NOTHING
+    else:
+        owned, parameters, computed = _tensors(module, resolved, of)
+        if module._modules and _runs_again(module, resolved):
+            inside = states_inside(module, owned)
     detached = tuple([o.detach() for o in outputs])
-    counts = versions_of([*detached, *tensors[0].values()])
-    noted: Any = (args, kwargs, inputs, detached, what.versions, counts, *tensors)
+    counts = versions_of((*detached, *owned.values()))
+    noted: Any
+    noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
     thread, is_readable = get_ident(), not _torch.has_saving_hooks()
     run = run_of_model(module, thread)
     if not is_readable:
@@ -263,7 +278,7 @@ def _call(
         noted,
         thread,
         module.training,
-        settings,
+        traits.settings,
         run,
         what.is_rewired,
         is_readable,
@@ -280,27 +295,19 @@ def _attach(call: Call, index: int, output: Tensor, node: Node) -> None:
 
 def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution) -> None:
     """The same on the tensor that the output is a view of."""
-    base = _torch.base_of(output)
-    if base is None or base.grad_fn is None:
+    base = new_base(output, execution.tensors)
+    edge = None if base is None else edge_of(base)
+    if base is None or edge is None:
         return
-    if any(base is t or base is _torch.base_of(t) for t in execution.tensors):
-        return  # a view of what it received: whoever made that is recorded there
-    layout = Layout(
-        output.shape,
-        output.stride(),
-        int(output.storage_offset() - base.storage_offset()),
-        base.shape,
-        base.stride(),
-    )
-    attach_viewed(call, index, Edge(base.grad_fn, base.output_nr), layout)
+    offset = int(output.storage_offset() - base.storage_offset())
+    layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
+    attach_viewed(call, index, edge, layout)
 
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
 ) -> tuple[dict[str, Tensor | None], tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters; and those that were computed, from what."""
-    if not module._modules and module.__dict__.keys().isdisjoint(resolved.params):
-        return *tensors_of(module), NOTHING
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []

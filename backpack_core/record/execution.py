@@ -33,7 +33,8 @@ class Execution(dict[str, Any]):
     is_rewired = False  # which what it received tells
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
-        dict.__init__(self, kwargs)
+        if kwargs:
+            self.update(kwargs)
         self.tensors = tensors
         self.edges = (edge_of(tensors[0]),) if len(tensors) == 1 else tuple(map(edge_of, tensors))
         self.versions = versions_of(tensors)
@@ -126,7 +127,7 @@ def is_made(output: Tensor) -> bool:
 
 
 def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Node | None:
-    """The node of the output, if a module made one new real tensor of another.
+    """The node of the output, if a module made one new real tensor of others.
 
     And left everything as it was: what was known before the forward is all that there is to store.
     """
@@ -134,17 +135,28 @@ def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Nod
     # may be all the same, by a hook that had just been put behind ours.
     if args is not execution.tensors or execution or not args or not isinstance(result, Tensor):
         return None
-    received, edge = args[0], execution.edges[0]
-    node: Any = result.grad_fn
-    is_simple = (
-        node is not None
-        and node is not received.grad_fn
-        and (edge is None or node is not edge[0])
-        and result.layout is torch.strided
-        and not (result._is_view() or result.is_complex() or received.is_complex())
-        and SITES not in node.metadata
-    )
-    return node if is_simple else None
+    node: Node | None = result.grad_fn
+    if (
+        node is None
+        or result.layout is not torch.strided
+        or result.is_complex()
+        or SITES in node.metadata  # type: ignore[operator]
+        or (result._is_view() and new_base(result, args) is None)
+    ):
+        return None
+    for received, edge in zip(args, execution.edges):  # noqa: B905 - one for each, and quicker
+        if node is received.grad_fn or (edge and node is edge[0]) or received.is_complex():
+            return None
+    return node
+
+
+def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
+    """The tensor that an output is a view of, where the module made that."""
+    base = view._base
+    for tensor in received:
+        if base is tensor or base is base_of(tensor):
+            return None  # whoever made that is recorded there
+    return base
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
