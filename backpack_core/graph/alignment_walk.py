@@ -12,7 +12,7 @@ from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.of_weights import OfWeights
+from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.order import ranks, reached
 from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
 from backpack_core.graph.survey import Survey, edges_behind
@@ -57,9 +57,7 @@ class Walk:
         self._found = found
         self._size = max(1, survey.batch_size)
         self._before = found.before
-        self._of_weights = OfWeights(survey)
-        self._of_tables = OfWeights(survey, tables)
-        self._of_constants = OfWeights(survey, tables, or_constants=True)
+        self._origins = Origins(survey, tables)
         self._targets = targets
         self._picked: set[Place] = set()
         self._sorted: set[Place] = set()
@@ -130,14 +128,14 @@ class Walk:
         is_picked &= not shape[:1].numel() % self._size
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
-        elif is_picked and child[0] not in self._of_tables:
+        elif is_picked and not self._origins.of_tables(child[0]):
             found[child] = shape[0] // self._size
         elif is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)
-        elif child[0] in self._of_weights or (
+        elif self._origins.of_weights(child[0]) or (
             not is_before and self._is_table(place, child, position)
         ):
             found[child] = 0
@@ -166,15 +164,16 @@ class Walk:
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
         is_usual = self._at(child).shape[:1] == (self._size,) and (is_loss or is_picked)
-        if is_usual or not self._found.is_readable or child[0] in self._of_tables:
+        if is_usual or not self._found.is_readable or self._origins.of_tables(child[0]):
             return False
         is_same = place in self._found.owned and above.shape[:1] == self._at(child).shape[:1]
         if is_same and (above.is_call or nodes.keeps_rows(*place, position)):
             self._found.owned[child] = self._found.owned[place]
             return True
-        known = owners_behind_loss(child[0], self._size, self._of_tables) if of_loss else None
+        is_table = self._origins.of_tables
+        known = owners_behind_loss(child[0], self._size, is_table) if of_loss else None
         if known is None and (not of_loss or place in self._found.owned):
-            known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
+            known = owners_of_rows(child[0], self._size, child[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = self._at(child).is_call and not is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed
@@ -205,7 +204,7 @@ class Walk:
 
     def _is_table(self, place: Place, child: Place, position: int) -> bool:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""
-        if child[0] not in self._of_tables:
+        if not self._origins.of_tables(child[0]):
             return False
         operation = self._at(place).operation
         if operation in nodes.GATHERS or nodes.TURNS & {operation, self._at(child).operation}:
@@ -233,7 +232,7 @@ class Walk:
         if not operation or place in self._before:
             return place in self._dropped
         has_samples = bool(self._found.positions[place])
-        is_constant = not has_samples and child[0] in self._of_constants
+        is_constant = not has_samples and self._origins.of_constants(child[0])
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
         if nodes.keeps_rows(*place, position):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from backpack_core import _torch
-from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, operations
+from backpack_core._torch import LeafNode, Node, metadata_of, node_type, operations
 from backpack_core.errors import BridgeError, is_library
 
 
@@ -88,7 +88,7 @@ def is_nested(node: Node) -> bool:
 
 def is_leaf(node: Node) -> bool:
     """Whether a node takes the gradient of a leaf: a parameter, say."""
-    return node.name() == ACCUMULATE
+    return type(node) is LeafNode
 
 
 def shape_of(node: Node, output_nr: int) -> torch.Size:
@@ -275,6 +275,11 @@ def mixes_samples(node: Node) -> bool:
 
     An instance normalisation is one of a batch of a single sample, into which torch folds all.
     """
-    if is_function(node) or not _BATCH_NORM.match(node.name()):
+    if type(node) not in _batch_norms():
         return False
     return shape_of(node, 0)[0] > 1 and bool(getattr(node, "_saved_training", True))
+
+
+@cache
+def _batch_norms() -> frozenset[type]:
+    return frozenset(kind for kind, name in operations().items() if _BATCH_NORM.match(name))

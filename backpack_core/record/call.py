@@ -113,10 +113,9 @@ class Stored(NamedTuple):
 def put_in_order(noted: Any) -> Stored:
     """What a call stores, from what was noted of it when it was made; that has to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
-    names = [name for name, tensor in owned.items() if tensor is not None]
-    versions = *received, *counts[: len(outputs)]
-    there = {n: (owned[n], count) for n, count in zip(names, counts[len(outputs) :], strict=True)}
-    kept = parameters if len(names) == len(owned) else tuple([n for n in parameters if n in there])
+    versions, count = (*received, *counts[: len(outputs)]), iter(counts[len(outputs) :])
+    there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
+    kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])
     return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed)
 
 

@@ -41,7 +41,7 @@ def tensors_of(
     Returns:
         The tensors, and which of them are parameters.
     """
-    owned: dict[str, Tensor | None] = module._parameters.copy()  # type: ignore[assignment]
+    owned: dict[str, Tensor | None] = {**module._parameters}
     if nested:
         owned.update({name: _nested(module, name) for name in nested})
     names = tuple(owned)
