@@ -97,9 +97,11 @@ _computing = _Computing()
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
-    if not is_recording() or not _hooks.take_places(module, before_hooks_of_all):
+    if not is_recording() or not _hooks.take_places(module):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
+    if _hooks.all_have_hooks():
+        execution.place = _hooks.PlaceOfAll(before_hooks_of_all)
     if module._modules:
         known = _computing.known
         for name, computing in parametrizations_of(module).items():
@@ -140,7 +142,7 @@ def before_hooks_of_all(
     if type(kwargs) is not Execution:
         return None
     replaced = after_forward(module, args, kwargs, result)
-    kwargs.is_recorded = True
+    kwargs.is_recorded, kwargs.place = True, None
     return replaced
 
 
@@ -261,7 +263,7 @@ def _call(
         owned, parameters, computed = _tensors(module, resolved, of)
         if module._modules and _runs_again(module, resolved):
             inside = states_inside(module, owned)
-    detached = tuple([o.detach() for o in outputs])
+    detached = tuple(map(Tensor.detach, outputs))
     counts = versions_of((*detached, *owned.values()))
     noted: Any
     noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)

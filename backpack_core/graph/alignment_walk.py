@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -79,7 +79,7 @@ class Walk:
             outputs.setdefault(node, {})[nr] = None
         for node in ranks(*outputs):
             for nr in outputs.get(node, ()):
-                ways = self._ways[node, nr] = list(self._behind((node, nr)))
+                ways = self._ways[node, nr] = self._behind((node, nr))
                 for child, position in ways:
                     self._derive((node, nr), child, position)
                     outputs.setdefault(child[0], {})[child[1]] = None
@@ -101,17 +101,14 @@ class Walk:
             here = self._known[place] = _Here(site, is_call, operation, nodes.shape_of(*place))
         return here
 
-    def _behind(self, place: Place) -> Iterator[tuple[Place, int]]:
+    def _behind(self, place: Place) -> list[tuple[Place, int]]:
         """Where what arrives goes on to, and by which way out of the node."""
-        here = self._at(place)
+        here, beside = self._at(place), self._survey.beside
         if here.site is not None and here.is_call:
             edges = here.site.call.edges
-            yield from (((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None)
-            return
-        for position, edge in edges_behind(place[0]):
-            place = (edge.node, edge.output_nr)
-            if place not in self._survey.beside and not nodes.is_leaf(edge.node):
-                yield place, position
+            return [((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None]
+        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(place[0])]
+        return [way for way in ways if not nodes.is_leaf(way[0][0]) and way[0] not in beside]
 
     # Downwards -----------------------------------------------------------------------------------
 
@@ -120,11 +117,10 @@ class Walk:
         found = self._found.positions
         if found.get(child) or child in self._found.owned:
             return
-        shape = self._at(child).shape
+        above, shape = self._at(place), self._at(child).shape
         is_before, is_owned = place in self._before, place in self._found.owned
-        above = self._at(place).site
-        is_loss = above is not None and above.call.rule.is_loss
-        is_picked = is_owned and self._at(place).operation in nodes.GATHERS
+        is_loss = above.site is not None and above.site.call.rule.is_loss
+        is_picked = is_owned and above.operation in nodes.GATHERS
         is_picked &= not shape[:1].numel() % self._size
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
@@ -153,8 +149,8 @@ class Walk:
         if found[child] or child in self._found.owned:
             self._before.discard(child)
             # A sum of everything says nothing of what it was of.
-            is_guessed = place in self._guessed and not self._at(place).is_call
-            if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
+            is_guessed = place in self._guessed and not above.is_call
+            if is_guessed or (is_before and above.operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
 
     def _is_owned(self, place: Place, child: Place, position: int) -> bool:
@@ -199,19 +195,21 @@ class Walk:
             is_picked = is_sorted or (operation in nodes.SCATTERS and position == 1)
         else:
             is_picked = is_sorted or self._at(place).shape[:1] == self._at(child).shape[:1]
-        self._sorted |= {child} if is_sorted else set()
+        if is_sorted:
+            self._sorted.add(child)
         return is_picked
 
     def _is_table(self, place: Place, child: Place, position: int) -> bool:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""
         if not self._origins.of_tables(child[0]):
             return False
-        operation = self._at(place).operation
-        if operation in nodes.GATHERS or nodes.TURNS & {operation, self._at(child).operation}:
+        above, below = self._at(place), self._at(child)
+        operation = above.operation
+        if operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}:
             return True
         if not self._found.positions.get(place):
             return True
-        is_longer = len(self._at(place).shape) > len(self._at(child).shape)
+        is_longer = len(above.shape) > len(below.shape)
         return is_longer and not (operation and nodes.keeps_rows(*place, position))
 
     def _is_certain(self, place: Place, child: Place, position: int) -> bool:
@@ -225,8 +223,9 @@ class Walk:
 
     def _is_other(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        operation = self._at(place).operation
-        is_broadcast = len(self._at(child).shape) < len(self._at(place).shape)
+        above, below = self._at(place), self._at(child)
+        operation = above.operation
+        is_broadcast = len(below.shape) < len(above.shape)
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
         if not operation or place in self._before:
@@ -236,17 +235,17 @@ class Walk:
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
         if nodes.keeps_rows(*place, position):
-            return not has_samples and self._at(place).shape[:1] == (self._size,)
+            return not has_samples and above.shape[:1] == (self._size,)
         if operation in nodes.TURNS:
             return has_samples
         # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
         is_picked = operation in nodes.GATHERS and not has_samples
         is_less = operation in nodes.REDUCTIONS and place not in self._guessed
-        is_less &= len(self._at(child).shape) > len(self._at(place).shape)
+        is_less &= len(below.shape) > len(above.shape)
         if is_picked or operation in nodes.SELECTIONS or is_less:
-            kept = self._at(place).shape[is_picked:]
+            kept = above.shape[is_picked:]
             is_other = any(length % self._size == 0 for length in kept)
-            site = self._at(child).site  # states have samples elsewhere than what comes in
+            site = below.site  # states have samples elsewhere than what comes in
             if is_other and (site is None or not self._survey.axes[site.call, site.index]):
                 self._dropped.add(child)
             return is_other
@@ -268,7 +267,7 @@ class Walk:
         """Whether samples have to be told apart at a place that has none, for what is behind."""
         found, survey = self._found, self._survey
         node, (site, is_call, *_) = place[0], self._at(place)
-        needs = any(child in found.apart for child, _ in self._ways[place])
+        needs = bool(found.apart) and any(child in found.apart for child, _ in self._ways[place])
         for leaf, parameter in () if is_call else self._targets_at(node):
             needs = True
             found.leaves[leaf] = parameter
@@ -314,5 +313,5 @@ class Walk:
         """Parameters that a node sends something to and no call reads off, by their nodes."""
         if not self._targets:
             return []
-        ways = ((edge.node, self._targets.get((node, i))) for i, edge in edges_behind(node))
+        ways = [(edge.node, self._targets.get((node, i))) for i, edge in edges_behind(node)]
         return [(leaf, parameter) for leaf, parameter in ways if parameter is not None]

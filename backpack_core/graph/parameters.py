@@ -42,7 +42,8 @@ def trained_in(call: Call) -> tuple[Trained, ...]:
         if tensor.requires_grad:
             is_covered = covers(call.module, name)
             for parameter in stored.computed.get(name, (tensor,)):
-                found.append(Trained(name, parameter, tensor, is_covered))
+                # Much faster than Trained(...).
+                found.append(tuple.__new__(Trained, (name, parameter, tensor, is_covered)))
     return tuple(found)
 
 

@@ -296,12 +296,14 @@ class Survey:
         call, index = site.call, site.index
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        if True in [t.is_nested for t in (output, *inputs)]:
-            raise faults.nested_tensor(f"What {call.path} received or returned")
+        for tensor in (output, *inputs):
+            if tensor.is_nested:
+                raise faults.nested_tensor(f"What {call.path} received or returned")
+            if tensor.nbytes > self.widest:
+                self.widest = tensor.nbytes
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
-        self.widest = max(self.widest, *[t.nbytes for t in (output, *inputs)])
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0

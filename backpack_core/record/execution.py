@@ -27,16 +27,18 @@ class Execution(dict[str, Any]):
         edges: Where each came from.
         is_recorded: Whether the call was made already.
         computed: Parameters that a parametrization computed meanwhile, by name.
+        place: Our place before hooks of all modules, if there are any.
     """
 
-    __slots__ = ("computed", "edges", "is_recorded", "tensors", "versions")
+    __slots__ = ("computed", "edges", "is_recorded", "place", "tensors", "versions")
     is_rewired = False  # which what it received tells
+    place: object
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
         if kwargs:
             self.update(kwargs)
         self.tensors = tensors
-        self.edges = (edge_of(tensors[0]),) if len(tensors) == 1 else tuple(map(edge_of, tensors))
+        self.edges = tuple(map(edge_of, tensors))
         self.versions = versions_of(tensors)
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
