@@ -22,6 +22,8 @@ KEY = -1
 MODEL_KEY = -2
 # The same among hooks of all modules, which share a table of options with those of one.
 _keys_of_all = count(-3, -1)
+# Forward hooks of all modules, which run before those of each.
+HOOKS_OF_ALL: Any = torch_module._global_forward_hooks
 
 
 class _Hooks(dict[int, Any]):
@@ -135,27 +137,20 @@ def take_places(module: Module) -> bool:
     return True
 
 
-def all_have_hooks() -> bool:
-    """Whether there are forward hooks of all modules, which run before those of each."""
-    return bool(torch_module._global_forward_hooks)
-
-
 class PlaceOfAll:
     """A hook before those of all modules, there as long as the execution lives that holds this.
 
     An exception ends it, too, and so it is gone when others have removed theirs.
     """
 
-    __slots__ = ("_key", "_tables")
+    __slots__ = ("_key",)
 
     def __init__(self, hook: Any) -> None:
-        hooks: Any = torch_module._global_forward_hooks
-        options: Any = torch_module._global_forward_hooks_with_kwargs
-        self._key, self._tables = next(_keys_of_all), (hooks, options)
-        options[self._key] = True
-        hooks[self._key] = hook
-        hooks.move_to_end(self._key, last=False)
+        self._key = next(_keys_of_all)
+        torch_module._global_forward_hooks_with_kwargs[self._key] = True
+        HOOKS_OF_ALL[self._key] = hook
+        HOOKS_OF_ALL.move_to_end(self._key, last=False)
 
     def __del__(self) -> None:
-        for table in self._tables:
-            table.pop(self._key, None)
+        HOOKS_OF_ALL.pop(self._key, None)
+        torch_module._global_forward_hooks_with_kwargs.pop(self._key, None)

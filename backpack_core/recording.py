@@ -26,15 +26,7 @@ from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import (
-    NOTHING,
-    Call,
-    Layout,
-    attach,
-    attach_viewed,
-    edge_of,
-    put_in_order,
-)
+from backpack_core.record.call import NOTHING, Call, attach, attach_viewed, put_in_order
 from backpack_core.record.execution import (
     Execution,
     Received,
@@ -43,7 +35,7 @@ from backpack_core.record.execution import (
     new_base,
     simple_node,
 )
-from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
+from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
@@ -100,7 +92,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not is_recording() or not _hooks.take_places(module):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
-    if _hooks.all_have_hooks():
+    if _hooks.HOOKS_OF_ALL:
         execution.place = _hooks.PlaceOfAll(before_hooks_of_all)
     if module._modules:
         known = _computing.known
@@ -131,7 +123,8 @@ def after_forward(
     if not torch.is_grad_enabled():
         return None
     replaced = _record(module, args, result, kwargs)
-    kwargs.tensors, kwargs.edges = (), ()  # a hook of the user's may keep it
+    kwargs.is_recorded = True
+    kwargs.tensors, kwargs.edges, kwargs.place = (), (), None  # a hook of the user's may keep it
     return replaced
 
 
@@ -139,19 +132,13 @@ def before_hooks_of_all(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The same before hooks of all modules, which may change what this one returned."""
-    if type(kwargs) is not Execution:
-        return None
-    replaced = after_forward(module, args, kwargs, result)
-    kwargs.is_recorded, kwargs.place = True, None
-    return replaced
+    return after_forward(module, args, kwargs, result) if type(kwargs) is Execution else None
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
-    if torch.compiler.is_compiling():
-        return
-    owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if owner is not None and owner.module is module:
+    owner = _owner_of_model(module)
+    if owner is not None:
         if kwargs:
             kwargs = in_order(module, kwargs)
         owner.begin(tensors_in(args, kwargs) if is_recording() else None)
@@ -160,11 +147,14 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @_Hook
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
-    if torch.compiler.is_compiling():
-        return
-    owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if owner is not None and owner.module is module:
+    owner = _owner_of_model(module)
+    if owner is not None:
         owner.end()
+
+
+def _owner_of_model(module: Module) -> Owner | None:
+    owner = None if torch.compiler.is_compiling() else module.__dict__.get(OWNER_ATTRIBUTE)
+    return owner if owner is not None and owner.module is module else None
 
 
 def before_parametrization(module: Module, args: Any, kwargs: Any) -> None:
@@ -199,9 +189,7 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     if node is not None:
         kept: Any = (args, {}, args, (result,))
         call = _call(module, traits, resolved, kept, execution, execution)
-        _attach(call, 0, result, node)
-        if result._is_view():
-            _attach_behind(call, 0, result, execution)
+        _attach(call, 0, result, node, execution)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -224,9 +212,7 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
         if is_made(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
-            _attach(call, index, shown, shown.grad_fn)
-            if shown._is_view():
-                _attach_behind(call, index, shown, execution)
+            _attach(call, index, shown, shown.grad_fn, execution)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
@@ -288,22 +274,13 @@ def _call(
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, node: Node) -> None:
+def _attach(call: Call, index: int, output: Tensor, node: Node, execution: Execution) -> None:
     output_nr = output.output_nr
     attach(call, index, node, output_nr)
     hook = OutputHook(call, index, output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
-
-
-def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution) -> None:
-    """The same on the tensor that the output is a view of."""
-    base = new_base(output, execution.tensors)
-    edge = None if base is None else edge_of(base)
-    if base is None or edge is None:
-        return
-    offset = int(output.storage_offset() - base.storage_offset())
-    layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
-    attach_viewed(call, index, edge, layout)
+    if output._is_view() and (base := new_base(output, execution.tensors)) is not None:
+        attach_viewed(call, index, output, base)
 
 
 def _tensors(

@@ -70,13 +70,12 @@ class Walk:
         """Fill in what is found."""
         self._found.beside.clear()
         start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
+        outputs: dict[Node, dict[int, None]] = {}
         for place in start:
             self._found.positions[place] = int(self._at(place).shape[:1] == (self._size,))
             if not self._found.positions[place]:
                 self._before.add(place)
-        outputs: dict[Node, dict[int, None]] = {}
-        for node, nr in start:
-            outputs.setdefault(node, {})[nr] = None
+            outputs.setdefault(place[0], {})[place[1]] = None
         for node in ranks(*outputs):
             for nr in outputs.get(node, ()):
                 ways = self._ways[node, nr] = self._behind((node, nr))

@@ -63,8 +63,6 @@ FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv"], (1, 2))
 
 _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
 
-_BATCH_NORM = re.compile(r"^(Native|Cudnn|Miopen)?BatchNorm")
-
 
 def is_function(node: Node) -> bool:
     """Whether a node is that of a Python ``autograd.Function``."""
@@ -275,11 +273,6 @@ def mixes_samples(node: Node) -> bool:
 
     An instance normalisation is one of a batch of a single sample, into which torch folds all.
     """
-    if type(node) not in _batch_norms():
+    if "BatchNorm" not in operation_of(node):
         return False
     return shape_of(node, 0)[0] > 1 and bool(getattr(node, "_saved_training", True))
-
-
-@cache
-def _batch_norms() -> frozenset[type]:
-    return frozenset(kind for kind, name in operations().items() if _BATCH_NORM.match(name))

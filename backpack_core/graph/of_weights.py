@@ -62,8 +62,11 @@ class Origins:
 
     def _begin(self, node: Node) -> tuple[int, list[Node]]:
         """What a node is as far as it tells by itself, and the nodes that matter, too."""
-        calls = self._calls_at(node)
-        if calls:
+        survey, calls = self._survey, []
+        if is_noted(node) or node in survey.leaves:
+            sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
+            calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
+        if calls:  # that are stepped over
             behind = [e.node for call in calls for e in call.edges if e is not None]
             leaves = [n for call in calls for n in leaves_given_to(call)]
             kind = _ALL if all(map(_knows_its_inputs, calls)) else 0
@@ -79,14 +82,6 @@ class Origins:
         tensor, survey = leaf.variable, self._survey  # type: ignore[attr-defined]
         is_known = id(tensor) in survey.uses or id(tensor) in survey.freed
         return is_known or isinstance(tensor, Parameter)
-
-    def _calls_at(self, node: Node) -> set[Call]:
-        """Calls that are stepped over at a node."""
-        if not is_noted(node) and node not in self._survey.leaves:
-            return set()
-        sites = [self._survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
-        calls = {site.call for site in sites if site is not None}
-        return {call for call in calls if not self._survey.goes_inside(call)}
 
 
 def _knows_its_inputs(call: Call) -> bool:

@@ -18,13 +18,7 @@ from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 
 Tell = Callable[[Node], bool]
-
-
-def _none(_: Node) -> bool:
-    """Nothing is known to have no samples."""
-    return False
-
-
+_NO_NODE: Tell = frozenset[Node]().__contains__
 # Some entries of axis 0 are picked, or else the rows are kept.
 _PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
@@ -42,7 +36,7 @@ class Owners(NamedTuple):
 
 
 def owners_of_rows(
-    node: Node | None, samples: int, number: int = 0, is_table: Tell = _none
+    node: Node | None, samples: int, number: int = 0, is_table: Tell = _NO_NODE
 ) -> Owners | None:
     """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
 
@@ -91,7 +85,7 @@ def owners_of_rows(
     return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
 
 
-def owners_behind_loss(node: Node | None, samples: int, is_table: Tell = _none) -> Owners | None:
+def owners_behind_loss(node: Node | None, samples: int, is_table: Tell = _NO_NODE) -> Owners | None:
     """The same where an extended loss received the tensor.
 
     Its terms are those of its rows, which may be all of them, in another order, or merged.

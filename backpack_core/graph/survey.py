@@ -20,16 +20,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import (
-    Call,
-    Edge,
-    Layout,
-    Site,
-    edge_of,
-    is_noted,
-    site_at,
-    viewed_at,
-)
+from backpack_core.record.call import Call, Edge, Layout, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
 
 
@@ -164,14 +155,10 @@ class Survey:
         """See whether an output is reached past the views of it that modules returned."""
         place = (edge.node, edge.output_nr)
         views = () if edge.level or place in self.viewed else viewed_at(*place)
-        if not views:
-            return
-        level, entered = 0, list(_calls(region))
-        for position, (call, _, layout) in enumerate(views, start=1):
-            if call not in entered and not call.is_released and layout.is_whole:
-                level = position
-        if level:
-            self._see_through(Edge(*place, level))
+        for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
+            if layout.is_whole and not call.is_released and call not in _calls(region):
+                self._see_through(Edge(*place, level))
+                break
 
     def _see_through(self, edge: Edge) -> None:
         self.viewed[edge.node, edge.output_nr] = edge
@@ -299,8 +286,7 @@ class Survey:
         for tensor in (output, *inputs):
             if tensor.is_nested:
                 raise faults.nested_tensor(f"What {call.path} received or returned")
-            if tensor.nbytes > self.widest:
-                self.widest = tensor.nbytes
+            self.widest = max(self.widest, tensor.nbytes)
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
@@ -336,21 +322,15 @@ def edges_behind(node: Node) -> list[tuple[int, Edge]]:
     return found
 
 
-def _is_parameter(edge: Edge, region: Region | None) -> bool:
+def _is_parameter(edge: Edge, region: Region) -> bool:
     """Whether an edge leads to how a parameter of the enclosing call was computed.
 
     Under ``functional_call`` a parameter may be the result of a computation: then it is what gets
     the quantity, as a leaf would.
     """
-    if region is None:
-        return False
     stored = region.call.stored
-    return _is_among(edge, (edge_of(stored.owned[name][0]) for name in stored.parameters))
-
-
-def _is_among(edge: Edge, others: Iterable[Edge | None]) -> bool:
-    """Whether an edge leads where one of others does, seen from anywhere."""
-    return any(e is not None and e[:2] == edge[:2] for e in others)
+    used = [stored.owned[name][0] for name in stored.parameters]
+    return any((t.grad_fn, t.output_nr) == edge[:2] for t in used)
 
 
 def _calls(region: Region | None) -> Iterator[Call]:
@@ -362,6 +342,6 @@ def _calls(region: Region | None) -> Iterator[Call]:
 
 def _leave(edge: Edge, region: Region | None) -> Region | None:
     """The enclosing call at an edge: the parent, where the inputs of the call begin."""
-    while region is not None and _is_among(edge, region.call.edges):
+    while region and any(e and e[:2] == edge[:2] for e in region.call.edges):  # from anywhere
         region = region.parent
     return region

@@ -270,16 +270,13 @@ def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
         metadata[SITES] = {output_nr: (call, index)}
 
 
-def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
-    """Record a call also on the output that its own output is a view of; see :func:`viewed_at`."""
-    table = base.node.metadata.setdefault(_VIEWED, {})  # type: ignore[attr-defined]
+def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
+    """Record a call also on the tensor that its output is a view of; see :func:`viewed_at`."""
+    offset = int(output.storage_offset() - base.storage_offset())
+    layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
+    node: Any = base.grad_fn
+    table = node.metadata.setdefault(_VIEWED, {})
     table.setdefault(base.output_nr, []).append((call, index, layout))
-
-
-def has_site(node: Node, output_nr: int) -> bool:
-    """Whether a call is recorded on an output of a node."""
-    table = node.metadata.get(SITES)  # type: ignore[attr-defined]
-    return table is not None and output_nr in table
 
 
 def calls_at(node: Node) -> list[Call]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, base_of, version_of, versions_of
-from backpack_core.record.call import SITES, Edge, edge_of, has_site
+from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
 
 class Execution(dict[str, Any]):
@@ -153,12 +153,12 @@ def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Nod
 
 
 def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
-    """The tensor that an output is a view of, where the module made that."""
+    """The tensor that an output is a view of, where the module made that, with a node."""
     base = view._base
     for tensor in received:
         if base is tensor or base is base_of(tensor):
             return None  # whoever made that is recorded there
-    return base
+    return None if base is None or base.grad_fn is None else base
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
@@ -175,6 +175,6 @@ def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
     for output in live:
         edge = edge_of(output)
         assert edge is not None
-        if len(live) > 1 or edge in execution.edges or has_site(edge.node, edge.output_nr):
+        if len(live) > 1 or edge in execution.edges or site_at(edge) is not None:
             found[id(output)] = output.view_as(output)
     return found

@@ -128,10 +128,9 @@ class Owner:
         """It is through, or was left by an exception."""
         thread = get_ident()
         known = _running.get(thread, [])
-        for place in reversed(range(len(known))):
-            if known[place][0] is self:
-                del known[place:]
-                break
+        places = [i for i, (owner, _) in enumerate(known) if owner is self]
+        if places:
+            del known[places[-1] :]
         if not known:
             _running.pop(thread, None)
 

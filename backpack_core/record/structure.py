@@ -70,12 +70,8 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Every tensor among the arguments of a call, positional ones first."""
-    if not kwargs:
-        for value in args:
-            if not isinstance(value, Tensor):
-                break
-        else:  # nearly always
-            return args
+    if not kwargs and not [a for a in args if not isinstance(a, Tensor)]:  # nearly always
+        return args
     return (*iter_tensors(args), *iter_tensors(kwargs))
 
 
