@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -17,10 +18,12 @@ T = TypeVar("T")
 # Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
 # given out again to a module that was pickled.
 KEY = -1
-# The same among hooks of all modules, which share a table of options with those of one.
-GLOBAL_KEY = -2
 # Among those of a module that was extended as a whole.
-MODEL_KEY = -3
+MODEL_KEY = -2
+# The same among hooks of all modules, which share a table of options with those of one.
+_keys_of_all = count(-3, -1)
+# Forward hooks of all modules, which run before those of each.
+HOOKS_OF_ALL: Any = torch_module._global_forward_hooks
 
 
 class _Hooks(dict[int, Any]):
@@ -112,34 +115,42 @@ def have_company(module: Module) -> bool:
     return bool(module._forward_pre_hooks.keys() - {KEY, MODEL_KEY})
 
 
-def take_places(module: Module, after_all: Any) -> bool:
+def take_places(module: Module) -> bool:
     """Be the last before the forward and the first after it; false if somebody took us away.
 
     A hook of the user's that changes what goes in or comes out is an operation outside of the
     module.
-
-    Args:
-        module: The module.
-        after_all: A forward hook to put before those of all modules, which run before its own.
     """
     before: Any = module._forward_pre_hooks
     after: Any = module._forward_hooks
     if KEY not in after:
         return False
     # Unpacked at once, since another thread may put hooks in meanwhile.
-    first, *_ = after
-    *_, last = before
-    if first != KEY:
-        after.move_to_end(KEY, last=False)
-    if last != KEY:
-        before.move_to_end(KEY)
-    of_all: Any = torch_module._global_forward_hooks
-    if not of_all:
-        return True
-    if len(of_all) == 1 and GLOBAL_KEY in of_all:
-        of_all.pop(GLOBAL_KEY, None)
-    elif list(of_all)[:1] != [GLOBAL_KEY]:
-        torch_module._global_forward_hooks_with_kwargs[GLOBAL_KEY] = True
-        of_all[GLOBAL_KEY] = after_all
-        of_all.move_to_end(GLOBAL_KEY, last=False)
+    if len(after) > 1:
+        first, *_ = after
+        if first != KEY:
+            after.move_to_end(KEY, last=False)
+    if len(before) > 1:
+        *_, last = before
+        if last != KEY:
+            before.move_to_end(KEY)
     return True
+
+
+class PlaceOfAll:
+    """A hook before those of all modules, there as long as the execution lives that holds this.
+
+    An exception ends it, too, and so it is gone when others have removed theirs.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, hook: Any) -> None:
+        self._key = next(_keys_of_all)
+        torch_module._global_forward_hooks_with_kwargs[self._key] = True
+        HOOKS_OF_ALL[self._key] = hook
+        HOOKS_OF_ALL.move_to_end(self._key, last=False)
+
+    def __del__(self) -> None:
+        HOOKS_OF_ALL.pop(self._key, None)
+        torch_module._global_forward_hooks_with_kwargs.pop(self._key, None)

@@ -29,11 +29,11 @@ add_library_folder(torch.__file__)
 
 Node = torch.autograd.graph.Node
 
-ACCUMULATE = "torch::autograd::AccumulateGrad"
-# The types of nodes that take the gradients of leaves, and of re-entrant checkpoints.
+# The types of nodes that take the gradients of leaves, of operations in place on a view, and of
+# re-entrant checkpoints.
 LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
 REENTRANT: Any = CheckpointFunction._backward_cls
-COPY_SLICES = "torch::autograd::CopySlices"
 # Functions that hand on what they receive, and do something else besides: they call hooks of a
 # module, or begin what replicas and shards of a model exchange. By name: importing them takes long.
 _HANDING_ON = {

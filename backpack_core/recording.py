@@ -26,21 +26,19 @@ from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import (
-    NOTHING,
-    Call,
-    Edge,
-    Layout,
-    attach,
-    attach_viewed,
-    put_in_order,
+from backpack_core.record.call import NOTHING, Call, attach, attach_viewed, put_in_order
+from backpack_core.record.execution import (
+    Execution,
+    Received,
+    aliases,
+    is_made,
+    new_base,
+    simple_node,
 )
-from backpack_core.record.execution import Execution, Received, aliases, is_made, simple_node
-from backpack_core.record.owner import OWNER_ATTRIBUTE, run_of_model
+from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
-    Settings,
     State,
     Traits,
     computed_in_hooks,
@@ -91,9 +89,11 @@ _computing = _Computing()
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
-    if not is_recording() or not _hooks.take_places(module, before_hooks_of_all):
+    if not is_recording() or not _hooks.take_places(module):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
+    if _hooks.HOOKS_OF_ALL:
+        execution.place = _hooks.PlaceOfAll(before_hooks_of_all)
     if module._modules:
         known = _computing.known
         for name, computing in parametrizations_of(module).items():
@@ -123,7 +123,8 @@ def after_forward(
     if not torch.is_grad_enabled():
         return None
     replaced = _record(module, args, result, kwargs)
-    kwargs.tensors, kwargs.edges = (), ()  # a hook of the user's may keep it
+    kwargs.is_recorded = True
+    kwargs.tensors, kwargs.edges, kwargs.place = (), (), None  # a hook of the user's may keep it
     return replaced
 
 
@@ -131,19 +132,13 @@ def before_hooks_of_all(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
     """The same before hooks of all modules, which may change what this one returned."""
-    if type(kwargs) is not Execution:
-        return None
-    replaced = after_forward(module, args, kwargs, result)
-    kwargs.is_recorded = True
-    return replaced
+    return after_forward(module, args, kwargs, result) if type(kwargs) is Execution else None
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
-    if torch.compiler.is_compiling():
-        return
-    owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if owner is not None and owner.module is module:
+    owner = _owner_of_model(module)
+    if owner is not None:
         if kwargs:
             kwargs = in_order(module, kwargs)
         owner.begin(tensors_in(args, kwargs) if is_recording() else None)
@@ -152,11 +147,14 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @_Hook
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
-    if torch.compiler.is_compiling():
-        return
-    owner = module.__dict__.get(OWNER_ATTRIBUTE)
-    if owner is not None and owner.module is module:
+    owner = _owner_of_model(module)
+    if owner is not None:
         owner.end()
+
+
+def _owner_of_model(module: Module) -> Owner | None:
+    owner = None if torch.compiler.is_compiling() else module.__dict__.get(OWNER_ATTRIBUTE)
+    return owner if owner is not None and owner.module is module else None
 
 
 def before_parametrization(module: Module, args: Any, kwargs: Any) -> None:
@@ -186,11 +184,12 @@ def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
     """Make the call; returns what takes the place of the result, or ``None``."""
     traits = _traits(module)
-    resolved, settings = traits.resolved, traits.settings
+    resolved = traits.resolved
     node = simple_node(args, result, execution)
     if node is not None:
         kept: Any = (args, {}, args, (result,))
-        _attach(_call(module, resolved, settings, kept, execution, execution), 0, result, node)
+        call = _call(module, traits, resolved, kept, execution, execution)
+        _attach(call, 0, result, node, execution)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -208,13 +207,12 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     if received.replaced or any(isinstance(a, (list, dict)) for a in (*args, *kwargs.values())):
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
     kept = args, kwargs, inputs, outputs
-    call = _call(module, resolved, settings, kept, received, execution)
+    call = _call(module, traits, resolved, kept, received, execution)
     for index, output in enumerate(outputs):
         if is_made(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
-            _attach(call, index, shown, shown.grad_fn)
-            _attach_behind(call, index, shown, execution)
+            _attach(call, index, shown, shown.grad_fn, execution)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
@@ -230,26 +228,31 @@ def _traits(module: Module) -> Traits:
 
 
 def _call(
-    module: Module, resolved: Resolved, settings: Settings, kept: Any, what: Any, of: Execution
+    module: Module, traits: Traits, resolved: Resolved, kept: Any, what: Any, of: Execution
 ) -> Call:
     """A call of which everything is noted that may be another thing later.
 
     Args:
         module: The module.
-        resolved: Its rule.
-        settings: Its plain attributes.
+        traits: What is the same at all of its calls.
+        resolved: Its rule, at this one.
         kept: Its arguments, the tensors among them, and what it returned.
         what: What is known of what it received: all of it before the forward, or more.
         of: What was known before the forward.
     """
     args, kwargs, inputs, outputs = kept
-    tensors = _tensors(module, resolved, of)
     inside: tuple[State, ...] = ()
-    if module._modules and _runs_again(module, resolved):
-        inside = states_inside(module, tensors[0])
-    detached = tuple([o.detach() for o in outputs])
-    counts = versions_of([*detached, *tensors[0].values()])
-    noted: Any = (args, kwargs, inputs, detached, what.versions, counts, *tensors)
+    if traits.is_whole and not module._modules:
+        owned, parameters = tensors_of(module)
+        computed = NOTHING
+    else:
+        owned, parameters, computed = _tensors(module, resolved, of)
+        if module._modules and _runs_again(module, resolved):
+            inside = states_inside(module, owned)
+    detached = tuple(map(Tensor.detach, outputs))
+    counts = versions_of((*detached, *owned.values()))
+    noted: Any
+    noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
     thread, is_readable = get_ident(), not _torch.has_saving_hooks()
     run = run_of_model(module, thread)
     if not is_readable:
@@ -263,7 +266,7 @@ def _call(
         noted,
         thread,
         module.training,
-        settings,
+        traits.settings,
         run,
         what.is_rewired,
         is_readable,
@@ -271,36 +274,19 @@ def _call(
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, node: Node) -> None:
+def _attach(call: Call, index: int, output: Tensor, node: Node, execution: Execution) -> None:
     output_nr = output.output_nr
     attach(call, index, node, output_nr)
     hook = OutputHook(call, index, output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
-
-
-def _attach_behind(call: Call, index: int, output: Tensor, execution: Execution) -> None:
-    """The same on the tensor that the output is a view of."""
-    base = _torch.base_of(output)
-    if base is None or base.grad_fn is None:
-        return
-    if any(base is t or base is _torch.base_of(t) for t in execution.tensors):
-        return  # a view of what it received: whoever made that is recorded there
-    layout = Layout(
-        output.shape,
-        output.stride(),
-        int(output.storage_offset() - base.storage_offset()),
-        base.shape,
-        base.stride(),
-    )
-    attach_viewed(call, index, Edge(base.grad_fn, base.output_nr), layout)
+    if output._is_view() and (base := new_base(output, execution.tensors)) is not None:
+        attach_viewed(call, index, output, base)
 
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
 ) -> tuple[dict[str, Tensor | None], tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters; and those that were computed, from what."""
-    if not module._modules and module.__dict__.keys().isdisjoint(resolved.params):
-        return *tensors_of(module), NOTHING
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []

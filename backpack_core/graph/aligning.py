@@ -11,7 +11,6 @@ from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import leaves_given_to
-from backpack_core.graph.parameters import Trained
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
@@ -95,7 +94,9 @@ def _hand_to_nodes(survey: Survey) -> None:
                 survey.open(site)
         elif survey.viewed:
             continue  # of views that were changed in place, nodes show another shape
-        elif _has_children(call) and all(map(_is_left, survey.trained[call])):
+        elif call.module._modules.keys() - {"parametrizations"} and all(
+            not own.is_covered and own.used.is_leaf for own in survey.trained[call]
+        ):  # no rule covers one, nor is one the result of a computation
             survey.disown(call)
     users: dict[int, set[Node]] = {}
     for (node, _), parameter in survey.bare_edges.items():
@@ -109,15 +110,6 @@ def _hand_to_nodes(survey: Survey) -> None:
                 survey.disown(site.call)
             else:
                 survey.open(site)
-
-
-def _is_left(own: Trained) -> bool:
-    """Whether no rule covers a parameter, and it is no result of a computation."""
-    return not own.is_covered and own.used.is_leaf
-
-
-def _has_children(call: Call) -> bool:
-    return any(name != "parametrizations" for name in call.module._modules.keys())  # noqa: SIM118
 
 
 def _is_table(survey: Survey, site: Site) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.of_weights import OfWeights
+from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.order import ranks, reached
 from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
 from backpack_core.graph.survey import Survey, edges_behind
@@ -57,9 +57,7 @@ class Walk:
         self._found = found
         self._size = max(1, survey.batch_size)
         self._before = found.before
-        self._of_weights = OfWeights(survey)
-        self._of_tables = OfWeights(survey, tables)
-        self._of_constants = OfWeights(survey, tables, or_constants=True)
+        self._origins = Origins(survey, tables)
         self._targets = targets
         self._picked: set[Place] = set()
         self._sorted: set[Place] = set()
@@ -72,16 +70,15 @@ class Walk:
         """Fill in what is found."""
         self._found.beside.clear()
         start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
+        outputs: dict[Node, dict[int, None]] = {}
         for place in start:
             self._found.positions[place] = int(self._at(place).shape[:1] == (self._size,))
             if not self._found.positions[place]:
                 self._before.add(place)
-        outputs: dict[Node, dict[int, None]] = {}
-        for node, nr in start:
-            outputs.setdefault(node, {})[nr] = None
+            outputs.setdefault(place[0], {})[place[1]] = None
         for node in ranks(*outputs):
             for nr in outputs.get(node, ()):
-                ways = self._ways[node, nr] = list(self._behind((node, nr)))
+                ways = self._ways[node, nr] = self._behind((node, nr))
                 for child, position in ways:
                     self._derive((node, nr), child, position)
                     outputs.setdefault(child[0], {})[child[1]] = None
@@ -103,17 +100,14 @@ class Walk:
             here = self._known[place] = _Here(site, is_call, operation, nodes.shape_of(*place))
         return here
 
-    def _behind(self, place: Place) -> Iterator[tuple[Place, int]]:
+    def _behind(self, place: Place) -> list[tuple[Place, int]]:
         """Where what arrives goes on to, and by which way out of the node."""
-        here = self._at(place)
+        here, beside = self._at(place), self._survey.beside
         if here.site is not None and here.is_call:
             edges = here.site.call.edges
-            yield from (((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None)
-            return
-        for position, edge in edges_behind(place[0]):
-            place = (edge.node, edge.output_nr)
-            if place not in self._survey.beside and not nodes.is_leaf(edge.node):
-                yield place, position
+            return [((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None]
+        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(place[0])]
+        return [way for way in ways if not nodes.is_leaf(way[0][0]) and way[0] not in beside]
 
     # Downwards -----------------------------------------------------------------------------------
 
@@ -122,22 +116,21 @@ class Walk:
         found = self._found.positions
         if found.get(child) or child in self._found.owned:
             return
-        shape = self._at(child).shape
+        above, shape = self._at(place), self._at(child).shape
         is_before, is_owned = place in self._before, place in self._found.owned
-        above = self._at(place).site
-        is_loss = above is not None and above.call.rule.is_loss
-        is_picked = is_owned and self._at(place).operation in nodes.GATHERS
+        is_loss = above.site is not None and above.site.call.rule.is_loss
+        is_picked = is_owned and above.operation in nodes.GATHERS
         is_picked &= not shape[:1].numel() % self._size
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
-        elif is_picked and child[0] not in self._of_tables:
+        elif is_picked and not self._origins.of_tables(child[0]):
             found[child] = shape[0] // self._size
         elif is_loss:  # it says where samples are
             found[child] = shape[:1].numel() // self._size
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)
-        elif child[0] in self._of_weights or (
+        elif self._origins.of_weights(child[0]) or (
             not is_before and self._is_table(place, child, position)
         ):
             found[child] = 0
@@ -155,8 +148,8 @@ class Walk:
         if found[child] or child in self._found.owned:
             self._before.discard(child)
             # A sum of everything says nothing of what it was of.
-            is_guessed = place in self._guessed and not self._at(place).is_call
-            if is_guessed or (is_before and self._at(place).operation in nodes.REDUCTIONS):
+            is_guessed = place in self._guessed and not above.is_call
+            if is_guessed or (is_before and above.operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
 
     def _is_owned(self, place: Place, child: Place, position: int) -> bool:
@@ -166,15 +159,16 @@ class Walk:
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
         is_usual = self._at(child).shape[:1] == (self._size,) and (is_loss or is_picked)
-        if is_usual or not self._found.is_readable or child[0] in self._of_tables:
+        if is_usual or not self._found.is_readable or self._origins.of_tables(child[0]):
             return False
         is_same = place in self._found.owned and above.shape[:1] == self._at(child).shape[:1]
         if is_same and (above.is_call or nodes.keeps_rows(*place, position)):
             self._found.owned[child] = self._found.owned[place]
             return True
-        known = owners_behind_loss(child[0], self._size, self._of_tables) if of_loss else None
+        is_table = self._origins.of_tables
+        known = owners_behind_loss(child[0], self._size, is_table) if of_loss else None
         if known is None and (not of_loss or place in self._found.owned):
-            known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
+            known = owners_of_rows(child[0], self._size, child[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = self._at(child).is_call and not is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed
@@ -200,19 +194,21 @@ class Walk:
             is_picked = is_sorted or (operation in nodes.SCATTERS and position == 1)
         else:
             is_picked = is_sorted or self._at(place).shape[:1] == self._at(child).shape[:1]
-        self._sorted |= {child} if is_sorted else set()
+        if is_sorted:
+            self._sorted.add(child)
         return is_picked
 
     def _is_table(self, place: Place, child: Place, position: int) -> bool:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""
-        if child[0] not in self._of_tables:
+        if not self._origins.of_tables(child[0]):
             return False
-        operation = self._at(place).operation
-        if operation in nodes.GATHERS or nodes.TURNS & {operation, self._at(child).operation}:
+        above, below = self._at(place), self._at(child)
+        operation = above.operation
+        if operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}:
             return True
         if not self._found.positions.get(place):
             return True
-        is_longer = len(self._at(place).shape) > len(self._at(child).shape)
+        is_longer = len(above.shape) > len(below.shape)
         return is_longer and not (operation and nodes.keeps_rows(*place, position))
 
     def _is_certain(self, place: Place, child: Place, position: int) -> bool:
@@ -226,28 +222,29 @@ class Walk:
 
     def _is_other(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        operation = self._at(place).operation
-        is_broadcast = len(self._at(child).shape) < len(self._at(place).shape)
+        above, below = self._at(place), self._at(child)
+        operation = above.operation
+        is_broadcast = len(below.shape) < len(above.shape)
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
         if not operation or place in self._before:
             return place in self._dropped
         has_samples = bool(self._found.positions[place])
-        is_constant = not has_samples and child[0] in self._of_constants
+        is_constant = not has_samples and self._origins.of_constants(child[0])
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
         if nodes.keeps_rows(*place, position):
-            return not has_samples and self._at(place).shape[:1] == (self._size,)
+            return not has_samples and above.shape[:1] == (self._size,)
         if operation in nodes.TURNS:
             return has_samples
         # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
         is_picked = operation in nodes.GATHERS and not has_samples
         is_less = operation in nodes.REDUCTIONS and place not in self._guessed
-        is_less &= len(self._at(child).shape) > len(self._at(place).shape)
+        is_less &= len(below.shape) > len(above.shape)
         if is_picked or operation in nodes.SELECTIONS or is_less:
-            kept = self._at(place).shape[is_picked:]
+            kept = above.shape[is_picked:]
             is_other = any(length % self._size == 0 for length in kept)
-            site = self._at(child).site  # states have samples elsewhere than what comes in
+            site = below.site  # states have samples elsewhere than what comes in
             if is_other and (site is None or not self._survey.axes[site.call, site.index]):
                 self._dropped.add(child)
             return is_other
@@ -269,7 +266,7 @@ class Walk:
         """Whether samples have to be told apart at a place that has none, for what is behind."""
         found, survey = self._found, self._survey
         node, (site, is_call, *_) = place[0], self._at(place)
-        needs = any(child in found.apart for child, _ in self._ways[place])
+        needs = bool(found.apart) and any(child in found.apart for child, _ in self._ways[place])
         for leaf, parameter in () if is_call else self._targets_at(node):
             needs = True
             found.leaves[leaf] = parameter
@@ -315,5 +312,5 @@ class Walk:
         """Parameters that a node sends something to and no call reads off, by their nodes."""
         if not self._targets:
             return []
-        ways = ((edge.node, self._targets.get((node, i))) for i, edge in edges_behind(node))
+        ways = [(edge.node, self._targets.get((node, i))) for i, edge in edges_behind(node)]
         return [(leaf, parameter) for leaf, parameter in ways if parameter is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from backpack_core import _torch
-from backpack_core._torch import ACCUMULATE, Node, metadata_of, node_type, operations
+from backpack_core._torch import LeafNode, Node, metadata_of, node_type, operations
 from backpack_core.errors import BridgeError, is_library
 
 
@@ -63,8 +63,6 @@ FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv"], (1, 2))
 
 _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
 
-_BATCH_NORM = re.compile(r"^(Native|Cudnn|Miopen)?BatchNorm")
-
 
 def is_function(node: Node) -> bool:
     """Whether a node is that of a Python ``autograd.Function``."""
@@ -88,7 +86,7 @@ def is_nested(node: Node) -> bool:
 
 def is_leaf(node: Node) -> bool:
     """Whether a node takes the gradient of a leaf: a parameter, say."""
-    return node.name() == ACCUMULATE
+    return type(node) is LeafNode
 
 
 def shape_of(node: Node, output_nr: int) -> torch.Size:
@@ -275,6 +273,6 @@ def mixes_samples(node: Node) -> bool:
 
     An instance normalisation is one of a batch of a single sample, into which torch folds all.
     """
-    if is_function(node) or not _BATCH_NORM.match(node.name()):
+    if "BatchNorm" not in operation_of(node):
         return False
     return shape_of(node, 0)[0] > 1 and bool(getattr(node, "_saved_training", True))

@@ -11,64 +11,77 @@ from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, Edge
+from backpack_core.record.call import Call, Edge, is_noted
+
+# What a tensor may be a function of, as bits: a value says which of them it is.
+_WEIGHTS, _TABLES, _CONSTANTS = 1, 2, 4
+_ALL = _WEIGHTS | _TABLES | _CONSTANTS
 
 
-class OfWeights:
-    """Says of nodes whether what they computed has no part in any sample."""
+class Origins:
+    """Says of nodes whether what they computed has no part in any sample.
 
-    def __init__(
-        self, survey: Survey, tables: Iterable[Node] = (), *, or_constants: bool = False
-    ) -> None:
-        """Begin; of tables it is known.
+    What is asked in several ways is found in one walk, as far as the answer needs it.
+    """
+
+    def __init__(self, survey: Survey, tables: Iterable[Node] = ()) -> None:
+        """Begin.
 
         Args:
             survey: What is known about the graph.
             tables: Nodes that have no part in any sample.
-            or_constants: Say so, too, where an operand that needs no gradient may have one: it
-                is a frozen weight as well as data.
         """
         self._survey = survey
-        self._or_constants = or_constants
-        self._known = dict.fromkeys(tables, True)
+        self._tables = frozenset(tables)
+        self._known: dict[Node, int] = {}
 
-    def __contains__(self, node: Node) -> bool:
+    def of_weights(self, node: Node) -> bool:
         """Whether a tensor is known to be a function of parameters alone."""
-        known = self._known.get(node)
-        if known is not None:
-            return known
-        todo = [node]
+        return bool(self._of(node) & _WEIGHTS)
+
+    def of_tables(self, node: Node) -> bool:
+        """The same of parameters, and of the nodes that have no part in any sample."""
+        return bool(self._of(node) & _TABLES)
+
+    def of_constants(self, node: Node) -> bool:
+        """The same where an operand that needs no gradient counts: a frozen weight, or data."""
+        return bool(self._of(node) & _CONSTANTS)
+
+    def _of(self, node: Node) -> int:
+        known = self._known
+        todo = [] if node in known else [(node, *self._begin(node))]
         while todo:
-            this = todo[-1]
-            if this in self._known:
-                todo.pop()
-                continue
-            children, calls = children_of(this), self._calls_at(this)
-            inner = [child for child in children if not nodes.is_leaf(child)]
-            if calls:
-                inner = [e.node for call in calls for e in call.edges if e is not None]
-                children = [*inner, *[n for call in calls for n in leaves_given_to(call)]]
-            is_known = bool(calls) or self._or_constants or nodes.is_of_its_operands(this)
-            is_known = is_known and all(map(_knows_its_inputs, calls))
-            is_known = is_known and all(map(self._is_weight, {*children} - {*inner}))
-            if not is_known or any(self._known.get(child) is False for child in inner):
-                self._known[this] = False
-            elif all(child in self._known for child in inner):
-                self._known[this] = bool(children)
+            this, kind, behind = todo.pop()
+            while kind and behind and behind[-1] in known:
+                kind &= known[behind.pop()]
+            if kind and behind:
+                todo += [(this, kind, behind), (behind[-1], *self._begin(behind[-1]))]
             else:
-                todo += [child for child in inner if child not in self._known]
-        return self._known[node]
+                known[this] = kind | (_ALL ^ _WEIGHTS if this in self._tables else 0)
+        return known[node]
+
+    def _begin(self, node: Node) -> tuple[int, list[Node]]:
+        """What a node is as far as it tells by itself, and the nodes that matter, too."""
+        survey, calls = self._survey, []
+        if is_noted(node) or node in survey.leaves:
+            sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
+            calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
+        if calls:  # that are stepped over
+            behind = [e.node for call in calls for e in call.edges if e is not None]
+            leaves = [n for call in calls for n in leaves_given_to(call)]
+            kind = _ALL if all(map(_knows_its_inputs, calls)) else 0
+        else:
+            children = children_of(node)
+            behind = [child for child in children if not nodes.is_leaf(child)]
+            leaves = [child for child in children if nodes.is_leaf(child)]
+            kind = _ALL if nodes.is_of_its_operands(node) else _CONSTANTS
+        is_known = (behind or leaves) and all(map(self._is_weight, leaves))
+        return kind if is_known else 0, behind
 
     def _is_weight(self, leaf: Node) -> bool:
-        tensor = leaf.variable  # type: ignore[attr-defined]
-        known = self._survey.uses.keys() | self._survey.freed.keys()
-        return isinstance(tensor, Parameter) or id(tensor) in known
-
-    def _calls_at(self, node: Node) -> set[Call]:
-        """Calls that are stepped over at a node."""
-        sites = (self._survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata)))
-        calls = {site.call for site in sites if site is not None}
-        return {call for call in calls if not self._survey.goes_inside(call)}
+        tensor, survey = leaf.variable, self._survey  # type: ignore[attr-defined]
+        is_known = id(tensor) in survey.uses or id(tensor) in survey.freed
+        return is_known or isinstance(tensor, Parameter)
 
 
 def _knows_its_inputs(call: Call) -> bool:
@@ -80,7 +93,5 @@ def _knows_its_inputs(call: Call) -> bool:
 def leaves_given_to(call: Call) -> list[Node]:
     """Where the gradients of parameters go that a call received as arguments."""
     given = zip(call.stored.inputs, call.edges, strict=True)
-    leaves = [
-        t for t, edge in given if edge is None and isinstance(t, Parameter) and t.requires_grad
-    ]
-    return [get_gradient_edge(t).node for t in leaves]
+    leaves = [t for t, edge in given if edge is None and isinstance(t, Parameter)]
+    return [get_gradient_edge(t).node for t in leaves if t.requires_grad]

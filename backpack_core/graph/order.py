@@ -50,11 +50,12 @@ def ranks(*starts: Node) -> dict[Node, int]:
         elif node not in opened:
             opened.add(node)
             todo.append((node, True))
-            todo += [(child, False) for child in reversed([*_behind(node)])]
+            todo += [(child, False) for child in reversed(_behind(node)) if child not in opened]
     return {node: rank for rank, node in enumerate(reversed(finished))}
 
 
-def _behind(node: Node) -> Iterator[Node]:
-    yield from children_of(node)
+def _behind(node: Node) -> list[Node]:
+    found = children_of(node)
     for call in calls_at(node):
-        yield from (edge.node for edge in call.edges if edge is not None)
+        found += [edge.node for edge in call.edges if edge is not None]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,13 @@ from backpack_core._torch import Node, metadata_of
 from backpack_core.graph import nodes
 from backpack_core.graph.batch import is_doubtful
 from backpack_core.graph.bridge import push
-from backpack_core.graph.of_weights import OfWeights
+from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 
-Nodes = OfWeights | frozenset[Node]
+Tell = Callable[[Node], bool]
+_NO_NODE: Tell = frozenset[Node]().__contains__
 # Some entries of axis 0 are picked, or else the rows are kept.
 _PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
@@ -34,7 +36,7 @@ class Owners(NamedTuple):
 
 
 def owners_of_rows(
-    node: Node | None, samples: int, number: int = 0, tables: Nodes = frozenset()
+    node: Node | None, samples: int, number: int = 0, is_table: Tell = _NO_NODE
 ) -> Owners | None:
     """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
 
@@ -45,12 +47,12 @@ def owners_of_rows(
         node: The node of the tensor.
         samples: Number of samples.
         number: Which output of the node it is.
-        tables: Nodes of tensors that have no samples.
+        is_table: Says which nodes' tensors have no samples.
     """
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     is_kept = True
     while node is not None:
-        edges = [(i, e) for i, e in edges_behind(node) if e.node not in tables]
+        edges = [(i, e) for i, e in edges_behind(node) if not is_table(e.node)]
         kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
         if not kept and (len(edges) != 1 or nodes.operation_of(node) in _PICKS):
             break
@@ -60,14 +62,14 @@ def owners_of_rows(
     if node is None or nodes.operation_of(node) not in _PICKS:
         return None
     child, behind = node.next_functions[0]
-    if child is None or child in tables:
+    if child is None or is_table(child):
         return None
     length = nodes.shape_of(child, behind)[0]
     picked = _picked(node, number)
     if picked is None or not length or not len(picked) or not samples:
         return None
     picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
-    before = None if length == samples else owners_of_rows(child, samples, behind, tables)
+    before = None if length == samples else owners_of_rows(child, samples, behind, is_table)
     if before is not None and (length % samples or before.are_sure):
         owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
     # All in another order may be paired with other samples' targets.
@@ -83,9 +85,7 @@ def owners_of_rows(
     return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
 
 
-def owners_behind_loss(
-    node: Node | None, samples: int, tables: Nodes = frozenset()
-) -> Owners | None:
+def owners_behind_loss(node: Node | None, samples: int, is_table: Tell = _NO_NODE) -> Owners | None:
     """The same where an extended loss received the tensor.
 
     Its terms are those of its rows, which may be all of them, in another order, or merged.
@@ -99,12 +99,12 @@ def owners_behind_loss(
             shape = torch.Size() if child is None else nodes.shape_of(child, number)
             # Samples may lie on another axis that is as long.
             is_doubted = samples > 1 and samples in shape[1:]
-            if child is None or nodes.is_leaf(child) or child in tables or is_doubted:
+            if child is None or nodes.is_leaf(child) or is_table(child) or is_doubted:
                 continue
             picked = _picked(this, 0)
             if picked is None or not len(picked) or not shape[0]:
                 continue
-            before = None if shape[0] == samples else owners_behind_loss(child, samples, tables)
+            before = None if shape[0] == samples else owners_behind_loss(child, samples, is_table)
             if before is None and shape[0] % samples:
                 continue
             if not rows % len(picked):  # views may have merged more
@@ -117,7 +117,7 @@ def owners_behind_loss(
             continue
         for position, (child, number, _) in edges_behind(this):
             shape = nodes.shape_of(child, number)
-            if child in tables or not nodes.keeps_rows(this, 0, position):
+            if is_table(child) or not nodes.keeps_rows(this, 0, position):
                 continue
             if rows > samples and shape[:1] == (samples,):
                 own = torch.arange(samples).repeat_interleave(rows // samples)
@@ -130,7 +130,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     """In which turn each row that a loss received is a column: no two of a sample share one."""
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
     node = edge.node if edge is not None and survey.is_readable else None
-    found = owners_behind_loss(node, survey.batch_size, OfWeights(survey))
+    found = owners_behind_loss(node, survey.batch_size, Origins(survey).of_weights)
     if found is None:
         return rows % entries_of(survey, loss)
     owners = found.rows

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core._torch import ACCUMULATE, Node, will_get_gradient
+from backpack_core._torch import Node, will_get_gradient
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import bridge
+from backpack_core.graph import bridge, nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Call, Edge, edge_of
 
@@ -42,7 +42,8 @@ def trained_in(call: Call) -> tuple[Trained, ...]:
         if tensor.requires_grad:
             is_covered = covers(call.module, name)
             for parameter in stored.computed.get(name, (tensor,)):
-                found.append(Trained(name, parameter, tensor, is_covered))
+                # Much faster than Trained(...).
+                found.append(tuple.__new__(Trained, (name, parameter, tensor, is_covered)))
     return tuple(found)
 
 
@@ -59,7 +60,7 @@ def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
     edge = edge_of(tensor)
     if edge is None:
         return (tensor,) if tensor.requires_grad else ()
-    return tuple(n.variable for n in ranks(edge.node) if n.name() == ACCUMULATE)  # type: ignore[attr-defined]
+    return tuple(n.variable for n in ranks(edge.node) if nodes.is_leaf(n))  # type: ignore[attr-defined]
 
 
 def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
     waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}
     for node in ranks(edge.node):  # in this order
         arrived = waiting.pop(node, {})
-        if node.name() == ACCUMULATE:
+        if nodes.is_leaf(node):
             if arrived and node.variable is leaf:  # type: ignore[attr-defined]
                 return arrived[0]
             continue

@@ -14,13 +14,13 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core._torch import COPY_SLICES, Node
+from backpack_core._torch import CopyNode, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import Call, Edge, Layout, Site, edge_of, site_at, viewed_at
+from backpack_core.record.call import Call, Edge, Layout, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
 
 
@@ -113,14 +113,16 @@ class Survey:
         self.structure = None
         while todo:
             edge, region = todo.pop()
-            if (edge.node, edge.output_nr) in self.beside:
+            if self.beside and edge[:2] in self.beside:
                 continue
             if region is not None:
                 if _is_parameter(edge, region):
                     continue
                 region = _leave(edge, region)
-            self._note_views(edge, region)
-            site = self.site_at(edge)
+            site = None
+            if is_noted(edge.node):
+                self._note_views(edge, region)
+                site = self.site_at(edge)
             todo += self._pass(edge.node, region) if site is None else self._enter(site, region)
 
     def site_at(self, edge: Edge) -> Site | None:
@@ -153,14 +155,10 @@ class Survey:
         """See whether an output is reached past the views of it that modules returned."""
         place = (edge.node, edge.output_nr)
         views = () if edge.level or place in self.viewed else viewed_at(*place)
-        if not views:
-            return
-        level, entered = 0, list(_calls(region))
-        for position, (call, _, layout) in enumerate(views, start=1):
-            if call not in entered and not call.is_released and layout.is_whole:
-                level = position
-        if level:
-            self._see_through(Edge(*place, level))
+        for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
+            if layout.is_whole and not call.is_released and call not in _calls(region):
+                self._see_through(Edge(*place, level))
+                break
 
     def _see_through(self, edge: Edge) -> None:
         self.viewed[edge.node, edge.output_nr] = edge
@@ -178,8 +176,9 @@ class Survey:
             return []
         self.sites[call, index] = site
         self._regions[call] = region
-        around = [c for c in _calls(region) if c.module._parameters is call.module._parameters]
-        self.recursive.update([c for c in around if self.trained[c]])
+        for around in _calls(region):
+            if around.module._parameters is call.module._parameters and self.trained[around]:
+                self.recursive.add(around)
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
@@ -202,12 +201,13 @@ class Survey:
                 self.weights += parameter.nbytes
             use.count += 1
 
-    def _pass(self, node: Node, region: Region | None) -> Iterator[tuple[Edge, Region | None]]:
-        """Go through a node between calls."""
+    def _pass(self, node: Node, region: Region | None) -> list[tuple[Edge, Region | None]]:
+        """Go through a node between calls; returns where to go on."""
         # Twice, where it is reached from inside an execution and from outside past its output.
         if (node, region) in self.seen:
-            return
+            return []
         self.seen[node, region] = None
+        further = []
         if nodes.is_nested(node):
             raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
         if nodes.mixes_samples(node):
@@ -219,15 +219,16 @@ class Survey:
             if edge.level:
                 self._see_through(edge)
                 edge = Edge(edge.node, edge.output_nr)
-            self._note_use_inside(edge, node, region)
-            yield edge, region
+            if region is not None:
+                self._note_use_inside(edge, node, region)
+            further.append((edge, region))
+        return further
 
-    def _note_use_inside(self, edge: Edge, node: Node, region: Region | None) -> None:
+    def _note_use_inside(self, edge: Edge, node: Node, region: Region) -> None:
         """Note what a call computes several outputs from, which may be changed in place later."""
-        enclosing = list(_calls(region))
         for call, *_ in viewed_at(edge.node, edge.output_nr):
             own = site_at(Edge(node, 0))
-            if call in enclosing and (own is None or own.call is not call):
+            if call in _calls(region) and (own is None or own.call is not call):
                 self._inner.setdefault((edge.node, edge.output_nr), call)
 
     def _note_parameter(
@@ -282,12 +283,13 @@ class Survey:
         call, index = site.call, site.index
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        if True in [t.is_nested for t in (output, *inputs)]:
-            raise faults.nested_tensor(f"What {call.path} received or returned")
+        for tensor in (output, *inputs):
+            if tensor.is_nested:
+                raise faults.nested_tensor(f"What {call.path} received or returned")
+            self.widest = max(self.widest, tensor.nbytes)
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
-        self.widest = max(self.widest, *[t.nbytes for t in (output, *inputs)])
         if rule.mixes_samples(view):
             self._fault(faults.mixing_call(call))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
@@ -309,31 +311,26 @@ class Survey:
         return all(call.is_readable for call, _ in self.sites)
 
 
-def edges_behind(node: Node) -> Iterator[tuple[int, Edge]]:
+def edges_behind(node: Node) -> list[tuple[int, Edge]]:
     """Where a node sends gradients: positions in ``node.next_functions``, and edges."""
-    is_copy = node.name() == COPY_SLICES
-    for position, (child, number) in enumerate(node.next_functions):
-        if child is not None:
-            # An operation in place on a view is one on the tensor behind.
-            level = len(viewed_at(child, number)) if is_copy and not position else 0
-            yield position, Edge(child, number, level)
+    new, ways = tuple.__new__, enumerate(node.next_functions)  # much faster than Edge(...)
+    found = [(i, new(Edge, (child, nr, 0))) for i, (child, nr) in ways if child is not None]
+    if type(node) is CopyNode and found and not found[0][0]:
+        # An operation in place on a view is one on the tensor behind.
+        child, number, _ = found[0][1]
+        found[0] = 0, Edge(child, number, len(viewed_at(child, number)))
+    return found
 
 
-def _is_parameter(edge: Edge, region: Region | None) -> bool:
+def _is_parameter(edge: Edge, region: Region) -> bool:
     """Whether an edge leads to how a parameter of the enclosing call was computed.
 
     Under ``functional_call`` a parameter may be the result of a computation: then it is what gets
     the quantity, as a leaf would.
     """
-    if region is None:
-        return False
     stored = region.call.stored
-    return _is_among(edge, (edge_of(stored.owned[name][0]) for name in stored.parameters))
-
-
-def _is_among(edge: Edge, others: Iterable[Edge | None]) -> bool:
-    """Whether an edge leads where one of others does, seen from anywhere."""
-    return any(e is not None and e[:2] == edge[:2] for e in others)
+    used = [stored.owned[name][0] for name in stored.parameters]
+    return any((t.grad_fn, t.output_nr) == edge[:2] for t in used)
 
 
 def _calls(region: Region | None) -> Iterator[Call]:
@@ -345,6 +342,6 @@ def _calls(region: Region | None) -> Iterator[Call]:
 
 def _leave(edge: Edge, region: Region | None) -> Region | None:
     """The enclosing call at an edge: the parent, where the inputs of the call begin."""
-    while region is not None and _is_among(edge, region.call.edges):
+    while region and any(e and e[:2] == edge[:2] for e in region.call.edges):  # from anywhere
         region = region.parent
     return region

@@ -113,10 +113,9 @@ class Stored(NamedTuple):
 def put_in_order(noted: Any) -> Stored:
     """What a call stores, from what was noted of it when it was made; that has to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
-    names = [name for name, tensor in owned.items() if tensor is not None]
-    versions = *received, *counts[: len(outputs)]
-    there = {n: (owned[n], count) for n, count in zip(names, counts[len(outputs) :], strict=True)}
-    kept = parameters if len(names) == len(owned) else tuple([n for n in parameters if n in there])
+    versions, count = (*received, *counts[: len(outputs)]), iter(counts[len(outputs) :])
+    there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
+    kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])
     return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed)
 
 
@@ -271,16 +270,13 @@ def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
         metadata[SITES] = {output_nr: (call, index)}
 
 
-def attach_viewed(call: Call, index: int, base: Edge, layout: Layout) -> None:
-    """Record a call also on the output that its own output is a view of; see :func:`viewed_at`."""
-    table = base.node.metadata.setdefault(_VIEWED, {})  # type: ignore[attr-defined]
+def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
+    """Record a call also on the tensor that its output is a view of; see :func:`viewed_at`."""
+    offset = int(output.storage_offset() - base.storage_offset())
+    layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
+    node: Any = base.grad_fn
+    table = node.metadata.setdefault(_VIEWED, {})
     table.setdefault(base.output_nr, []).append((call, index, layout))
-
-
-def has_site(node: Node, output_nr: int) -> bool:
-    """Whether a call is recorded on an output of a node."""
-    table = node.metadata.get(SITES)  # type: ignore[attr-defined]
-    return table is not None and output_nr in table
 
 
 def calls_at(node: Node) -> list[Call]:

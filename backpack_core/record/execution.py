@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, base_of, version_of, versions_of
-from backpack_core.record.call import SITES, Edge, edge_of, has_site
+from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
 
 class Execution(dict[str, Any]):
@@ -27,15 +27,18 @@ class Execution(dict[str, Any]):
         edges: Where each came from.
         is_recorded: Whether the call was made already.
         computed: Parameters that a parametrization computed meanwhile, by name.
+        place: Our place before hooks of all modules, if there are any.
     """
 
-    __slots__ = ("computed", "edges", "is_recorded", "tensors", "versions")
+    __slots__ = ("computed", "edges", "is_recorded", "place", "tensors", "versions")
     is_rewired = False  # which what it received tells
+    place: object
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
-        dict.__init__(self, kwargs)
+        if kwargs:
+            self.update(kwargs)
         self.tensors = tensors
-        self.edges = (edge_of(tensors[0]),) if len(tensors) == 1 else tuple(map(edge_of, tensors))
+        self.edges = tuple(map(edge_of, tensors))
         self.versions = versions_of(tensors)
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
@@ -126,7 +129,7 @@ def is_made(output: Tensor) -> bool:
 
 
 def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Node | None:
-    """The node of the output, if a module made one new real tensor of another.
+    """The node of the output, if a module made one new real tensor of others.
 
     And left everything as it was: what was known before the forward is all that there is to store.
     """
@@ -134,17 +137,28 @@ def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Nod
     # may be all the same, by a hook that had just been put behind ours.
     if args is not execution.tensors or execution or not args or not isinstance(result, Tensor):
         return None
-    received, edge = args[0], execution.edges[0]
-    node: Any = result.grad_fn
-    is_simple = (
-        node is not None
-        and node is not received.grad_fn
-        and (edge is None or node is not edge[0])
-        and result.layout is torch.strided
-        and not (result._is_view() or result.is_complex() or received.is_complex())
-        and SITES not in node.metadata
-    )
-    return node if is_simple else None
+    node: Node | None = result.grad_fn
+    if (
+        node is None
+        or result.layout is not torch.strided
+        or result.is_complex()
+        or SITES in node.metadata  # type: ignore[operator]
+        or (result._is_view() and new_base(result, args) is None)
+    ):
+        return None
+    for received, edge in zip(args, execution.edges):  # noqa: B905 - one for each, and quicker
+        if node is received.grad_fn or (edge and node is edge[0]) or received.is_complex():
+            return None
+    return node
+
+
+def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
+    """The tensor that an output is a view of, where the module made that, with a node."""
+    base = view._base
+    for tensor in received:
+        if base is tensor or base is base_of(tensor):
+            return None  # whoever made that is recorded there
+    return None if base is None or base.grad_fn is None else base
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
@@ -161,6 +175,6 @@ def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
     for output in live:
         edge = edge_of(output)
         assert edge is not None
-        if len(live) > 1 or edge in execution.edges or has_site(edge.node, edge.output_nr):
+        if len(live) > 1 or edge in execution.edges or site_at(edge) is not None:
             found[id(output)] = output.view_as(output)
     return found

@@ -100,7 +100,7 @@ class Owner:
         if module is not None:
             _models[id(module)] = module
 
-    def begin(self, tensors: Iterable[Tensor] | None) -> None:
+    def begin(self, tensors: Sequence[Tensor] | None) -> None:
         """The module begins to run, on this thread.
 
         Args:
@@ -111,18 +111,18 @@ class Owner:
         """
         run = NO_RUN
         if tensors is not None:
-            axis, given = self.axes.get("", 0), list(tensors)
-            received = [t for t in given if t.dim() > axis and not t.is_nested]
-            if axis and given and not received:
+            axis, sizes, strides = self.axes.get("", 0), [], {}
+            for tensor in tensors:
+                if tensor.dim() > axis and not tensor.is_nested:
+                    sizes.append(tensor.shape[axis])
+                    strides[memory_of(tensor)] = tensor.stride(axis)
+            if axis and tensors and not sizes:
                 raise UsageError(
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
-                    f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
+                    f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
                 )
-            sizes, is_distributed = [t.shape[axis] for t in received], _torch.is_distributed
-            strides = {memory_of(t): t.stride(axis) for t in received}
-            run = Run(tuple(sizes), strides, is_distributed(self.module), [])
-        _still_running()
-        _running.setdefault(get_ident(), []).append((self, run))
+            run = Run(tuple(sizes), strides, _torch.is_distributed(self.module), [])
+        _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def end(self) -> None:
         """It is through, or was left by an exception."""

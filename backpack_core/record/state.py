@@ -45,7 +45,8 @@ def tensors_of(
     if nested:
         owned.update({name: _nested(module, name) for name in nested})
     names = tuple(owned)
-    owned.update(module._buffers)
+    if module._buffers:
+        owned.update(module._buffers)
     return owned, names
 
 
@@ -117,12 +118,14 @@ class Traits:
         settings: Names and values of its plain attributes.
         resolved: The rule that speaks for it.
         generation: Of the registry that said so.
+        is_whole: None of the parameters that the rule covers is a plain attribute, computed.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
         self.settings = names, values = settings_of(module, not resolved.is_fallback)
+        self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - _OF_ALL - {*names, *_OURS}
         # Of a single name, a getter gives no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)

@@ -70,7 +70,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Every tensor among the arguments of a call, positional ones first."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # nearly always
+    if not kwargs and not [a for a in args if not isinstance(a, Tensor)]:  # nearly always
         return args
     return (*iter_tensors(args), *iter_tensors(kwargs))
 

@@ -283,10 +283,10 @@ class View:
 
         A value of a pass without gradients is not handed to one that differentiates through it.
         """
-        slot = (key, self.is_differentiable, self.dtype)
-        if slot not in self.kept:
-            self.kept[slot] = compute()
-        value: T = self.kept[slot]
+        full = (key, self.is_differentiable, self.dtype)
+        if full not in self.kept:
+            self.kept[full] = compute()
+        value: T = self.kept[full]
         return value
 
     def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:

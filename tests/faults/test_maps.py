@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -241,6 +241,33 @@ def test_hook_that_is_gone_at_the_backward_pass(name: str, kind: str) -> None:
     with backpack(*expectation.extensions):
         loss.backward()
     expectation.compare(problem.parameters)
+
+
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_nothing_stays_among_hooks_of_all_modules(is_raised: bool) -> None:
+    """While others have some there, ours is the first; what remains is theirs."""
+    kept: list[Any] = []
+    table: Any = hooks._global_forward_hooks
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        assert len(table) == 2
+        assert [*table.values()][1] is look
+        if is_raised:
+            raise KeyError
+        return x * net.scale
+
+    def look(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        kept.append(kwargs)
+
+    model = extend(Net(forward, scale=nn.Parameter(torch.ones(3))))
+    handle = hooks.register_module_forward_hook(look, with_kwargs=True)
+    with pytest.raises(KeyError) if is_raised else nullcontext():
+        model(torch.ones(2, 3))
+    assert [*table.values()] == [look]
+    handle.remove()
+    assert not table
+    assert all(key >= 0 for key in hooks._global_forward_hooks_with_kwargs)
+    assert len(kept) == (not is_raised)
 
 
 # Weights that are functions of other parameters.
