@@ -230,14 +230,17 @@ class Walk:
         is_broadcast = len(self._at(child).shape) < len(self._at(place).shape)
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
+        here, has_samples = self._at(place), bool(self._found.positions[place])
         if not operation or place in self._before:
-            return place in self._dropped
-        has_samples = bool(self._found.positions[place])
+            is_as_long = here.is_call and here.shape[:1] == (self._size,)
+            is_other = is_as_long and not (has_samples or self._axis(here.site))
+            is_other &= place not in self._before and place[0] not in self._of_constants
+            return is_other or place in self._dropped
         is_constant = not has_samples and child[0] in self._of_constants
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
-        if nodes.keeps_rows(*place, position):
-            return not has_samples and self._at(place).shape[:1] == (self._size,)
+        if operation in nodes.SAME_AXES or nodes.keeps_rows(*place, position):
+            return not has_samples and self._has_none(here.shape, self._at(child).shape)
         if operation in nodes.TURNS:
             return has_samples
         # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
@@ -247,11 +250,26 @@ class Walk:
         if is_picked or operation in nodes.SELECTIONS or is_less:
             kept = self._at(place).shape[is_picked:]
             is_other = any(length % self._size == 0 for length in kept)
-            site = self._at(child).site  # states have samples elsewhere than what comes in
-            if is_other and (site is None or not self._survey.axes[site.call, site.index]):
+            site = self._at(child).site
+            if is_other and not self._axis(site):
                 self._dropped.add(child)
             return is_other
         return False
+
+    def _axis(self, site: Site | None) -> int:
+        """States have samples elsewhere than what comes in."""
+        return self._survey.axes[site.call, site.index] if site is not None else 0
+
+    def _has_none(self, shape: torch.Size, behind: torch.Size) -> bool:
+        """Whether a tensor may have no samples in front, as what keeps its order has none there."""
+        if shape[:1] == behind[:1]:
+            return True
+        merged = list(behind[1:])  # or taken apart
+        for length in reversed(shape):
+            if merged[-1:] != [length]:
+                break
+            merged.pop()
+        return any(length % self._size == 0 for length in merged)
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""
