@@ -165,7 +165,8 @@ class Walk:
         is_loss = above.site is not None and above.site.call.rule.is_loss
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_usual = self._at(child).shape[:1] == (self._size,) and (is_loss or is_picked)
+        is_as_long = self._at(child).shape[:1] == (self._size,)
+        is_usual = is_as_long and (is_loss or is_picked)
         if is_usual or not self._found.is_readable or child[0] in self._of_tables:
             return False
         is_same = place in self._found.owned and above.shape[:1] == self._at(child).shape[:1]
@@ -174,7 +175,9 @@ class Walk:
             return True
         known = owners_behind_loss(child[0], self._size, self._of_tables) if of_loss else None
         if known is None and (not of_loss or place in self._found.owned):
-            known = owners_of_rows(child[0], self._size, child[1], self._of_tables)
+            # Of as many, data and what a constant made of a table are not told apart.
+            tables = self._of_constants if is_as_long else self._of_tables
+            known = owners_of_rows(child[0], self._size, child[1], tables)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = self._at(child).is_call and not is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed

@@ -54,6 +54,7 @@ _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 _SHARED = {
     "Mm": (1,),
     "Addmm": (2,),
+    "Embedding": (0,),
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.
