@@ -62,7 +62,9 @@ def put_together(mat: Tensor, positions: int) -> Tensor:
         raise SampleMixingError(
             "What is computed from weights alone, or holds samples on another axis than the first, "
             "depends on several samples after all: something of one sample reaches another one. "
-            "Quantities of single samples do not exist."
+            "Quantities of single samples do not exist. If another axis is as long as the batch by "
+            "chance, say where samples lie, extend(model, batch_axis=...), or take another number "
+            "of them."
         )
     return own
 

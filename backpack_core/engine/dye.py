@@ -59,7 +59,11 @@ class DyePropagator(Propagator):
     starts_everywhere = True
 
     def __init__(
-        self, judge: Judge, is_readable: bool, owned: Callable[[View], Tensor | None]
+        self,
+        judge: Judge,
+        is_readable: bool,
+        owned: Callable[[View], Tensor | None],
+        is_table: Callable[[Node], bool],
     ) -> None:
         """Begin.
 
@@ -67,10 +71,11 @@ class DyePropagator(Propagator):
             judge: Compares, with the weights and by the question that it has.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
             owned: Which entries of axis 0 of an output each sample has, if they are in no order.
+            is_table: Says which nodes' tensors have no samples.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
         self._is_readable = is_readable
-        self._owned = owned
+        self._owned, self._is_table = owned, is_table
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -290,9 +295,9 @@ class DyePropagator(Propagator):
             # An extended loss has a row for each sample, or several.
             owners = None
             if self._is_readable and is_before:
-                owners = owners_of_rows(node, len(self._weights), number)
+                owners = owners_of_rows(node, len(self._weights), number, self._is_table)
             elif self._is_readable and not self._weights.fit(block[0]):
-                owners = owners_behind_loss(node, len(self._weights))
+                owners = owners_behind_loss(node, len(self._weights), self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

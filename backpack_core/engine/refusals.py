@@ -16,7 +16,7 @@ from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
-from backpack_core.graph import nodes
+from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.paths import nonlinear_above, reached_past_losses
@@ -125,8 +125,11 @@ def refuse_misaligned(
                 # In which order its entries lie is not said.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
             is_split = positions > 1 and propagator.subsampling is not None
-            if not propagator.keeps_apart or not is_known or is_split:
+            if not propagator.keeps_apart or not is_known:
                 raise fault
+            if is_split:
+                is_picked = survey.received[call, index] % alignment.batch_size
+                raise fault if is_picked else faults.merged_samples(call, positions)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
 

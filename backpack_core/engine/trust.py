@@ -10,6 +10,7 @@ from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
 from backpack_core.engine.dyed import Judge, Question, Weights
 from backpack_core.graph import nodes
+from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
@@ -58,6 +59,7 @@ class Measurement:
             Judge(weights, question),
             survey.is_readable,
             lambda view: survey.alignment.owned_at(survey.sites[view.call, view.index].edge),
+            Origins(survey).of_weights,
         )
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites

@@ -158,7 +158,8 @@ class Walk:
         is_loss = above.site is not None and above.site.call.rule.is_loss
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_usual = self._at(child).shape[:1] == (self._size,) and (is_loss or is_picked)
+        is_as_long = self._at(child).shape[:1] == (self._size,)
+        is_usual = is_as_long and (is_loss or is_picked)
         if is_usual or not self._found.is_readable or self._origins.of_tables(child[0]):
             return False
         is_same = place in self._found.owned and above.shape[:1] == self._at(child).shape[:1]
@@ -168,6 +169,8 @@ class Walk:
         is_table = self._origins.of_tables
         known = owners_behind_loss(child[0], self._size, is_table) if of_loss else None
         if known is None and (not of_loss or place in self._found.owned):
+            # Of as many, data and what a constant made of a table are not told apart.
+            is_table = self._origins.of_constants if is_as_long else is_table
             known = owners_of_rows(child[0], self._size, child[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = self._at(child).is_call and not is_loss
@@ -227,14 +230,17 @@ class Walk:
         is_broadcast = len(below.shape) < len(above.shape)
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
-        if not operation or place in self._before:
-            return place in self._dropped
         has_samples = bool(self._found.positions[place])
+        if not operation or place in self._before:
+            is_as_long = above.is_call and above.shape[:1] == (self._size,)
+            is_other = is_as_long and not (has_samples or self._axis(above.site))
+            is_other &= place not in self._before and not self._origins.of_constants(place[0])
+            return is_other or place in self._dropped
         is_constant = not has_samples and self._origins.of_constants(child[0])
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
-        if nodes.keeps_rows(*place, position):
-            return not has_samples and above.shape[:1] == (self._size,)
+        if operation in nodes.SAME_AXES or nodes.keeps_rows(*place, position):
+            return not has_samples and self._has_none(above.shape, below.shape)
         if operation in nodes.TURNS:
             return has_samples
         # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
@@ -244,11 +250,25 @@ class Walk:
         if is_picked or operation in nodes.SELECTIONS or is_less:
             kept = above.shape[is_picked:]
             is_other = any(length % self._size == 0 for length in kept)
-            site = below.site  # states have samples elsewhere than what comes in
-            if is_other and (site is None or not self._survey.axes[site.call, site.index]):
+            if is_other and not self._axis(below.site):
                 self._dropped.add(child)
             return is_other
         return False
+
+    def _axis(self, site: Site | None) -> int:
+        """States have samples elsewhere than what comes in."""
+        return self._survey.axes[site.call, site.index] if site is not None else 0
+
+    def _has_none(self, shape: torch.Size, behind: torch.Size) -> bool:
+        """Whether a tensor may have no samples in front, as what keeps its order has none there."""
+        if shape[:1] == behind[:1]:
+            return True
+        merged = list(behind[1:])  # or taken apart
+        for length in reversed(shape):
+            if merged[-1:] != [length]:
+                break
+            merged.pop()
+        return any(length % self._size == 0 for length in merged)
 
     def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 of a child is known to hold the samples one after the other."""

@@ -113,3 +113,12 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
         "batch (as in logits.flatten(0, 1)). Keep those as extra dimensions: Linear takes "
         "[N, T, D], CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]."
     )
+
+
+def merged_samples(call: Call, positions: int) -> BackpackError:
+    """Samples cannot be chosen where each has several entries of axis 0."""
+    return ShapeError(
+        f"{call.path} received {positions} entries of each sample on axis 0, so that "
+        "subsampling=... cannot choose samples there: leave it out, and choose from the result; "
+        "or keep positions as an extra dimension, [N, T, D]."
+    )

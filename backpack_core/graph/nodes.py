@@ -45,6 +45,7 @@ ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn
 GATHERS, SCATTERS = _with("gather"), _with("scatter")
 REDUCTIONS = _with("reduction")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
+SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Expand"}
 # Where the factor stands that has the rows of the product.
@@ -53,6 +54,7 @@ _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 _SHARED = {
     "Mm": (1,),
     "Addmm": (2,),
+    "Embedding": (0,),
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
 # Linear as long as one of two factors is constant: where these stand among the node's inputs.

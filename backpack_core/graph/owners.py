@@ -52,17 +52,17 @@ def owners_of_rows(
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     is_kept = True
     while node is not None:
-        edges = [(i, e) for i, e in edges_behind(node) if not is_table(e.node)]
+        edges = [(i, e) for i, e in edges_behind(node) if not _is_table(e.node, is_table)]
         kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
         if not kept and (len(edges) != 1 or nodes.operation_of(node) in _PICKS):
             break
         is_kept &= bool(kept)
         edge = kept[0] if kept else edges[0][1]
         node, number = edge.node, edge.output_nr
-    if node is None or nodes.operation_of(node) not in _PICKS:
+    if node is None or nodes.operation_of(node) not in _PICKS or _is_table(node, is_table):
         return None
     child, behind = node.next_functions[0]
-    if child is None or is_table(child):
+    if child is None:
         return None
     length = nodes.shape_of(child, behind)[0]
     picked = _picked(node, number)
@@ -138,6 +138,14 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     turns = torch.empty_like(owners)
     turns[order] = rows.to(owners.device) - (counts.cumsum(0) - counts)[owners[order]]
     return turns
+
+
+def _is_table(node: Node, is_table: Tell) -> bool:
+    """Whether a tensor has no samples, or was picked from one that has none: a parameter, say."""
+    if nodes.operation_of(node) in _PICKS:
+        child, _ = node.next_functions[0]
+        return child is not None and _is_table(child, is_table)
+    return nodes.is_leaf(node) or is_table(node)
 
 
 def _picked(node: Node, number: int) -> Tensor | None:

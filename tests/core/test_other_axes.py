@@ -75,8 +75,30 @@ def _packed(net: Any, x: Tensor) -> Tensor:
     return result
 
 
+def _draws_first(net: Any, x: Tensor) -> Tensor:
+    """Several draws of every sample on the first axis, as many as samples by chance."""
+    draws = torch.linspace(-1, 1, T * D).view(T, 1, D)
+    z = net.a(x[:, 0]).unflatten(1, (H, D))[:, 0] * draws
+    return net.narrow(z.flatten(0, 1)).view(T, len(x), -1).logsumexp(0)  # type: ignore[no-any-return]
+
+
+def _axial(net: Any, x: Tensor) -> Tensor:
+    """A softmax along one axis, on the first place; samples and the other one are merged."""
+    h = net.a(x.flatten(0, 1)).view(-1, T, H, D).transpose(0, 1).reshape(T, -1, D)
+    h = h * net.square(h).sin().softmax(0).sqrt()
+    return h.view(T, len(x), H, D).mean(0)  # type: ignore[no-any-return]
+
+
+def _gated_over_steps(net: Any, x: Tensor) -> Tensor:
+    """A matrix over positions, of which there may be as many as samples."""
+    u, v = net.a(x).chunk(2, -1)
+    v = torch.einsum("ts,nsd->ntd", net.coefficients[:, 0], net.square(v))
+    return net.narrow((u * v).mean(1))  # type: ignore[no-any-return]
+
+
 NETS = {"relative": _relative, "passed_by": _passed_by, "merged_heads": _merged_heads}
 NETS |= {"by_position": _by_position, "sequence_first": _sequence_first, "packed": _packed}
+NETS |= {"draws_first": _draws_first, "axial": _axial, "gated_over_steps": _gated_over_steps}
 
 
 @pytest.mark.parametrize("check", ["first", "never"])
@@ -90,6 +112,8 @@ def test_other_axes(name: str, samples: int, check: str) -> None:
         **layers,
         table=nn.Embedding(2 * T, D),
         softmax=nn.Softmax(-1),
+        narrow=nn.Linear(D, 3),
+        square=nn.Linear(D, D),
         coefficients=coefficients,
         recurrent=nn.GRU(2, 2),
         attention=nn.MultiheadAttention(2, 1, bias=False),

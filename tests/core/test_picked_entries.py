@@ -169,3 +169,34 @@ def test_as_many_entries_as_samples_are_taken_for_theirs(shape: str) -> None:
     loss = extend(nn.CrossEntropyLoss())(model(torch.randn(N, T, 2)), torch.arange(N) % C)
     with pytest.raises(SampleMixingError), backpack(BatchGrad(), DiagGGNExact()):
         loss.backward()
+
+
+LOOKED_UP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "leaf": lambda table, which: table[which],
+    "part of a leaf": lambda table, which: table[:-1][which],
+    "computed": lambda table, which: table.sin()[which],
+    "function": lambda table, which: nn.functional.embedding(which, table * 2),
+}
+
+
+@pytest.mark.parametrize("is_extended", [True, False])
+@pytest.mark.parametrize("way", LOOKED_UP)
+@pytest.mark.parametrize("rows", [N, 2 * N, N + 1])
+def test_a_table_is_no_batch(rows: int, way: str, is_extended: bool) -> None:
+    """What is picked from a parameter is no sample's, also where it has as many rows."""
+    which = torch.tensor([rows - 2, 0, 0, 2])
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return LOOKED_UP[way](net.c.weight, which) + net.a(x)  # type: ignore[no-any-return]
+
+    model = extend(Net(forward, a=nn.Linear(2, C), c=nn.Linear(C, rows, bias=False)))
+    x, target = torch.randn(N, 2), torch.randint(0, C, (N,))
+    terms = nn.functional.cross_entropy(model(x), target, reduction="none") / N
+    lossfunc = extend(nn.CrossEntropyLoss()) if is_extended else nn.functional.cross_entropy
+    loss = lossfunc(model(x), target)
+    with backpack(BatchGrad()):
+        loss.backward()
+    for n in range(N):
+        own = torch.autograd.grad(terms[n], list(model.parameters()), retain_graph=True)
+        for parameter, expected in zip(model.parameters(), own, strict=True):
+            torch.testing.assert_close(vars(parameter)["grad_batch"][n], expected)
