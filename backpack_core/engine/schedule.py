@@ -188,11 +188,11 @@ class HookSchedule(Schedule):
             passes: Where the pass is known by its task, until it fails.
         """
         super().__init__(survey, groups)
-        self._passes = passes
+        self.passes = passes
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""
-        when_reached(node, self, HookSchedule.reach, self._passes)
+        when_reached(node, self, HookSchedule.reach, self.passes)
 
     def reach(self, grads: Any) -> None:
         """Autograd is at a node."""
