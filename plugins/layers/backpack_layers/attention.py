@@ -122,7 +122,7 @@ class MultiheadAttentionRule(AffinePairsRule):
 
     def node_inside(self, view: View) -> Node | None:
         """Where one product made query, key and value of one tensor."""
-        return projection(view, self.reads_inside) if _is_self_attention(view) else None
+        return projection(view, *self.reads_inside) if _is_self_attention(view) else None
 
     def _packed(self, view: View, mat: Tensor) -> Tensor:
         """Columns at the three projections as groups. Shape ``[V, N, S, 3, E]``."""

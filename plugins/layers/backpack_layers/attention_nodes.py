@@ -42,14 +42,18 @@ def _transposed(node: Node) -> Node | None:
     return node.next_functions[0][0] if node.name() == "TBackward0" else None
 
 
-def projection(view: View, names: Sequence[str]) -> Node | None:
-    """The first node that wants a gradient of some parameters, on the way from the output."""
-    if view.node is None:
+def projection(view: View, weight: str, bias: str) -> Node | None:
+    """The first node that wants a gradient of one of two parameters, seen from the output.
+
+    The bias is added behind the product, or along with it.
+    """
+    owned = view.stored.owned
+    names = [name for name in (bias, weight) if name in owned and owned[name][0].requires_grad]
+    if view.node is None or not names:
         return None
-    params = [view.stored.owned[name][0] for name in names if name in view.stored.owned]
-    leaves = {get_gradient_edge(p).node for p in params if p.requires_grad}
+    leaf, is_weight = get_gradient_edge(owned[names[0]][0]).node, names[0] == weight
     for node in _inside(view.call, view.node):
         for child, _ in node.next_functions:
-            if child in leaves or (child is not None and _transposed(child) in leaves):
+            if child is leaf or (is_weight and child is not None and _transposed(child) is leaf):
                 return node
     return None
