@@ -205,9 +205,11 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
     It may never get there (``backward(inputs=...)``, an exception): then the hook stays on the
     node, and holds neither the node nor the owner.
     """
-    this = weakref.ref(owner)
+    this, task = weakref.ref(owner), _torch.graph_task_id()
 
     def reached(grads: Any) -> None:
+        if task not in (-1, _torch.graph_task_id()):  # a pass inside of this one
+            return
         handle.remove()
         found = this()
         if found is not None:

@@ -142,3 +142,19 @@ def test_nothing_is_left_on_the_graph() -> None:
         net.attention.in_proj_weight.grad_batch.sum(0),
         *torch.autograd.grad(lossfunc(model(x), y), net.attention.in_proj_weight),
     )
+
+
+def test_a_pass_inside_is_another_one() -> None:
+    """A hook inside the attention asks for gradients by the same graph, of something else."""
+    net = Net()
+    model, lossfunc = extend(net), extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(2, 3, WIDTH, dtype=torch.double), torch.tensor([0, 1])
+    out = model(x)
+    loss, other, weight = lossfunc(out, y), out.sum(), net.attention.in_proj_weight
+    handle = net.attention.out_proj.weight.register_hook(
+        lambda _: torch.autograd.grad(other, net.before.weight, retain_graph=True) and None
+    )
+    with backpack(BatchGrad(), check="never"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
