@@ -50,32 +50,33 @@ def moments_of_column(
     single = features * size * out.element_size()
     left = out.reshape(samples, positions, features).mT
     right = inp.reshape(samples, positions, size)
-    if formed is not None and not (sum_ or square or norm):
-        torch.bmm(left, right, out=formed.view(samples, features, size))
+    target = None if formed is None else formed.view(samples, features, size)
+    if target is not None and not (sum_ or square or norm):
+        torch.bmm(left, right, out=target)
         return NOTHING
     limit = PIECE if square or norm else CACHE  # what only one reads may be larger
     few = even_size(samples, max(1, min(limit, memory_budget()) // single))
-    places: Iterable[Tensor]
-    if formed is None:
-        places = repeat(out.new_empty(few, features, size))
-    else:
-        places = formed.view(samples, features, size).split(few)
+    place = out.new_empty(few, features, size) if target is None else target
+    parts: Iterable[tuple[Tensor, ...]] = ((left, right, place),)
+    if few < samples:  # views take time
+        places = repeat(place) if target is None else place.split(few)
+        parts = zip(left.split(few), right.split(few), places, strict=False)
     ones = out.new_ones(few)
-    total = out.new_zeros(features * size) if sum_ else None
-    squares = out.new_zeros(features * size) if square else None
+    total = squares = None  # the first piece is written where zeros would have to be
     norms: list[Tensor] = []
-    for some, seen, place in zip(left.split(few), right.split(few), places, strict=False):
-        count = some.shape[0]
-        whole = place if place.shape[0] == count else place[:count]
+    for some, seen, place in parts:
+        count = len(some)
+        whole = place if len(place) == count else place[:count]
         piece = torch.bmm(some, seen, out=whole).view(count, -1)
         if norm:
             norms.append(torch.linalg.vector_norm(piece, dim=1))
-        if total is not None:
-            total.addmv_(piece.T, ones[:count])
-        if squares is not None and formed is None and count > 1:  # the last to read the piece
-            squares.addmv_(piece.square_().T, ones[:count])
-        elif squares is not None:
-            for row in piece.unbind():
+        if sum_:
+            total = _with(total, piece, ones[:count])
+        if square and formed is None and count > 1:  # the last to read the piece
+            squares = _with(squares, piece.square_(), ones[:count])
+        elif square:
+            squares = piece[0].square() if squares is None else squares.addcmul_(piece[0], piece[0])
+            for row in piece[1:].unbind():
                 squares.addcmul_(row, row)
     shape = (1, features, size)
     return Moments(
@@ -83,3 +84,8 @@ def moments_of_column(
         None if squares is None else squares.view(shape),
         torch.cat(norms).square_().unsqueeze(0) if norm else None,
     )
+
+
+def _with(total: Tensor | None, rows: Tensor, ones: Tensor) -> Tensor:
+    """A sum, of nothing so far or in place, and ``Σ_k rows[k]``."""
+    return torch.mv(rows.T, ones) if total is None else total.addmv_(rows.T, ones)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._torch import Node
 from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
@@ -52,6 +53,7 @@ class LayerRule(ABC):
         jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
         hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
+        reads_inside: Parameters whose columns autograd may bring, at :meth:`node_inside`.
 
     A property that is not declared is assumed absent. The conformance kit checks each of them.
 
@@ -67,6 +69,7 @@ class LayerRule(ABC):
     hessian_is_diagonal: ClassVar[bool] = False
     jacobian_is_constant: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
+    reads_inside: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @hookimpl
@@ -104,6 +107,14 @@ class LayerRule(ABC):
     def parameter_names(self, module: Module) -> tuple[str, ...]:
         """The parameters of a module that the rule covers."""
         return ()
+
+    def node_inside(self, view: View) -> Node | None:
+        """Where the gradient arrives that the parameters of :attr:`reads_inside` are read from.
+
+        Of first-order extensions these are read when autograd gets there, from ``view.inner``;
+        where nothing is named, and for all other quantities, at the output as ever.
+        """
+        return None
 
     def covers(self, module: Module, name: str) -> bool:
         """Whether a parameter is one of them."""

@@ -188,11 +188,11 @@ class HookSchedule(Schedule):
             passes: Where the pass is known by its task, until it fails.
         """
         super().__init__(survey, groups)
-        self._passes = passes
+        self.passes = passes
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""
-        when_reached(node, self, HookSchedule.reach, self._passes)
+        when_reached(node, self, HookSchedule.reach, self.passes)
 
     def reach(self, grads: Any) -> None:
         """Autograd is at a node."""
@@ -205,9 +205,11 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
     It may never get there (``backward(inputs=...)``, an exception): then the hook stays on the
     node, and holds neither the node nor the owner.
     """
-    this = weakref.ref(owner)
+    this, task = weakref.ref(owner), _torch.graph_task_id()
 
     def reached(grads: Any) -> None:
+        if task not in (-1, _torch.graph_task_id()):  # a pass inside of this one
+            return
         handle.remove()
         found = this()
         if found is not None:

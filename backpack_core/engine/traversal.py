@@ -5,15 +5,18 @@ A :class:`Traversal` knows no order and no place for values: its schedule and it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator, see_through
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.groups import Group
+from backpack_core.engine.inside import Later, read_here
 from backpack_core.engine.location import place
 from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
@@ -21,6 +24,7 @@ from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.owners import turns_of
+from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import name_of_parameter
@@ -37,6 +41,7 @@ class Traversal:
         schedule: What waits where, for every group.
         sink: Where values go.
         chunks: Carries through at once what does not fit into memory; ``None`` where all does.
+        inside: What is read behind the visit, by the node where autograd brings its gradient.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Traversal:
         self.schedule = schedule
         self.sink = sink
         self.chunks = chunks
+        self.inside: dict[Node, list[Later]] = {}
         self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, slot: int, site: Site, view: View) -> None:
@@ -79,7 +85,10 @@ class Traversal:
             if not view.positions and propagator.keeps_apart:
                 self._see_apart(view, propagator, quantity)
             if group.extensions:
-                self._read(slot, view, carrier, whole)
+                is_late = call.rule.reads_inside and arrived is NOTHING
+                trained = self.survey.trained[call]
+                here = read_here(self, slot, view, carrier, whole) if is_late else trained
+                self.read(slot, view, carrier, whole, here)
             if self.survey.alignment.apart and self._sends_apart(slot, site):
                 self._send_apart(slot, site, view, carrier, quantity)
             if not propagator.travels:
@@ -290,10 +299,11 @@ class Traversal:
 
     # Reading -------------------------------------------------------------------------------------
 
-    def _read(self, slot: int, view: View, carrier: Carrier, quantity: Any) -> None:
-        """Let every extension read off every parameter of the call's module."""
+    def read(
+        self, slot: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
+    ) -> None:
+        """Let every extension read off parameters of the call's module."""
         group = self.groups[slot]
-        trained = self.survey.trained[view.call]
         if carrier.gives_values:
             for found in carrier.find(view, trained, quantity):
                 self._refuse_shared(found)

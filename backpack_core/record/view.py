@@ -42,6 +42,7 @@ class View:
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
             pass, for chunks of columns, and, but at losses, where autograd does not go.
+        inner: What autograd brought to the node that the rule named (``reads_inside``).
         dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them: for shapes and flags;
@@ -70,6 +71,7 @@ class View:
         self.kept: dict[Any, Any] = {} if kept is None else kept
         self.is_differentiable = torch.is_grad_enabled()
         self.is_reached = True
+        self.inner: Tensor | None = None
         self.positions = positions
         self._whole: View | None = None
         self.counted: tuple[list[Tensor], list[int]] | None = None

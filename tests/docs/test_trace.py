@@ -36,7 +36,7 @@ def called(steps: list[Step]) -> Counter[str]:
 @pytest.mark.parametrize(
     ("count", "names"),
     [
-        (1, "traversal.visit traversal._at_output traversal._read carriers.find traversal.send"),
+        (1, "traversal.visit traversal._at_output traversal.read carriers.find traversal.send"),
         (1, "column_propagator.propagate rules.jac_t_mat_prod linear._jac_t_mat_prod"),
         (2, "parametric.param_product sink.note diag_ggn.read untouched.owned sink.store"),
     ],

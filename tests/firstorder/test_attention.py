@@ -99,7 +99,8 @@ def test_one_column_goes_through_the_kernel(case: str, monkeypatch: pytest.Monke
     x, y = torch.randn(4, 5, 4), torch.arange(4) % 3
     with backpack(BatchGrad(), BatchGrad(subsampling=[2, -4], savefield="some")):
         lossfunc(model(x), y).backward()
-    assert len(found) == 4
+    # The first layer's projections are one, of which autograd brings the gradient of all samples.
+    assert len(found) == (4 if case in {"more positions", "other widths"} else 3)
     assert {taken is None for taken in found} == {case in {"mask", "padding"}}
     for parameter in model.parameters():
         chosen: Any = parameter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import cast
@@ -17,8 +16,8 @@ from torch.nn import functional as F
 from backpack_core.contract.arguments import arguments, by_slot, slots, tensor, whole_call
 from backpack_core.contract.parametric import AffinePairsRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.call import Call
 from backpack_core.record.view import View
+from backpack_layers.attention_nodes import kept_by_kernel, projection
 
 NAMES = ("query", "key", "value")
 SAVED = (*NAMES, "output")
@@ -66,6 +65,7 @@ class MultiheadAttentionRule(AffinePairsRule):
         "out_proj.bias",
     )
     linear_in_params = ("out_proj.weight", "out_proj.bias")
+    reads_inside = ("in_proj_weight", "in_proj_bias")
 
     def check(self, view: View) -> None:
         """Refuse layouts without a leading batch axis, dropout, and the weights as an output."""
@@ -120,8 +120,15 @@ class MultiheadAttentionRule(AffinePairsRule):
         inp = tensor(view, NAMES[which]).unsqueeze(2)
         return self._at_inputs(view, mat)[which].unsqueeze(3), inp
 
+    def node_inside(self, view: View) -> Node | None:
+        """Where one product made query, key and value of one tensor."""
+        return projection(view, *self.reads_inside) if _is_self_attention(view) else None
+
     def _packed(self, view: View, mat: Tensor) -> Tensor:
         """Columns at the three projections as groups. Shape ``[V, N, S, 3, E]``."""
+        if view.inner is not None:  # the module has positions in front
+            samples, length, _ = view.output_shape
+            return view.inner.reshape(1, length, samples, 3, -1).transpose(1, 2)
 
         def pack() -> Tensor:
             # Query and key may differ in length: positions that one lacks hold zeros.
@@ -223,7 +230,7 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
     if view.is_differentiable or any(given[mask] is not None for mask in masks):
         return None
     kernel = getattr(torch.ops.aten, KERNEL_BACKWARD, None)
-    saved = _saved(view, (*SAVED, "logsumexp"), KERNEL)
+    saved = kept_by_kernel(view, (*SAVED, "logsumexp"), KERNEL)
     if kernel is None or saved is None or saved[0].dtype != context.dtype:
         return None
     query, key, value = kernel(context, *saved, 0.0, hinted)
@@ -232,7 +239,7 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
 
 def _context(view: View) -> Tensor:
     """The context, without the rest if a kernel saved it. Shape ``[N, H, L, D]``."""
-    saved = _saved(view, ("output",))
+    saved = kept_by_kernel(view, ("output",))
     return _heads(view).context if saved is None else saved[0].to(view.dtype)
 
 
@@ -242,35 +249,13 @@ def _heads(view: View) -> Heads:
 
 def _attend(view: View) -> Heads:
     """The heads: what torch's fused kernels saved, or the attention run again."""
-    saved = _saved(view, SAVED)
+    saved = kept_by_kernel(view, SAVED)
     if saved is None:
         return _attend_again(view)
     query, key, value, context = [x.to(view.dtype) for x in saved]
     query = query * (1 / sqrt(query.shape[-1]))
     attention = _softmax(query @ key.transpose(-1, -2), _mask(view, key.shape[2]))
     return Heads(query, key, value, attention, context)
-
-
-def _saved(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:
-    """What a fused kernel kept, one of a name or any; ``None`` if something of it is missing."""
-    node = None if view.node is None else _kernel(view.call, view.node)
-    if node is None or view.is_differentiable or not node.name().startswith(kernel):
-        return None
-    found = [saved for name in names if (saved := view.saved(name, node)) is not None]
-    return found if len(found) == len(names) else None
-
-
-def _kernel(call: Call, node: Node) -> Node | None:
-    """The node of a fused kernel next to that of an output, among those that a call made."""
-    seen = {edge.node for edge in call.edges if edge is not None}
-    found = [node]
-    for node in found:
-        if node.name().startswith("ScaledDotProduct"):
-            return node
-        new = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
-        seen.update(new)
-        found += new
-    return None
 
 
 def _attend_again(view: View) -> Heads:

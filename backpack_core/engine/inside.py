@@ -1,0 +1,65 @@
+"""Parameters deep inside of a module, read when autograd brings the gradient that arrives there.
+
+What first-order extensions read at a projection of attention is the gradient at that projection. A
+rule can carry the one at the output back to it, which is a part of the backward pass once more; or
+say where it arrives anyway (``LayerRule.node_inside``), and have it in ``view.inner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from backpack_core._torch import current_node, will_execute
+from backpack_core.contract.carrier import Carrier
+from backpack_core.engine.active import current
+from backpack_core.engine.location import place
+from backpack_core.engine.schedule import HookSchedule, when_reached
+from backpack_core.graph.parameters import Trained
+from backpack_core.record.view import View
+
+if TYPE_CHECKING:
+    from backpack_core.engine.traversal import Traversal  # which calls this
+
+# The arguments of ``Traversal.read``, for a reading that waits.
+Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
+
+
+def read_here(
+    traversal: Traversal, slot: int, view: View, carrier: Carrier, quantity: Any
+) -> Sequence[Trained]:
+    """What is read at the output of a call; the rest waits where autograd brings its gradient."""
+    survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule
+    trained, context = survey.trained[view.call], current(view.call.thread)
+    later = [use for use in trained if use.name in rule.reads_inside]
+    if (
+        not later
+        or not isinstance(schedule, HookSchedule)
+        or traversal.groups[slot].propagator.travels
+        or carrier.gives_values
+        or view.is_differentiable
+        or view.indices is not None
+        or view.positions != 1
+        or survey.alignment.owned
+        or context is None
+        or context.extension_hook is not None  # which sees all that is read at a module
+    ):
+        return trained
+    node = rule.node_inside(view)
+    if node is None or not will_execute(node):
+        return trained
+    when_reached(node, traversal, _reach, schedule.passes)
+    traversal.inside.setdefault(node, []).append((slot, view, carrier, quantity, later))
+    return [use for use in trained if use not in later]
+
+
+def _reach(traversal: Traversal, grads: Sequence[Tensor | None]) -> None:
+    for slot, view, *what in traversal.inside.pop(current_node(), ()):
+        view.inner, view.counted = grads[0], None
+        try:
+            traversal.read(slot, view, *what)
+        except Exception as error:
+            place(error, view, traversal.groups[slot].first)
+            raise

@@ -1,0 +1,59 @@
+"""The nodes of autograd inside of attention: what they keep, and where gradients arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from backpack_core.record.call import Call
+from backpack_core.record.view import View
+
+
+def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:
+    """What a fused kernel kept, one of a name or any; ``None`` if something of it is missing."""
+    node = None if view.node is None else _kernel(view.call, view.node)
+    if node is None or view.is_differentiable or not node.name().startswith(kernel):
+        return None
+    found = [kept for name in names if (kept := view.saved(name, node)) is not None]
+    return found if len(found) == len(names) else None
+
+
+def _kernel(call: Call, node: Node) -> Node | None:
+    """The node of a fused kernel next to that of an output."""
+    nodes = _inside(call, node)
+    return next((found for found in nodes if found.name().startswith("ScaledDotProduct")), None)
+
+
+def _inside(call: Call, node: Node) -> Iterator[Node]:
+    """The nodes that a call made, from that of an output on."""
+    seen = {edge.node for edge in call.edges if edge is not None}
+    found = [node]
+    for node in found:
+        yield node
+        new = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
+        seen.update(new)
+        found += new
+
+
+def _transposed(node: Node) -> Node | None:
+    """What a node transposes, if it does."""
+    return node.next_functions[0][0] if node.name() == "TBackward0" else None
+
+
+def projection(view: View, weight: str, bias: str) -> Node | None:
+    """The first node that wants a gradient of one of two parameters, seen from the output.
+
+    The bias is added behind the product, or along with it.
+    """
+    owned = view.stored.owned
+    names = [name for name in (bias, weight) if name in owned and owned[name][0].requires_grad]
+    if view.node is None or not names:
+        return None
+    leaf, is_weight = get_gradient_edge(owned[names[0]][0]).node, names[0] == weight
+    for node in _inside(view.call, view.node):
+        for child, _ in node.next_functions:
+            if child is leaf or (is_weight and child is not None and _transposed(child) is leaf):
+                return node
+    return None
