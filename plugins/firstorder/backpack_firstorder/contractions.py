@@ -17,6 +17,7 @@ from backpack_core.contract.contractions import (
     pieces,
     products,
     row_steps,
+    square_norm_of,
     square_sum,
     sums,
 )
@@ -57,8 +58,8 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(out.shape[:2])
     if out.shape[2] == 1:
-        left = out.square().sum(-1).squeeze(2)
-        return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
+        squares = square_norm_of(out.squeeze(2)) * square_norm_of(inp[:].squeeze(1))  # [V, N, G]
+        return squares.squeeze(2) if squares.shape[2] == 1 else squares.sum(2)
     if is_gram_cheaper(out, inp):
         return inner(out, inp, out, inp).clamp(min=0)  # rounding, where positions cancel
     if torch.is_grad_enabled():  # whose graph has all pieces anyway

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -39,8 +39,6 @@ class LossSqrt(ColumnPropagator):
         samples: Number of Monte-Carlo samples; ``None`` for the exact root.
         subsampling: The samples of the batch that take part; ``None`` for all.
         tolerance: What :func:`truncated` leaves out of the exact root.
-        mixes: Whether columns may be replaced by others with the same outer products; see
-            ``condensed``.
     """
 
     needs_gradient: ClassVar[bool] = False
@@ -48,7 +46,6 @@ class LossSqrt(ColumnPropagator):
     samples: int | None = None
     subsampling: tuple[int, ...] | None = None
     tolerance: float = 0.0
-    mixes: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the number of samples, and the tolerance.
@@ -74,7 +71,7 @@ class LossSqrt(ColumnPropagator):
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
         factor = at_least_single(rule.factor(view).detach())
-        scale = factor.sum() / max(1, factor.numel())
+        scale = factor.sum() / max(1, factor.numel()) if factor.dim() else factor
         if self.samples is None:
             warn_of_zero(rule, view)
             root = truncated(rule.sqrt_hessian(view), self.tolerance)
@@ -83,8 +80,20 @@ class LossSqrt(ColumnPropagator):
         return Columns.start("loss", root, scale=scale)
 
     def serving(self, extensions: Sequence[Extension]) -> LossSqrt:
-        """Columns are mixed where none of the extensions minds."""
-        return replace(self, mixes=all(extension.columns_mix for extension in extensions))
+        """Several columns may be replaced by others where none of the extensions minds."""
+        may_mix = self.samples != 1 and all(extension.columns_mix for extension in extensions)
+        return self.mixing() if may_mix else self
+
+    def mixing(self) -> LossSqrt:
+        """The same, for columns that may be replaced; a subclass with a start of its own says."""
+        if type(self) is not LossSqrt:
+            return self
+        return MixedSqrt(self.samples, self.subsampling, self.tolerance)
+
+
+@dataclass(frozen=True)
+class MixedSqrt(LossSqrt):
+    """Columns that may be replaced by others with the same outer products; see ``condensed``."""
 
     def shed(
         self,
@@ -97,7 +106,7 @@ class LossSqrt(ColumnPropagator):
         """Chunks at a loss; where the layer before it is narrow, behind that one."""
         if rule is None:  # they come into being there, so none has a part elsewhere
             return quantity.cut(size)
-        if self.mixes and rule.is_loss and not is_rooted:
+        if rule.is_loss and not is_rooted:
             found = at_head(view, quantity)
             if found is not None:
                 return found, ()
