@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,27 @@ from backpack_core.values import at_least_single
 from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"
+
+
+def as_count(name: str, value: Any, otherwise: str = "") -> int:
+    """An argument that is a positive integer, as numpy's and torch's are, too.
+
+    Args:
+        name: The argument's.
+        value: What was given.
+        otherwise: What else it may be, for the message.
+
+    Raises:
+        UsageError: It is none.
+    """
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
+    try:
+        count = 0 if is_flag else operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise UsageError(f"{name} must be a positive integer{otherwise}. Got {value!r}.")
+    return count
 
 
 def warn_of_zero(rule: LossRule, view: View) -> None:
@@ -63,10 +85,8 @@ class LossSqrt(ColumnPropagator):
                 f"tolerance={self.tolerance!r} truncates the exact root of the loss Hessian, and "
                 f"mc_samples={self.samples!r} asks for a sampled one: leave one of both out."
             )
-        if self.samples is not None and (
-            not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1
-        ):
-            raise UsageError(f"mc_samples must be a positive integer. Got {self.samples!r}.")
+        if self.samples is not None:  # in a plain int, so that equal propagators are equal
+            object.__setattr__(self, "samples", as_count("mc_samples", self.samples))
 
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
