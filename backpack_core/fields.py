@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import repr as abridged
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -65,8 +66,8 @@ def quantities(model: Module) -> Mapping[str, Fields]:
     Raises:
         UsageError: It is no module.
     """
-    if not isinstance(model, Module):
-        kind = type(model).__name__
-        raise UsageError(f"quantities(model) takes a torch.nn.Module. Got {model!r}, a {kind}.")
+    given: object = model
+    if not isinstance(given, Module):
+        raise UsageError(f"quantities(model) takes a torch.nn.Module. Got {abridged(given)}.")
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return Quantities((name, Fields(name, parameter)) for name, parameter in trained)
