@@ -20,7 +20,7 @@ from backpack_core.contract.product import DenseProduct, PlacedProduct, SamplePr
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
-from backpack_firstorder import contractions, products  # noqa: F401 - registers its versions
+from backpack_firstorder import contractions, products
 
 # Numbers smaller than this times the smallest normal one have lost digits.
 _MARGIN = 1e7
@@ -46,10 +46,13 @@ def _is_doubtful(product: SampleProduct) -> bool:
     if not is_seen(product.like):
         return not is_symbolic(product.like) and bool(product.columns * product.samples)
     squares = squared_norm(product)
-    if not squares.numel() or are_in_range(squares):
+    factors: tuple[Tensor, ...] = product.results.get(products.FACTORS, ())
+    if not squares.numel() or all(map(are_in_range, (squares, *factors))):
         return False
-    squares = squares.detach()
-    small = squares < _bounds(squares.dtype)[0]
+    least, squares = _bounds(squares.dtype)[0], squares.detach()
+    if any(any_of((factor > 0) & (factor < least)) for factor in factors):
+        return True  # a product with a large one is in range, and has no more digits
+    small = squares < least
     return any_of(~squares.isfinite() | (small & _may_differ_from_zero(product)))
 
 
