@@ -60,13 +60,16 @@ class SoftmaxLossRule(LossRule):
         return self.at_input(view, half.to(view.input.dtype))
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
-        p = self.by_position(view, view.input).softmax(1)
+        x = self.by_position(view, view.input)
+        # Rounded probabilities are others: in single precision at least, as the exact root.
+        p = x.softmax(1, dtype=torch.promote_types(x.dtype, torch.float32))
         positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
         labels = drawn(rows, samples).T.reshape(samples, p.shape[0], 1, positions)
         gradient = p.expand(samples, *p.shape).clone()
         gradient.scatter_add_(2, labels, p.new_full((1,), -1.0).expand(labels.shape))
-        return self.at_input(view, gradient * real_sqrt(view, self.weight(view) / samples))
+        columns = gradient * real_sqrt(view, self.weight(view) / samples)
+        return self.at_input(view, columns.to(x.dtype))
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         p = self.by_position(view, view.input).softmax(1)
