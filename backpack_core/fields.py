@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from reprlib import repr as abridged
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -68,6 +67,6 @@ def quantities(model: Module) -> Mapping[str, Fields]:
     """
     given: object = model
     if not isinstance(given, Module):
-        raise UsageError(f"quantities(model) takes a torch.nn.Module. Got {abridged(given)}.")
+        raise UsageError(f"quantities(model) takes a torch.nn.Module. Got {given!r:.80}.")
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return Quantities((name, Fields(name, parameter)) for name, parameter in trained)

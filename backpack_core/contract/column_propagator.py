@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from reprlib import repr as abridged
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +38,8 @@ class ColumnPropagator(Propagator):
             waiting = super().arrive(rule, view, waiting)
             if not isinstance(waiting, Columns):
                 raise ShapeError(
-                    f"{type(self).__name__}.start returned {abridged(waiting)} at {view.path}, "
-                    "expected Columns. Columns.start(name, mat) makes them of a tensor [V, N, *in]."
+                    f"{type(self).__name__}.start returned a {type(waiting).__name__} at "
+                    f"{view.path}: make Columns.start(name, mat) of a tensor [V, N, *in]."
                 )
             expect(view, self, "start returned columns of", waiting.mat, view.input_shape)
         return None if waiting is None else waiting.to(view.dtype)

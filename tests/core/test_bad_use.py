@@ -188,9 +188,9 @@ class OfStarted(Extension):
     [
         (
             torch.zeros(1, 4, 3),
-            r"Started\.start returned tensor.* at .*Columns\.start\(name, mat\)",
+            r"Started\.start returned a Tensor at .*Columns\.start\(name, mat\)",
         ),
-        (None, r"Started\.start returned None at "),
+        (None, r"Started\.start returned a NoneType at "),
         (
             Columns.start("narrow", torch.zeros(1, 4, 2)),
             r"start returned columns of shape \[1, 4, 2\] at .*expected a tensor \[V, 4, 3\]",

@@ -47,9 +47,12 @@ def _is_doubtful(product: SampleProduct) -> bool:
         return not is_symbolic(product.like) and bool(product.columns * product.samples)
     squares = squared_norm(product)
     factors: tuple[Tensor, ...] = product.results.get(products.FACTORS, ())
-    if not squares.numel() or all(map(are_in_range, (squares, *factors))):
+    least = _bounds(squares.dtype)[0]
+    if not squares.numel() or (
+        are_in_range(squares) and all(factor.min().item() >= least for factor in factors)
+    ):
         return False
-    least, squares = _bounds(squares.dtype)[0], squares.detach()
+    squares = squares.detach()
     if any(any_of((factor > 0) & (factor < least)) for factor in factors):
         return True  # a product with a large one is in range, and has no more digits
     small = squares < least
