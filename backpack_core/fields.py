@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn import Module, Parameter
 
-from backpack_core.errors import nearest
+from backpack_core.errors import UsageError, nearest
 
 
 class Fields:
@@ -61,6 +61,12 @@ def quantities(model: Module) -> Mapping[str, Fields]:
 
     Returns:
         A mapping of names, as in ``named_parameters``, to objects with the fields as attributes.
+
+    Raises:
+        UsageError: It is no module.
     """
+    given: object = model
+    if not isinstance(given, Module):
+        raise UsageError(f"quantities(model) takes a torch.nn.Module. Got {given!r:.80}.")
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return Quantities((name, Fields(name, parameter)) for name, parameter in trained)

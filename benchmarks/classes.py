@@ -2,7 +2,7 @@
 
 First, ``DiagGGNExact`` and ``KFLR`` with columns condensed behind the head, with all of them, and
 with all of them but a tolerance, relative to a plain pass. Then, for single layers, diagonals by
-products and by pairs of positions.
+products and by pairs of positions. Last, draws of one class for each of some rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from backpack_core import backpack, extend
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.extensions import KFLR, DiagGGNExact
+from backpack_layers.categorical import drawn
 from backpack_secondorder import condensed, position_pairs
 from benchmarks.problems import PROBLEMS
 
@@ -28,6 +29,8 @@ LAYERS = [
     (99, 2, 64, 256, 2304), (50, 2, 64, 256, 2304), (99, 4, 36, 192, 1728),
     (33, 4, 36, 192, 1728), (99, 8, 36, 192, 192), (99, 2, 64, 128, 128),
 ]  # fmt: skip
+# Rows, classes.
+DRAWS = [(128, 10), (128, 1000), (512, 50257)]
 
 
 def least(step: Callable[[], Any], rounds: int) -> float:
@@ -83,8 +86,16 @@ def pairs(layer: tuple[int, ...], rounds: int) -> None:
     print(f"{shape}{by_products:10.1f}{by_pairs:10.1f}  {chosen}", flush=True)
 
 
+def draws(shape: tuple[int, int], rounds: int) -> None:
+    """Print a line for the number of rows and of classes."""
+    p = torch.randn(shape).softmax(1)
+    by_torch = least(lambda: torch.multinomial(p, 1, replacement=True), rounds)
+    by_inversion = least(lambda: drawn(p, 1), rounds)
+    print(f"{shape[0]:6}{shape[1]:7}{by_torch:12.3f}{by_inversion:12.3f}", flush=True)
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.classes", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="how often to measure (default: 3)")
     names = ["3c3d-100", "3c3d-1000", "vit-100", "vit-1000"]
@@ -97,6 +108,9 @@ def main() -> None:
     print("     V     N     S     O     I  products     pairs  chosen")
     for layer in LAYERS:
         pairs(layer, options.rounds)
+    print("  rows      C multinomial   inversion  (ms)")
+    for shape in DRAWS:
+        draws(shape, options.rounds)
 
 
 if __name__ == "__main__":

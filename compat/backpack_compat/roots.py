@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import Columns, LossRule, View
-from backpack_secondorder.propagators import LossSqrt
+from backpack_secondorder.propagators import LossSqrt, MixedSqrt
 
 
 def with_every_column(rule: LossRule, root: Tensor) -> Tensor:
@@ -28,3 +28,12 @@ class EveryColumn(LossSqrt):
         columns = super().start(rule, view)
         (root,) = columns.blocks
         return Columns.start(root.name, with_every_column(rule, columns.mat), scale=root.scale)
+
+    def mixing(self) -> LossSqrt:
+        """With the same start."""
+        return MixedEveryColumn(self.samples, self.subsampling, self.tolerance)
+
+
+@dataclass(frozen=True)
+class MixedEveryColumn(EveryColumn, MixedSqrt):
+    """The same where columns may be replaced by others."""

@@ -10,7 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import (
+    ColumnPropagator,
+    Columns,
     ElementwiseRule,
+    Extension,
     FirstOrderExtension,
     ParametricRule,
     SampleProduct,
@@ -18,6 +21,7 @@ from backpack_core import (
     backpack,
     disable,
     extend,
+    quantities,
 )
 from backpack_core.contract.operations import dense
 from backpack_core.errors import (
@@ -139,6 +143,64 @@ def test_unknown_fail_mode() -> None:
 def test_number_of_monte_carlo_samples(samples: Any) -> None:
     with pytest.raises(UsageError, match=r"mc_samples must be a positive integer"):
         DiagGGNMC(mc_samples=samples)
+
+
+class Four:
+    """An integer as numpy's are: no ``int``."""
+
+    def __index__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("four", [Four(), torch.tensor(4)])
+def test_integers_of_others(four: Any) -> None:
+    extension = DiagGGNMC(mc_samples=four)
+    assert extension.get_num_mc_samples() == 4
+    assert extension.propagator == DiagGGNMC(4).propagator
+    assert DiagGGNExact(chunk_size=four).chunk_size == 4
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, F.relu, [nn.Linear(1, 1)]])
+def test_quantities_of_what_is_no_module(wrong: Any) -> None:
+    with pytest.raises(UsageError, match=r"quantities\(model\) takes a torch\.nn\.Module\. Got"):
+        quantities(wrong)
+
+
+class Started(ColumnPropagator):
+    """Starts with what it is given."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def start(self, rule: Any, view: Any) -> Any:
+        return self.found
+
+
+class OfStarted(Extension):
+    savefield = "of_started"
+
+    def read(self, product: Any) -> Any:
+        return dense(product).sum()
+
+
+@pytest.mark.parametrize(
+    ("found", "match"),
+    [
+        (
+            torch.zeros(1, 4, 3),
+            r"Started\.start returned a Tensor at .*Columns\.start\(name, mat\)",
+        ),
+        (None, r"Started\.start returned a NoneType at "),
+        (
+            Columns.start("narrow", torch.zeros(1, 4, 2)),
+            r"start returned columns of shape \[1, 4, 2\] at .*expected a tensor \[V, 4, 3\]",
+        ),
+    ],
+)
+def test_what_a_propagator_starts_with(found: Any, match: str) -> None:
+    model, lossfunc = extend(nn.Linear(2, 3)), extend(nn.MSELoss())
+    with backpack(OfStarted(Started(found))), pytest.raises(ShapeError, match=match):
+        lossfunc(model(torch.randn(4, 2)), torch.randn(4, 3)).backward()
 
 
 def test_inside_disable() -> None:

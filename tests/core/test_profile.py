@@ -43,7 +43,7 @@ def test_a_row_for_each_module_and_extension() -> None:
     assert rows["Shift '1'", "DiagGGNExact"].way == "autodiff"
     assert rows["Shift '1'", "BatchGrad"].bytes == 4 * 3 * 8
     assert rows["the loss", "HMP"].way == "graph"
-    assert rows["Linear '2'", "LossSqrt"].way == "sent"
+    assert rows["Linear '2'", "MixedSqrt"].way == "sent"
     assert all(row.seconds > 0 for row in summary.rows)
     assert summary.rows == sorted(summary.rows, key=lambda row: -row.seconds)
 
@@ -89,7 +89,7 @@ def test_labels_for_a_profiler() -> None:
         run(BatchGrad(), DiagGGNExact())
     labels = {event.key for event in profile.key_averages()}
     assert "backpack: BatchGrad at Linear '0'" in labels
-    assert "backpack: LossSqrt at Linear '2'" in labels
+    assert "backpack: MixedSqrt at Linear '2'" in labels
 
 
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from backpack_core import backpack, extend
 from backpack_core.errors import RangeWarning
+from backpack_core.extensions import BatchL2Grad
 from backpack_firstorder import squares
 
 
@@ -36,6 +39,20 @@ def test_a_flag_is_looked_at_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch
         squares.warn_of_arrived()
     assert caught[0].filename == __file__
     assert not squares._pending
+
+
+@pytest.mark.parametrize(("large", "small"), [(1e10, 3e-22), (3e-22, 1e10), (1.0, 1.0)])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_squares_of_factors_that_lose_digits(large: float, small: float, rows: int) -> None:
+    """Their product is in range, where the square of one of them is not."""
+    inp, out = large * torch.randn(3, 5), small * torch.randn(3, 4)
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        model = extend(nn.Linear(5, 4 * rows, bias=False)).to(dtype)
+        with backpack(BatchL2Grad()):
+            (model(inp.to(dtype)) * out.to(dtype).repeat(1, rows)).sum().backward()
+        found[dtype] = model.weight.batch_l2.double()
+    torch.testing.assert_close(found[torch.float32], found[torch.float64], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(

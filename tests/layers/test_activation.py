@@ -123,3 +123,23 @@ class HalfReLURule(linear.ReLURule):
 
 def test_a_rule_derived_from_a_quick_one_has_its_own_formula() -> None:
     check_rule(HalfReLURule(), record(HalfReLU(), torch.randn(3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        (curved.SigmoidRule, nn.Sigmoid()),
+        (curved.TanhRule, nn.Tanh()),
+        (linear.ReLURule, nn.ReLU()),
+    ],
+)
+def test_a_subclass_with_another_derivative(kind: type[ElementwiseRule], module: nn.Module) -> None:
+    """What torch does in one kernel is no longer what it says."""
+
+    class Doubled(kind):  # type: ignore[misc, valid-type]
+        def derivative(self, view: View) -> Tensor:
+            return 2 * kind().derivative(view)
+
+    view, mat = record(module, torch.randn(4, 3)).view, torch.randn(2, 4, 3)
+    (plain,), (doubled,) = kind().jac_t_mat_prod(view, mat), Doubled().jac_t_mat_prod(view, mat)
+    close(doubled, 2 * plain, "doubled")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+from backpack_core import backpack, extend
+from backpack_core.extensions import KFAC
 from backpack_secondorder import covariances
 from tests.oracle import assert_close
 
@@ -25,3 +30,24 @@ def test_symmetric_products_by_half(
     with torch.set_grad_enabled(create_graph):
         assert_close(covariances.outer_sum(inp, 8, 0.5, mean=mean), 0.5 * expected)
         assert_close(covariances.outer(rows.flatten(0, 1)), expected)
+
+
+@pytest.mark.parametrize("sharing", ["kfc", "expand", "reduce"])
+def test_weight_and_bias_of_one_position_share_a_covariance(
+    sharing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formed once, and stored twice in memory of its own."""
+    formed, outer = [], covariances.outer
+
+    def counted(vectors: Tensor, scale: float = 1.0) -> Tensor:
+        formed.append(vectors.shape)
+        return outer(vectors, scale)
+
+    monkeypatch.setattr(covariances, "outer", counted)
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+    with backpack(KFAC(weight_sharing=sharing), check="never"):
+        lossfunc(model(torch.randn(5, 4)), torch.randint(0, 3, (5,))).backward()
+    assert formed == [(5, 1, 3)]
+    weight, bias = model.weight.kfac[0], model.bias.kfac[0]  # type: ignore[union-attr, index]
+    assert torch.equal(weight, bias)
+    assert weight.data_ptr() != bias.data_ptr()

@@ -21,12 +21,13 @@ from backpack_core.extensions import (
     DiagGGNMC,
     GGNGram,
     SqrtGGNExact,
+    SqrtGGNMC,
 )
 from backpack_data.state import over_batches
 from backpack_layers.linear import LinearRule
 from backpack_layers.softmax_root import softmax_root
 from backpack_secondorder import diag_ggn
-from backpack_secondorder.propagators import LossSqrt, truncated
+from backpack_secondorder.propagators import LossSqrt, MixedSqrt, truncated
 from tests import oracle
 from tests.secondorder.problems import Net, Problem
 
@@ -292,7 +293,9 @@ def test_gradients_of_curvature_go_through_all_columns(carried: dict[int, list[i
 
 def test_sampled_columns_may_be_condensed() -> None:
     assert DiagGGNMC.columns_mix
-    assert LossSqrt(samples=3).serving([DiagGGNMC(3)]) == LossSqrt(samples=3)
+    assert LossSqrt(samples=3).serving([DiagGGNMC(3)]) == MixedSqrt(samples=3)
+    assert LossSqrt(samples=3).serving([DiagGGNMC(3), SqrtGGNMC(3)]) == LossSqrt(samples=3)
+    assert LossSqrt(samples=1).serving([DiagGGNMC(1)]) == LossSqrt(samples=1)  # nothing to replace
 
 
 def test_losses_beside_the_one_behind_the_head(carried: dict[int, list[int]]) -> None:

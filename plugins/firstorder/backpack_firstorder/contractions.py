@@ -17,6 +17,7 @@ from backpack_core.contract.contractions import (
     pieces,
     products,
     row_steps,
+    square_norm_of,
     square_sum,
     sums,
 )
@@ -57,8 +58,7 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(out.shape[:2])
     if out.shape[2] == 1:
-        left = out.square().sum(-1).squeeze(2)
-        return (left * inp[:].square().sum(-1).squeeze(1)).sum(-1)
+        return by_group(*squares_of_factors(out, inp))
     if is_gram_cheaper(out, inp):
         return inner(out, inp, out, inp).clamp(min=0)  # rounding, where positions cancel
     if torch.is_grad_enabled():  # whose graph has all pieces anyway
@@ -66,6 +66,17 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     norms = moments(out, inp, sum_=False, square=False, norm=True).norms
     assert norms is not None
     return norms
+
+
+def squares_of_factors(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
+    """``‖out[v, n, g]‖²``, ``[V, N, G]``, and ``‖inp[n, g]‖²``, ``[N, G]``, for one position."""
+    return square_norm_of(out.squeeze(2)), square_norm_of(inp[:].squeeze(1))
+
+
+def by_group(left: Tensor, right: Tensor) -> Tensor:
+    """``‖M[v, n]‖²`` from squares of factors. Shape ``[V, N]``."""
+    squares = left * right
+    return squares.squeeze(2) if squares.shape[2] == 1 else squares.sum(2)
 
 
 def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:

@@ -8,7 +8,7 @@ devices, to look at values means to wait for them: there the careful one is the 
 
 from __future__ import annotations
 
-from functools import singledispatch
+from functools import cache, singledispatch
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from backpack_core.contract.product import DenseProduct, PlacedProduct, SamplePr
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
-from backpack_firstorder import contractions, products  # noqa: F401 - registers its versions
+from backpack_firstorder import contractions, products
 
 # Numbers smaller than this times the smallest normal one have lost digits.
 _MARGIN = 1e7
@@ -43,14 +43,19 @@ def is_doubtful(product: SampleProduct) -> bool:
 
 def _is_doubtful(product: SampleProduct) -> bool:
     """Whether a square is not finite, or tiny where the product need not be zero."""
-    if is_symbolic(product.like) or not product.columns * product.samples:
-        return False
     if not is_seen(product.like):
-        return True
-    squares = squared_norm(product).detach()
-    if are_in_range(squares):
+        return not is_symbolic(product.like) and bool(product.columns * product.samples)
+    squares = squared_norm(product)
+    factors: tuple[Tensor, ...] = product.results.get(products.FACTORS, ())
+    least = _bounds(squares.dtype)[0]
+    if not squares.numel() or (
+        are_in_range(squares) and all(factor.min().item() >= least for factor in factors)
+    ):
         return False
-    small = squares < torch.finfo(squares.dtype).tiny * _MARGIN
+    squares = squares.detach()
+    if any(any_of((factor > 0) & (factor < least)) for factor in factors):
+        return True  # a product with a large one is in range, and has no more digits
+    small = squares < least
     return any_of(~squares.isfinite() | (small & _may_differ_from_zero(product)))
 
 
@@ -61,9 +66,16 @@ def is_seen(like: Tensor) -> bool:
 
 def are_in_range(squares: Tensor, count: int = 1) -> bool:
     """Whether no square on a CPU is tiny, and ``count`` of them add up to a finite number."""
-    numbers = torch.finfo(squares.dtype)
+    least, most = _bounds(squares.dtype)
     low, high = torch.aminmax(squares)
-    return low.item() >= numbers.tiny * _MARGIN and high.item() * count <= numbers.max
+    return low.item() >= least and high.item() * count <= most
+
+
+@cache
+def _bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest number that has all of its digits, and the largest one."""
+    numbers = torch.finfo(dtype)
+    return numbers.tiny * _MARGIN, numbers.max
 
 
 def _may_differ_from_zero(product: SampleProduct) -> Tensor:

@@ -34,6 +34,9 @@ from backpack_core.contract.scale import ScaleProduct
 from backpack_core.tuning import SUMMED
 from backpack_firstorder import contractions
 
+# Under which squares of factors are kept, for who asks whether they have all of their digits.
+FACTORS = "squares of factors"
+
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
     """Which of sum, squares and norms are read off pieces of ``M``; no sum of nothing else."""
@@ -83,6 +86,10 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
+    if product.positions == 1 and product.samples * product.columns and inp.shape[3]:
+        factors = contractions.squares_of_factors(*product.factors(inp))
+        product.results[FACTORS] = factors
+        return contractions.by_group(*factors)
     norms = read_together(product).get(squared_norm)
     return contractions.squared_norm(*product.factors(inp)) if norms is None else norms
 

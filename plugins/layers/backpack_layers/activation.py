@@ -30,6 +30,7 @@ from torch.nn.functional import softplus
 
 from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.record.view import View
+from backpack_layers.fused import FusedRule
 
 SELU_ALPHA = 1.6732632423543772848170429916717
 SELU_SCALE = 1.0507009873554804934193349852946
@@ -37,7 +38,7 @@ SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
 
 
-class SigmoidRule(ElementwiseRule):
+class SigmoidRule(FusedRule):
     """``σ(x)``."""
 
     module_types = (Sigmoid,)
@@ -47,13 +48,18 @@ class SigmoidRule(ElementwiseRule):
         y = view.output
         return y * (1 - y)
 
+    def fused(self, mat: Tensor, output: Tensor) -> Tensor:
+        """``mat * φ'(x)``."""
+        product: Tensor = torch.ops.aten.sigmoid_backward(mat, output)
+        return product
+
     def second_derivative(self, view: View) -> Tensor:
         """``y (1 - y) (1 - 2y)``."""
         y = view.output
         return y * (1 - y) * (1 - 2 * y)
 
 
-class TanhRule(ElementwiseRule):
+class TanhRule(FusedRule):
     """``tanh(x)``."""
 
     module_types = (Tanh,)
@@ -61,6 +67,11 @@ class TanhRule(ElementwiseRule):
     def derivative(self, view: View) -> Tensor:
         """``1 - y²``."""
         return 1 - view.output**2
+
+    def fused(self, mat: Tensor, output: Tensor) -> Tensor:
+        """``mat * φ'(x)``."""
+        product: Tensor = torch.ops.aten.tanh_backward(mat, output)
+        return product
 
     def second_derivative(self, view: View) -> Tensor:
         """``-2y (1 - y²)``."""

@@ -21,6 +21,7 @@ from backpack_layers._loss import (
     restrict,
     setting,
 )
+from backpack_layers.categorical import drawn
 from backpack_layers.softmax_root import softmax_root
 
 
@@ -59,14 +60,16 @@ class SoftmaxLossRule(LossRule):
         return self.at_input(view, half.to(view.input.dtype))
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
-        p = self.by_position(view, view.input).softmax(1)
-        _, classes, positions = p.shape
+        x = self.by_position(view, view.input)
+        # Rounded probabilities are others: in single precision at least, as the exact root.
+        p = x.softmax(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
-        drawn = torch.multinomial(rows, samples, replacement=True)  # [N · S, samples]
-        labels = drawn.T.reshape(samples, len(p), 1, positions)
-        index = torch.arange(classes, device=p.device)[:, None]
-        gradient = p - (labels == index).to(p.dtype)
-        return self.at_input(view, gradient * real_sqrt(view, self.weight(view) / samples))
+        labels = drawn(rows, samples).T.reshape(samples, p.shape[0], 1, positions)
+        gradient = p.expand(samples, *p.shape).clone()
+        gradient.scatter_add_(2, labels, p.new_full((1,), -1.0).expand(labels.shape))
+        columns = gradient * real_sqrt(view, self.weight(view) / samples)
+        return self.at_input(view, columns.to(x.dtype))
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         p = self.by_position(view, view.input).softmax(1)
@@ -241,7 +244,7 @@ def _mean_over_targets(view: View, smoothing: float = 0.0) -> float | Tensor:
     if setting(view, "reduction") != "mean":
         return 1.0
     divisor = _target_weight(view, smoothing)[1]
-    return 1.0 / (divisor if isinstance(divisor, Tensor) else max(1, divisor))
+    return divisor.reciprocal() if isinstance(divisor, Tensor) else 1.0 / max(1, divisor)
 
 
 def _target_weight(view: View, smoothing: float) -> tuple[Tensor, Tensor | int]:

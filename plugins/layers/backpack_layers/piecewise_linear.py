@@ -28,9 +28,10 @@ from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_core.values import any_of
+from backpack_layers.fused import FusedRule
 
 
-class ReLURule(ElementwiseRule):
+class ReLURule(FusedRule):
     """``max(x, 0)``."""
 
     module_types = (ReLU,)
@@ -40,11 +41,9 @@ class ReLURule(ElementwiseRule):
         """One where the output is positive."""
         return view.output.sign()
 
-    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        if type(self).derivative is not ReLURule.derivative:
-            return super()._jac_t_mat_prod(view, mat)
-        # One pass instead of two.
-        product: Tensor = torch.ops.aten.threshold_backward(mat, view.output, 0)
+    def fused(self, mat: Tensor, output: Tensor) -> Tensor:
+        """``mat * φ'(x)``."""
+        product: Tensor = torch.ops.aten.threshold_backward(mat, output, 0)
         return product
 
 

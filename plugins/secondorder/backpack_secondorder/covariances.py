@@ -23,6 +23,7 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         mean: Average over the positions ``s`` first: ``Σ_n (mean_s inp) ⊗ (mean_s inp)``.
     """
     positions = inp.shape[1]
+    mean = mean and positions > 1
     if not inp.shape.numel():
         return inp[:].new_zeros(*inp.shape[2:], inp.shape[3])
     if mean and isinstance(inp, DirectRows):

@@ -107,7 +107,8 @@ def kronecker_factors_affine(
     """``[B, A]`` for a weight, the exact block for a bias."""
     if product.inp is None and not _is_ordered(product):
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
-    expanded = sharing == "expand" and product.inp is not None
+    # Of one position, weight and bias have one matrix.
+    expanded = sharing == "expand" and product.inp is not None and product.positions > 1
     outer = output_covariance(product, "expand" if expanded else "kfc")
     if product.inp is None:
         return KroneckerFactors([outer], ParameterOrder(product.shape))

@@ -64,7 +64,9 @@ class MatrixExtension(SecondOrderExtension):
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
         """In the dtype of the parameter, which under autocast is not that of the columns."""
-        return value.to(self.dtype_for(parameter))
+        dtype = self.dtype_for(parameter)
+        is_stored_so = all(tensor.dtype is dtype for tensor in value.tensors().values())
+        return value if is_stored_so else value.to(dtype)
 
 
 class FactorsExtension(MatrixExtension):

@@ -33,6 +33,7 @@ from backpack_secondorder.jacobians import (
 )
 from backpack_secondorder.linear import LinearOperator
 from backpack_secondorder.operators import explained
+from backpack_secondorder.propagators import as_count
 
 Kind: TypeAlias = Literal["sampled", "empirical"]
 
@@ -266,8 +267,7 @@ class Fisher(_Curvature):
         """
         if kind not in get_args(Kind):
             raise UsageError(f"kind must be one of {get_args(Kind)}. Got {kind!r}.")
-        if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
-            raise UsageError(f"mc_samples must be a positive integer. Got {mc_samples!r}.")
+        mc_samples = as_count("mc_samples", mc_samples)
         super().__init__(
             model,
             lossfunc,

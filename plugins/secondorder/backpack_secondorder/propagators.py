@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,27 @@ from backpack_core.values import at_least_single
 from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"
+
+
+def as_count(name: str, value: Any, otherwise: str = "") -> int:
+    """An argument that is a positive integer, as numpy's and torch's are, too.
+
+    Args:
+        name: The argument's.
+        value: What was given.
+        otherwise: What else it may be, for the message.
+
+    Raises:
+        UsageError: It is none.
+    """
+    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
+    try:
+        count = 0 if is_flag else operator.index(value)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise UsageError(f"{name} must be a positive integer{otherwise}. Got {value!r}.")
+    return count
 
 
 def warn_of_zero(rule: LossRule, view: View) -> None:
@@ -39,8 +61,6 @@ class LossSqrt(ColumnPropagator):
         samples: Number of Monte-Carlo samples; ``None`` for the exact root.
         subsampling: The samples of the batch that take part; ``None`` for all.
         tolerance: What :func:`truncated` leaves out of the exact root.
-        mixes: Whether columns may be replaced by others with the same outer products; see
-            ``condensed``.
     """
 
     needs_gradient: ClassVar[bool] = False
@@ -48,7 +68,6 @@ class LossSqrt(ColumnPropagator):
     samples: int | None = None
     subsampling: tuple[int, ...] | None = None
     tolerance: float = 0.0
-    mixes: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check the number of samples, and the tolerance.
@@ -66,15 +85,13 @@ class LossSqrt(ColumnPropagator):
                 f"tolerance={self.tolerance!r} truncates the exact root of the loss Hessian, and "
                 f"mc_samples={self.samples!r} asks for a sampled one: leave one of both out."
             )
-        if self.samples is not None and (
-            not isinstance(self.samples, int) or isinstance(self.samples, bool) or self.samples < 1
-        ):
-            raise UsageError(f"mc_samples must be a positive integer. Got {self.samples!r}.")
+        if self.samples is not None:  # in a plain int, so that equal propagators are equal
+            object.__setattr__(self, "samples", as_count("mc_samples", self.samples))
 
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
         factor = at_least_single(rule.factor(view).detach())
-        scale = factor.sum() / max(1, factor.numel())
+        scale = factor.sum() / max(1, factor.numel()) if factor.dim() else factor
         if self.samples is None:
             warn_of_zero(rule, view)
             root = truncated(rule.sqrt_hessian(view), self.tolerance)
@@ -83,8 +100,20 @@ class LossSqrt(ColumnPropagator):
         return Columns.start("loss", root, scale=scale)
 
     def serving(self, extensions: Sequence[Extension]) -> LossSqrt:
-        """Columns are mixed where none of the extensions minds."""
-        return replace(self, mixes=all(extension.columns_mix for extension in extensions))
+        """Several columns may be replaced by others where none of the extensions minds."""
+        may_mix = self.samples != 1 and all(extension.columns_mix for extension in extensions)
+        return self.mixing() if may_mix else self
+
+    def mixing(self) -> LossSqrt:
+        """The same, for columns that may be replaced; a subclass with a start of its own says."""
+        if type(self) is not LossSqrt:
+            return self
+        return MixedSqrt(self.samples, self.subsampling, self.tolerance)
+
+
+@dataclass(frozen=True)
+class MixedSqrt(LossSqrt):
+    """Columns that may be replaced by others with the same outer products; see ``condensed``."""
 
     def shed(
         self,
@@ -97,7 +126,7 @@ class LossSqrt(ColumnPropagator):
         """Chunks at a loss; where the layer before it is narrow, behind that one."""
         if rule is None:  # they come into being there, so none has a part elsewhere
             return quantity.cut(size)
-        if self.mixes and rule.is_loss and not is_rooted:
+        if rule.is_loss and not is_rooted:
             found = at_head(view, quantity)
             if found is not None:
                 return found, ()

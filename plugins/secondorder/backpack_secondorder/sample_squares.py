@@ -23,11 +23,13 @@ def contracted(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(samples, groups, features, inp.shape[3])
     if positions == 1:
-        left = out.square().sum(0).squeeze(1)
+        squares = out[0].square() if columns == 1 else out.square().sum(0)
+        left = squares.squeeze(1)  # [N, G, O]
         return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
     if columns == 1 or torch.is_grad_enabled():
-        squares = products(out, inp)
-        return (squares.square() if torch.is_grad_enabled() else squares.square_()).sum(0)
+        whole = products(out, inp)
+        squares = whole.square() if torch.is_grad_enabled() else whole.square_()
+        return squares.squeeze(0) if columns == 1 else squares.sum(0)
     result = out.new_zeros(samples, groups, features, inp.shape[3])
     for _, rows, piece in pieces(out, inp):
         for target, sample in zip(result[rows], piece, strict=True):

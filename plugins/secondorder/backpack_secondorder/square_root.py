@@ -8,8 +8,7 @@ from typing import ClassVar
 from backpack_core import SecondOrderExtension
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.merging import OverBatches
-from backpack_core.errors import UsageError
-from backpack_secondorder.propagators import LossSqrt
+from backpack_secondorder.propagators import LossSqrt, as_count
 
 
 class ExactExtension(SecondOrderExtension):
@@ -84,11 +83,5 @@ class SampledExtension(SecondOrderExtension):
 
 
 def as_chunk_size(size: int | None) -> int | None:
-    """The argument, if it is ``None`` or a positive integer.
-
-    Raises:
-        UsageError: It is neither.
-    """
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0):
-        return size
-    raise UsageError(f"chunk_size must be a positive integer or None. Got {size!r}.")
+    """The argument, if it is ``None`` or a positive integer, see :func:`as_count`."""
+    return None if size is None else as_count("chunk_size", size, " or None")

@@ -1,0 +1,37 @@
+"""Draws from categorical distributions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.contractions import slices
+from backpack_core.tuning import CACHE, memory_budget
+
+
+def drawn(p: Tensor, samples: int) -> Tensor:
+    """Independent classes with probabilities ``p``.
+
+    On a CPU by inversion of the distribution function. That takes one uniform number for each draw,
+    where ``torch.multinomial`` takes one for each class if there is a single draw, and sums up in
+    double precision, so that rare classes get their share. Elsewhere numbers are made in parallel,
+    and sums along an axis are not always deterministic. Random numbers come from torch's default
+    generator.
+
+    Args:
+        p: Shape ``[M, C]``. Rows need not add up to one; a class of probability zero is not drawn.
+        samples: How many draws.
+
+    Returns:
+        Shape ``[M, samples]``. On a CPU, some class where a probability is no number.
+    """
+    if p.device.type != "cpu":
+        return torch.multinomial(p, samples, replacement=True)
+    count, classes = p.shape
+    uniform = torch.rand(count, samples, dtype=torch.float64, device=p.device)
+    result = torch.empty(count, samples, dtype=torch.int64, device=p.device)
+    step = min(CACHE, memory_budget()) // (uniform.itemsize * max(1, classes))
+    for rows in slices(count, step):
+        total = p[rows].cumsum(1, dtype=uniform.dtype)
+        result[rows] = torch.searchsorted(total, uniform[rows] * total[:, -1:], right=True)
+    return result.clamp_(max=classes - 1)

@@ -1,0 +1,30 @@
+"""Activations with whose derivative torch multiplies in one kernel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from backpack_core.contract.rules import ElementwiseRule
+from backpack_core.record.view import View
+
+
+class FusedRule(ElementwiseRule):
+    """An activation whose derivative torch multiplies with in one kernel, from the output.
+
+    A subclass that has another ``derivative``, and no ``fused``, is multiplied with that.
+
+    To write:
+        ``derivative(view)`` and ``fused(mat, output)`` in one class, and ``second_derivative``.
+    """
+
+    @abstractmethod
+    def fused(self, mat: Tensor, output: Tensor) -> Tensor:
+        """``mat * φ'(x)`` from the output. Shapes ``[V, N, *]`` and ``[N, *]``."""
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        own = next(vars(kind) for kind in type(self).__mro__ if "derivative" in vars(kind))
+        if "fused" in own:
+            return self.fused(mat, view.output)
+        return super()._jac_t_mat_prod(view, mat)
