@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backpack_core.discovery import choose
 from backpack_core.errors import nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider, missing
 from backpack_core.plugins.registry import registry
@@ -28,7 +29,7 @@ def __getattr__(name: str) -> Any:
         load_provider(name)  # while plugins load, one may ask for the class of a later one
     claims = registry.extensions.get(name)
     if claims:
-        return registry.choose(claims, name, "extension").value
+        return choose(claims, name, "extension").value
     raise missing(_why_missing(name), name)
 
 

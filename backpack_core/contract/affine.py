@@ -161,6 +161,7 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
                 return read
             return contract(product, product.inp, *arguments)
 
+        version.__module__ = contract.__module__
         operation.register(version)
         return contract
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core._torch import COPY_SLICES, Node
+from backpack_core._torch import COPY_SLICES, Node, has_memory
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
@@ -282,7 +282,7 @@ class Survey:
         call, index = site.call, site.index
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
-        if True in [t.is_nested for t in (output, *inputs)]:
+        if False in map(has_memory, (output, *inputs)):
             raise faults.nested_tensor(f"What {call.path} received or returned")
         view = View(call, index)
         self.axes[call, index] = axis = rule.batch_axis(view, index)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import hold_address, memory_of, running_calls
+from backpack_core._torch import has_memory, hold_address, memory_of, running_calls
 from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
         They are where axis 0 of both has one stride: a view that turns axes has another.
         """
-        given = [t for t in tensors if not t.is_nested] if self.memories else ()
+        given = [*filter(has_memory, tensors)] if self.memories else ()
         found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
         return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
 
@@ -51,14 +51,14 @@ class Run(NamedTuple):
         if self.receives(tensors) > 1:
             for result in results:
                 # A view of what was received is told by that.
-                if result.dim() and not result.is_nested:
+                if result.dim() and has_memory(result):
                     self.memories.setdefault(memory_of(result), result.stride(0))
                     self.passed.append(hold_address(result))
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
         """The same for a call whose tensors others stand for, in memory of their own."""
         found = self.receives(tensors)
-        given = [t for t in stands if t.dim() and not t.is_nested] if found else ()
+        given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
         return self._replace(
             memories={memory_of(t): t.stride(0) if found > 1 else -1 for t in given}
         )
@@ -119,7 +119,7 @@ class Owner:
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in given)}."
                 )
             sizes, is_distributed = [t.shape[axis] for t in received], _torch.is_distributed
-            strides = {memory_of(t): t.stride(axis) for t in received}
+            strides = {memory_of(t): t.stride(axis) for t in received if has_memory(t)}
             run = Run(tuple(sizes), strides, is_distributed(self.module), [])
         _still_running()
         _running.setdefault(get_ident(), []).append((self, run))
