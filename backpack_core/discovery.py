@@ -43,7 +43,7 @@ class Provenance(NamedTuple):
     def __str__(self) -> str:
         """As ``"backpack-plugin-scale 0.1"``."""
         if not self.distribution:
-            return f"registered by hand as {self.plugin!r}"
+            return f"{self.plugin!r} (registered by hand)"
         return f"{self.distribution} {self.version}".rstrip()
 
 

@@ -36,10 +36,7 @@ def __getattr__(name: str) -> Any:
 def _why_missing(name: str) -> str:
     for plugin in known_plugins():
         if plugin.attribute == name and plugin.state == "blocked":
-            return (
-                f"The extension {name} of {plugin.provenance} is installed but blocked: check "
-                "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER."
-            )
+            return f"The extension {name} of {plugin.provenance} is not available."
     for distribution, names in _DISTRIBUTIONS.items():
         if name in names.split():
             return (

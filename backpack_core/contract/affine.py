@@ -22,7 +22,7 @@ from backpack_core.contract.operations import (
     squared_norm,
     weighted_sum,
 )
-from backpack_core.contract.product import Piece, SampleProduct
+from backpack_core.contract.product import Piece, SampleProduct, misfit
 from backpack_core.contract.rows import JoinedRows, Rows
 
 R = TypeVar("R")
@@ -53,6 +53,8 @@ class AffineProduct(SampleProduct):
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
                 that is no mere reshape.
         """
+        if out.dim() != 5 or (inp is not None and inp.shape[:-1] != out.shape[1:4]):
+            raise misfit(self, "[V, N, S, G, O] and [N, S, G, I]", out, inp)
         super().__init__(out.shape[0], out.shape[1], shape, out)
         self.out = out
         self.inp = inp

@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import (
+    AffineProduct,
     ElementwiseRule,
     FirstOrderExtension,
+    LookupProduct,
     ParametricRule,
+    ProductRule,
     SampleProduct,
+    ScaleProduct,
     View,
     backpack,
     disable,
@@ -301,6 +305,40 @@ def test_wrong_shape_at_a_parameter() -> None:
     for word in ("BadShift._param_jac_t_mat_prod", "[1, 3]", "[1, 3, 3]", "'shift'", "Shift '1'"):
         assert word in message(error)
     assert "BatchGrad of backpack-plugin-firstorder" in message(error)
+
+
+@pytest.mark.parametrize(
+    ("form", "factors", "found"),
+    [
+        (AffineProduct, lambda out, x: (out, x), r"\[V, N, S, G, O\] and .* and \[3, 3\]"),
+        (
+            AffineProduct,
+            lambda out, x: (out[:, :, None, None], x[:1, None, None]),
+            r"\[N, S, G, I\]\. Got \[\d, 3, 1, 1, 3\] and \[1, 1, 1, 3\]",
+        ),
+        (ScaleProduct, lambda out, x: (out, None), r"\[V, N, S, D\].* Got \[\d, 3, 3\]\."),
+        (ScaleProduct, lambda out, x: (out.unsqueeze(2), x), r"\[N, S, D\]\. Got "),
+        (LookupProduct, lambda out, x: (out.unsqueeze(2), x[:, 0]), r"\[N, K\].* and \[3\]"),
+    ],
+)
+def test_factors_that_do_not_fit_are_the_rule_s(form: Any, factors: Any, found: str) -> None:
+    class OfFactors(ProductRule):
+        module_types = (Shift,)
+        params = ("shift",)
+
+        def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+            return mat
+
+        def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+            product: SampleProduct = form(*factors(mat, view.input), view.parameter(name).shape)
+            return product
+
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    for extension in (BatchGrad(), DiagGGNExact(), BatchL2Grad()):
+        with temporary_plugin(OfFactors), pytest.raises(ShapeError, match=found) as error:
+            problem.run(extension)
+        assert message(error).startswith(f"{form.__name__} takes factors")
+        assert "at Shift '1', rule OfFactors" in message(error)
 
 
 def test_rule_without_second_derivative() -> None:
