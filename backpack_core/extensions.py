@@ -22,6 +22,8 @@ _DISTRIBUTIONS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if name.startswith("_") or not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import (
+    AffinePairsRule,
     AffineProduct,
     ElementwiseRule,
     FirstOrderExtension,
@@ -31,6 +32,7 @@ from backpack_core.errors import (
     NotAnExtensionError,
     NotExtendedError,
     PluginCodeError,
+    PluginError,
     ShapeError,
     UnsupportedError,
     UsageError,
@@ -314,10 +316,15 @@ def test_wrong_shape_at_a_parameter() -> None:
         (
             AffineProduct,
             lambda out, x: (out[:, :, None, None], x[:1, None, None]),
-            r"\[N, S, G, I\]\. Got \[\d, 3, 1, 1, 3\] and \[1, 1, 1, 3\]",
+            r"\[N, S, G, I\].* Got \[\d, 3, 1, 1, 3\] and \[1, 1, 1, 3\]",
         ),
         (ScaleProduct, lambda out, x: (out, None), r"\[V, N, S, D\].* Got \[\d, 3, 3\]\."),
         (ScaleProduct, lambda out, x: (out.unsqueeze(2), x), r"\[N, S, D\]\. Got "),
+        (
+            AffineProduct,
+            lambda out, x: (out[:, :, None, None], x[:, None, None]),
+            r"of a parameter \[3\]\. Got \[\d, 3, 1, 1, 3\] and \[3, 1, 1, 3\]",
+        ),
         (LookupProduct, lambda out, x: (out.unsqueeze(2), x[:, 0]), r"\[N, K\].* and \[3\]"),
     ],
 )
@@ -339,6 +346,66 @@ def test_factors_that_do_not_fit_are_the_rule_s(form: Any, factors: Any, found: 
             problem.run(extension)
         assert message(error).startswith(f"{form.__name__} takes factors")
         assert "at Shift '1', rule OfFactors" in message(error)
+
+
+@pytest.mark.parametrize("pair", [None, 1, (1, 2, 3)])
+def test_a_pair_that_is_none(pair: Any) -> None:
+    class OfPairs(AffinePairsRule):
+        module_types = (Shift,)
+        params = ("shift",)
+
+        def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+            return mat
+
+        def affine_pair(self, view: View, name: str, mat: Tensor) -> Any:
+            return pair
+
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with (
+        temporary_plugin(OfPairs),
+        pytest.raises(ShapeError, match=r"OfPairs\.affine_pair returned .* expected columns and"),
+    ):
+        problem.run(BatchGrad())
+
+
+def test_a_rule_with_a_wrong_jacobian_is_among_the_causes() -> None:
+    class Doubled(ElementwiseRule):
+        module_types = (nn.Tanh,)
+
+        def derivative(self, view: View) -> Tensor:
+            return 2 * (1 - view.output.square())
+
+    class Tanh(nn.Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    Doubled.module_types = (Tanh,)
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Tanh(), nn.Linear(3, 3)), (3,))
+    with (
+        temporary_plugin(Doubled),
+        pytest.raises(
+            UnsupportedError, match=r"the layer rule of what uses it is wrong.*check_rule"
+        ),
+    ):
+        problem.run(DiagGGNExact())
+
+
+def test_declarations_of_a_class_that_nobody_registered() -> None:
+    class Count(FirstOrderExtension):
+        savefield = "count"
+        needs = dense  # type: ignore[assignment]
+
+        def read(self, product: SampleProduct) -> Tensor:
+            return dense(product).sum()
+
+    with pytest.raises(PluginError, match=r"needs must be a tuple of operations.*needs = \(<"):
+        backpack(Count())
+
+
+def test_star_imports_bring_what_there_is() -> None:
+    found: dict[str, Any] = {}
+    exec("from backpack_core import *\nfrom backpack_core.extensions import *", found)
+    assert {"backpack", "extend", "AffinePairsRule", "BatchGrad", "KFAC"} <= found.keys()
 
 
 def test_rule_without_second_derivative() -> None:
