@@ -16,7 +16,7 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.record.view import View
@@ -34,8 +34,12 @@ class ColumnPropagator(Propagator):
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
-        found: Columns | None = super().arrive(rule, view, waiting) if rule.is_loss else waiting
-        return None if found is None else found.to(view.dtype)
+        if rule.is_loss:
+            waiting = super().arrive(rule, view, waiting)
+            found = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
+            for mat in found:
+                expect(view, self, "start has to return Columns: it gave", mat, view.input_shape)
+        return None if waiting is None else waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:
         """A column of zeros."""

@@ -109,6 +109,15 @@ class Extension(ABC):
                 f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the "
                 "parameters: give it another savefield."
             )
+        try:
+            is_value = isinstance(propagator, Propagator) and bool({propagator})
+        except TypeError:
+            is_value = False
+        if not is_value:
+            raise UsageError(
+                f"{type(self).__name__} needs a propagator that is a value: an instance of a "
+                f"frozen dataclass derived from Propagator, with hashable fields. Got {propagator!r}."
+            )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode
         self.carriers: dict[type[Module], CarrierOf] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,19 +13,23 @@ from torch.nn import functional as F
 from backpack_core import (
     AffinePairsRule,
     AffineProduct,
+    ColumnPropagator,
+    Columns,
     ElementwiseRule,
     FirstOrderExtension,
     LookupProduct,
+    LossRule,
     ParametricRule,
     ProductRule,
     SampleProduct,
     ScaleProduct,
+    SecondOrderExtension,
     View,
     backpack,
     disable,
     extend,
 )
-from backpack_core.contract.operations import dense
+from backpack_core.contract.operations import dense, square_sum
 from backpack_core.errors import (
     BackpackError,
     BackpackWarning,
@@ -452,3 +457,46 @@ def test_all_errors_are_of_one_tree() -> None:
     for kind in kinds:
         assert issubclass(kind, (BackpackError, BackpackWarning))
         assert kind is BackpackError or kind is BackpackWarning or len(kind.__mro__) > 3
+
+
+# Propagators.
+
+
+@dataclass(frozen=True)
+class Root(ColumnPropagator):
+    starts: Any
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        columns: Columns = self.starts(rule.sqrt_hessian(view))
+        return columns
+
+
+class OfRoot(SecondOrderExtension):
+    savefield = "of_root"
+    needs = (square_sum,)
+
+    def read(self, product: SampleProduct) -> Tensor:
+        return square_sum(product)
+
+
+@pytest.mark.parametrize(
+    ("starts", "found"),
+    [
+        (lambda mat: None, r"<class 'NoneType'>"),
+        (lambda mat: mat, r"<class 'torch.Tensor'>"),
+        (lambda mat: Columns.start("root", mat[0]), r"shape \[3, 3\]"),
+        (lambda mat: Columns.start("root", mat.sum(1, keepdim=True)), r"shape \[2, 1, 3\]"),
+    ],
+)
+def test_columns_that_do_not_fit_are_the_propagator_s(starts: Any, found: str) -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), (3,))
+    told = rf"Root\.start has to return Columns: it gave {found} at CrossEntropyLoss, .*\[V, 3"
+    with pytest.raises(ShapeError, match=told):
+        problem.run(OfRoot(Root(starts)))
+
+
+def test_a_propagator_is_a_value() -> None:
+    for wrong in (None, Root, Root([])):
+        with pytest.raises(UsageError, match=r"OfRoot needs a propagator that is a value.* Got "):
+            OfRoot(wrong)  # type: ignore[arg-type]
