@@ -472,6 +472,15 @@ class Root(ColumnPropagator):
         return columns
 
 
+@dataclass
+class Unfrozen(ColumnPropagator):
+    starts: Any
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        columns: Columns = self.starts(rule.sqrt_hessian(view))
+        return columns
+
+
 class OfRoot(SecondOrderExtension):
     savefield = "of_root"
     needs = (square_sum,)
@@ -497,6 +506,8 @@ def test_columns_that_do_not_fit_are_the_propagator_s(starts: Any, found: str) -
 
 
 def test_a_propagator_is_a_value() -> None:
-    for wrong in (None, Root, Root([])):
-        with pytest.raises(UsageError, match=r"OfRoot needs a propagator that is a value.* Got "):
+    for wrong in (None, Root, Unfrozen(None)):
+        with pytest.raises(
+            UsageError, match=r"OfRoot needs a propagator: .*frozen dataclass.* Got "
+        ):
             OfRoot(wrong)  # type: ignore[arg-type]
