@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     # Names are loaded when they are asked for: pytest imports this package in every run in which it
     # is installed, which must not cost the seconds that importing torch takes.
+    if name == "__all__":
+        return [known for known in __dir__() if not known.startswith("_")]
     if name.startswith("_") or name not in vars(import_module("backpack_core.api")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module("backpack_core.api"), name)

@@ -150,6 +150,11 @@ def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
         return [version_of(tensor) for tensor in tensors if tensor is not None]
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory with strides, as sparse and nested ones do not."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of one tensor from that of another; views share it."""
     found: int = tensor.untyped_storage()._cdata

@@ -17,11 +17,13 @@ from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient,
 from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import Announcer
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
+from backpack_core.plugins.declarations import refuse
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.profile import Profile, Summary
 from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
+from backpack_core.remember import remembered
 
 
 class backpack:
@@ -169,6 +171,9 @@ class backpack:
             )
 
 
+_refuse = remembered(refuse)  # of classes that nobody registered, too
+
+
 def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
     if not isinstance(beside, Sequence):
         raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {beside!r}.")
@@ -192,6 +197,7 @@ def _check_extension(extension: object) -> None:
                 f"{kind.__name__} has not been initialised: call super().__init__(...) in "
                 f"{kind.__name__}.__init__ (of {kind.__module__}), before anything else."
             )
+        _refuse(type(extension))
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(

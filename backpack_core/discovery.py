@@ -10,16 +10,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from backpack_core.errors import PluginConflictError, PluginError
 
 GROUP = "backpack"
 
+T = TypeVar("T")
 State = Literal["not loaded", "loaded", "blocked", "failed", "conflict"]
 
 _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(?::\s*(?P<attribute>[\w.]+))?\s*(\[.*\])?$")
@@ -41,8 +43,16 @@ class Provenance(NamedTuple):
     def __str__(self) -> str:
         """As ``"backpack-plugin-scale 0.1"``."""
         if not self.distribution:
-            return f"registered by hand as {self.plugin!r}"
+            return f"{self.plugin!r} (registered by hand)"
         return f"{self.distribution} {self.version}".rstrip()
+
+
+@dataclass(frozen=True)
+class Claim(Generic[T]):
+    """One contribution for a key."""
+
+    value: T
+    provenance: Provenance
 
 
 @dataclass
@@ -149,6 +159,36 @@ def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConfli
         f"Several plugins {claim} {key!r}: {' and '.join(map(str, who))}. Uninstall all but one, "
         f"call backpack_core.prefer({first!r}, {key!r}), or set BACKPACK_PREFER={key}={first}."
     )
+
+
+def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
+    """The one claim on a key, or the preferred one.
+
+    Raises:
+        PluginConflictError: There are several, and none is preferred.
+    """
+    chosen: Claim[T] | None = claims[0] if len(claims) == 1 else preferred_of(key, claims)
+    if chosen is None:
+        raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
+    return chosen
+
+
+def version_of(versions: Mapping[str, T], key: str) -> T:
+    """The one of several versions, by package, or that of the preferred one.
+
+    Raises:
+        PluginConflictError: There are several, and none is preferred.
+    """
+    if len(versions) == 1:
+        return next(iter(versions.values()))
+    return choose([Claim(each, _of(who)) for who, each in versions.items()], key, "version").value
+
+
+@cache
+def _of(package: str) -> Provenance:
+    """The distribution that declares plugins in a package; of one that has none, its name."""
+    known = (p.provenance for p in discover() if re.split("[.:]", p.value)[0] == package)
+    return next(known, Provenance("", package))
 
 
 def is_allowed(plugin: Plugin) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backpack_core.discovery import choose
 from backpack_core.errors import nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider, missing
 from backpack_core.plugins.registry import registry
@@ -21,6 +22,8 @@ _DISTRIBUTIONS = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     if name.startswith("_") or not name[:1].isupper():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
@@ -28,17 +31,14 @@ def __getattr__(name: str) -> Any:
         load_provider(name)  # while plugins load, one may ask for the class of a later one
     claims = registry.extensions.get(name)
     if claims:
-        return registry.choose(claims, name, "extension").value
+        return choose(claims, name, "extension").value
     raise missing(_why_missing(name), name)
 
 
 def _why_missing(name: str) -> str:
     for plugin in known_plugins():
         if plugin.attribute == name and plugin.state == "blocked":
-            return (
-                f"The extension {name} of {plugin.provenance} is installed but blocked: check "
-                "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER."
-            )
+            return f"The extension {name} of {plugin.provenance} is not available."
     for distribution, names in _DISTRIBUTIONS.items():
         if name in names.split():
             return (

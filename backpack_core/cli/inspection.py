@@ -12,10 +12,10 @@ from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
-from backpack_core.discovery import Plugin, spelled_out
+from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described, missing_types
-from backpack_core.plugins.registry import Claim, registry
+from backpack_core.plugins.registry import registry
 
 
 def report(plugin: Plugin) -> Report:

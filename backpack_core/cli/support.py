@@ -24,6 +24,7 @@ from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import LayerRule
+from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
@@ -97,7 +98,7 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
             known = ", ".join(sorted(registry.extensions))
             raise UsageError(f"No extension {name!r} is installed{near} Installed: {known}.")
     names = list(chosen) or sorted(registry.extensions)
-    return {n: registry.choose(registry.extensions[n], n, "extension").value for n in names}
+    return {n: choose(registry.extensions[n], n, "extension").value for n in names}
 
 
 def model_report(target: str, chosen: tuple[str, ...] = ()) -> Report:

@@ -22,7 +22,7 @@ from backpack_core.contract.operations import (
     squared_norm,
     weighted_sum,
 )
-from backpack_core.contract.product import Piece, SampleProduct
+from backpack_core.contract.product import Piece, SampleProduct, misfit
 from backpack_core.contract.rows import JoinedRows, Rows
 
 R = TypeVar("R")
@@ -53,6 +53,11 @@ class AffineProduct(SampleProduct):
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
                 that is no mere reshape.
         """
+        fits = out.dim() == 5 and (inp is None or inp.shape[:-1] == out.shape[1:4])
+        size = 1 if inp is None else inp.shape[-1]
+        if not fits or (arrange is None and out.shape[3:].numel() * size != shape.numel()):
+            of = f", of a parameter {list(shape)}"
+            raise misfit(self, f"[V, N, S, G, O] and [N, S, G, I]{of}", out, inp)
         super().__init__(out.shape[0], out.shape[1], shape, out)
         self.out = out
         self.inp = inp
@@ -161,6 +166,7 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
                 return read
             return contract(product, product.inp, *arguments)
 
+        version.__module__ = contract.__module__
         operation.register(version)
         return contract
 

@@ -17,7 +17,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, expect
-from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.record.view import View
 
@@ -36,12 +36,9 @@ class ColumnPropagator(Propagator):
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
         if rule.is_loss:
             waiting = super().arrive(rule, view, waiting)
-            if not isinstance(waiting, Columns):
-                raise ShapeError(
-                    f"{type(self).__name__}.start returned a {type(waiting).__name__} at "
-                    f"{view.path}: make Columns.start(name, mat) of a tensor [V, N, *in]."
-                )
-            expect(view, self, "start returned columns of", waiting.mat, view.input_shape)
+            found = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
+            for mat in found:
+                expect(view, self, "start has to return Columns: it gave", mat, view.input_shape)
         return None if waiting is None else waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -108,6 +108,11 @@ class Extension(ABC):
             raise UsageError(
                 f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the "
                 "parameters: give it another savefield."
+            )
+        if not (isinstance(propagator, Propagator) and isinstance(propagator, Hashable)):
+            raise UsageError(
+                f"{type(self).__name__} needs a propagator: an instance of a frozen dataclass "
+                f"derived from Propagator. Got {propagator!r}."
             )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode

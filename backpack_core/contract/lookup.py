@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.operations import batch_sum, square_sum, weighted_sum
-from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.product import SampleProduct, misfit
 
 
 class LookupProduct(SampleProduct):
@@ -21,6 +21,8 @@ class LookupProduct(SampleProduct):
 
     def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
         """Store the factors."""
+        if out.dim() != 4 or row.shape != out.shape[1:3]:
+            raise misfit(self, "[V, N, K, dim] and [N, K]", out, row)
         super().__init__(len(out), out.shape[1], shape, out)
         self.out = out
         self.row = row

@@ -20,6 +20,7 @@ from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct, sum_of
 from backpack_core.contract.regrouping import regrouped
+from backpack_core.discovery import version_of
 from backpack_core.graph import nodes
 
 
@@ -40,7 +41,7 @@ class Operand(NamedTuple):
 
 
 Maker = Callable[[Operand, Tensor], SampleProduct | None]
-_MAKERS: dict[str, Maker] = {}
+_MAKERS: dict[str, dict[str, Maker]] = {}  # by operation, and by package
 
 
 class FactoredColumns(ApartColumns):
@@ -123,7 +124,8 @@ def products_at(*operations: str) -> Callable[[Maker], Maker]:
     """
 
     def register(make: Maker) -> Maker:
-        _MAKERS.update(dict.fromkeys(operations, make))
+        for name in operations:
+            _MAKERS.setdefault(name, {})[make.__module__.partition(".")[0]] = make
         return make
 
     return register
@@ -144,16 +146,16 @@ def operand_product(
     Returns:
         A product ``[V, N, *operand]``; ``None`` where no form is known.
     """
-    make, (child, number) = _MAKERS.get(nodes.operation_of(node)), node.next_functions[position]
+    name, (child, number) = nodes.operation_of(node), node.next_functions[position]
     mat, is_apart = columns.blocks[root], isinstance(columns, ApartColumns)
     count = len(mat)
     mat = mat.flatten(0, 1) if is_apart else mat
-    if make is None or child is None or mat.dim() < 3 or not mat.numel():
+    if name not in _MAKERS or child is None or mat.dim() < 3 or not mat.numel():
         return None
     if not mat.dtype.is_floating_point or mat.dtype != metadata_of(child, number).dtype:
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
-    product = make(operand, mat)
+    product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
     if product is None or (product.columns, product.samples) == (count, samples):
         return product
     return regrouped(product, count, samples, {})

@@ -15,59 +15,92 @@ with what holds for sums; contractions of factors stand with the forms that have
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce, singledispatch, update_wrapper
+from functools import reduce, update_wrapper
 from math import prod
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.product import DenseProduct, Piece, SampleProduct, SumProduct
+from backpack_core.discovery import spelled_out, version_of
 from backpack_core.tuning import LARGE
 
 R = TypeVar("R")
 
 
-class Operation(Generic[R]):
-    """A function of a product, open to faster versions for some forms.
+class OpenFunction(Generic[R]):
+    """A function of a product, open to versions for some forms.
 
-    Further arguments have to be hashable values (a setting); a function of tensors is a plain
-    function with ``singledispatch``.
+    Anybody may register one. Two for one form, from two packages, are a conflict, which raises when
+    such a product is met, unless :func:`backpack_core.prefer` chooses.
     """
 
     def __init__(self, definition: Callable[..., R]) -> None:
         """Take the definition, which holds for every form."""
-        self._dispatch = singledispatch(definition)
+        self.definition = definition
+        self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form, and by package
         self._found: dict[type, Callable[..., R]] = {}  # what a form leads to: a plain look-up
         self.__name__ = ""
         update_wrapper(self, definition)
 
     def register(self, version: Callable[..., R]) -> Callable[..., R]:
-        """Use a function for the form that its first argument is annotated with."""
-        registered: Callable[..., R] = self._dispatch.register(version)
+        """Use a function for the form, or forms, that its first argument is annotated with."""
+        form = next(iter(get_type_hints(version).values()))
+        for each in get_args(form) or (form,):
+            self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
         self._found.clear()
-        return registered
+        return version
 
     def has_version(self, form: type[SampleProduct]) -> bool:
         """Whether a form has a version of its own, beside the definition for all."""
-        return self._dispatch.dispatch(form) is not self._dispatch.dispatch(object)
+        return not self._versions.keys().isdisjoint(form.__mro__)
+
+    def _version_for(self, form: type) -> Callable[..., R]:
+        """What a form leads to.
+
+        Raises:
+            PluginConflictError: Several packages have one, and none is preferred.
+        """
+        its = next(filter(self._versions.__contains__, form.__mro__), None)
+        versions = {"": self.definition} if its is None else self._versions[its]
+        found = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
+        if len(versions) == 1:  # a preference may change
+            self._found[form] = found
+        return found
+
+    def __call__(self, product: SampleProduct, *arguments: Any) -> R:
+        """The result for a product."""
+        form = type(product)
+        return (self._found.get(form) or self._version_for(form))(product, *arguments)
+
+    def __repr__(self) -> str:
+        """The name."""
+        return f"<operation {self.__name__}>"
+
+    def __reduce__(self) -> str:
+        """Itself, in copies and files of what was read."""
+        return self.__name__
+
+
+class Operation(OpenFunction[R]):
+    """The same, with a result that is kept on the product, for whoever asks next.
+
+    Further arguments have to be hashable values (a setting); a function of tensors is an
+    :class:`OpenFunction`.
+    """
 
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
         """The result for a product: computed once, and nobody's to change."""
         key, form = (self, *settings), type(product)
         result: R | None = product.results.get(key)
         if result is None:
-            if form not in self._found:
-                self._found[form] = self._dispatch.dispatch(form)
-            result = product.results[key] = self._found[form](product, *settings)
+            version = self._found.get(form) or self._version_for(form)
+            result = product.results[key] = version(product, *settings)
             if isinstance(result, Tensor):
                 product.made.append((result, result._version))
         return result
-
-    def __repr__(self) -> str:
-        """The name."""
-        return f"<operation {self.__name__}>"
 
 
 # Definitions --------------------------------------------------------------------------------------
@@ -135,7 +168,7 @@ def gram(product: SampleProduct) -> Tensor:
     return (flat @ flat.T).reshape(*lead, *lead)
 
 
-@singledispatch
+@OpenFunction
 def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
     """``Σ_v Σ_n weights[k, v, n] M[v, n]``.
 
@@ -163,7 +196,7 @@ def read_together(product: SampleProduct) -> Mapping[Operation[Tensor], Tensor]:
     return {}
 
 
-@singledispatch
+@OpenFunction
 def has_free_sum(product: SampleProduct) -> bool:
     """Whether :func:`batch_sum` comes with what else is needed, at no more than its reading."""
     return False

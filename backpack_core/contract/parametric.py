@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -182,9 +182,12 @@ class AffinePairsRule(ProductRule):
         return None
 
     def _param_product(self, view: View, name: str, mat: Tensor) -> AffineProduct:
-        out, inp = self.affine_pair(view, name, mat)
+        pair: Any = self.affine_pair(view, name, mat)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            who, of = f"{type(self).__name__}.affine_pair", f"{name!r} of {view.path}"
+            raise ShapeError(f"{who} returned {pair!r} for {of}, expected columns and inputs.")
         shape = view.parameter_itself(name).shape
-        return AffineProduct(out, inp, shape, self.arrangement(view, name))
+        return AffineProduct(pair[0], pair[1], shape, self.arrangement(view, name))
 
 
 class AffineRule(AffinePairsRule):

@@ -35,7 +35,7 @@ from torch.nn import Module
 
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.call import path_of
 from backpack_core.tuning import CACHE, memory_budget
 
@@ -98,6 +98,18 @@ class Reading:
             f"{type(self).__name__} has no meaning there: leave the extension out, or untie the "
             "parameter."
         )
+
+
+def misfit(form: SampleProduct, expected: str, *factors: Any) -> ShapeError:
+    """The error where factors have other axes, or as many entries on them, than they should.
+
+    Args:
+        form: What was given them.
+        expected: Their axes.
+        factors: The factors.
+    """
+    found = " and ".join(str(list(f.shape)) for f in factors if f is not None)
+    return ShapeError(f"{type(form).__name__} takes factors {expected}. Got {found}.")
 
 
 class SampleProduct(Reading, ABC):

@@ -7,7 +7,6 @@ table are, or of one sample each, as windows are, which is read off what arrived
 
 from __future__ import annotations
 
-from functools import singledispatch
 from typing import Any
 
 import torch
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.lookup import LookupProduct
+from backpack_core.contract.operations import OpenFunction
 from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 
 
-@singledispatch
+@OpenFunction
 def regrouped(
     product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
 ) -> SampleProduct:

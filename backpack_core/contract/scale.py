@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.operations import batch_sum, dense, is_formed
-from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.product import SampleProduct, misfit
 
 
 class ScaleProduct(SampleProduct):
@@ -19,6 +19,8 @@ class ScaleProduct(SampleProduct):
 
     def __init__(self, out: Tensor, inp: Tensor | None, shape: torch.Size) -> None:
         """Store the factors; ``D`` is the number of entries of the parameter."""
+        if out.dim() != 4 or (inp is not None and inp.shape != out.shape[1:]):
+            raise misfit(self, "[V, N, S, D] and [N, S, D]", out, inp)
         super().__init__(len(out), out.shape[1], shape, out)
         self.out = out
         self.inp = inp

@@ -18,7 +18,7 @@ from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.loading import missing
+from backpack_core.plugins.loading import blocked, missing
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
@@ -111,7 +111,7 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
         "automatically, which is exact but slower. Install a plugin that knows "
-        f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.",
+        f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
         errors.AutodiffFallbackWarning,
     )
     return True

@@ -289,7 +289,9 @@ def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
     """Autograd's gradient is another than what came from extended losses."""
     return UnsupportedError(
         f"{_between(where, arrived)}, autograd brings another gradient than that of the extended "
-        "losses: a term beside them depends on the output, or a hook changes gradients on the way. "
-        "Curvature would be that of something else. Extend the loss as a whole, compute the other "
-        "term's in a backward pass of its own, or remove the hook."
+        "losses: a term beside them depends on the output, a hook changes gradients on the way, a "
+        "parameter got other numbers since the forward pass (model.half(), parameter.data = ...), "
+        "or the layer rule of what uses it is wrong. Curvature would be that of something else. "
+        "Extend the loss as a whole, compute the other term's in a backward pass of its own, "
+        "remove the hook, or run check_rule of backpack_core.testing on the rule."
     )

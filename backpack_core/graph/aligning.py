@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core._torch import Node, memory_of
+from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
@@ -136,7 +136,7 @@ def _is_table(survey: Survey, site: Site) -> bool:
 
 def _is_of_buffers(call: Call) -> bool:
     """Whether a call received nothing but buffers of the model, as a net of coordinates does."""
-    memories = set(map(memory_of, owner_of(call.module).buffers()))
+    memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
     return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 

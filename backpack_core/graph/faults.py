@@ -34,9 +34,10 @@ def mixing_call(call: Call) -> BackpackError:
 
 
 def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
-    """Samples of several lengths lie in one tensor."""
+    """Samples of several lengths lie in one tensor, or entries that are zero in none."""
     error = BridgeError(
-        f"{where} is a nested tensor, and rules take tensors with an axis of samples. Pad it "
+        f"{where} is a nested tensor or a sparse one, and rules take dense tensors with an axis of "
+        "samples. Make a sparse one dense (to_dense()). Pad a nested one "
         "(torch.nested.to_padded_tensor, or torch.nn.utils.rnn.pad_sequence) and mask what is "
         "padding in the loss, or give recurrent layers packed sequences."
     )

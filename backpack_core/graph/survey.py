@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core._torch import CopyNode, Node
+from backpack_core._torch import CopyNode, Node, has_memory
 from backpack_core.errors import BackpackError
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
@@ -284,7 +284,7 @@ class Survey:
         rule, stored, module = call.rule, call.stored, call.module
         output, inputs = stored.outputs[index], stored.inputs
         for tensor in (output, *inputs):
-            if tensor.is_nested:
+            if not has_memory(tensor):
                 raise faults.nested_tensor(f"What {call.path} received or returned")
             self.widest = max(self.widest, tensor.nbytes)
         view = View(call, index)

@@ -134,7 +134,7 @@ def missing(message: str, hint: str) -> MissingPluginError:
         message: What was asked for.
         hint: The class that was asked for, or the module class that has no rule.
     """
-    broken = failures()
+    broken, message = failures(), message + blocked()
     suspects = [p for p in broken if _may_provide(p, hint)] or broken
     if not suspects:
         return MissingPluginError(message)
@@ -143,6 +143,13 @@ def missing(message: str, hint: str) -> MissingPluginError:
     )
     error.__cause__ = suspects[0].error
     return error
+
+
+def blocked() -> str:
+    """What is installed and may not load, as the end of a message about something missing."""
+    who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
+    switches = "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER"
+    return f" Installed, but blocked: {who}; check {switches}." if who else ""
 
 
 def _may_provide(plugin: Plugin, hint: str) -> bool:

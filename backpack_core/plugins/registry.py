@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
@@ -18,23 +18,12 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType
-from backpack_core.discovery import Provenance, class_named, conflict, preferred_of, spelled_out
+from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
 from backpack_core.plugins.sameness import is_same_map, methods_behind
 
-T = TypeVar("T")
-
-
 CORE = Provenance("core", "backpack-core", "")
-
-
-@dataclass(frozen=True)
-class Claim(Generic[T]):
-    """One contribution for a key."""
-
-    value: T
-    provenance: Provenance
 
 
 class Resolved(NamedTuple):
@@ -133,7 +122,7 @@ class Registry:
         for parent in kind.__mro__:
             claims = self._claims_for(parent)
             if claims and is_same_map(kind, parent):
-                claim = self.choose(claims, spelled_out(parent), "layer rule")
+                claim = choose(claims, spelled_out(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
@@ -150,7 +139,7 @@ class Registry:
         for (extension_type, key), claims in self.overrides.items():
             if isinstance(extension, extension_type) and _names(key, kind):
                 name = f"{extension_type.__name__}/{spelled_out(kind)}"
-                return self.choose(claims, name, "pair override").value
+                return choose(claims, name, "pair override").value
         return None
 
     def saves_under(self, kind: type[Extension]) -> Claim[type[Extension]] | None:
@@ -172,17 +161,6 @@ class Registry:
             if claim.value is type(extension):
                 return f"{name} of {claim.provenance}"
         return name
-
-    def choose(self, claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
-        """The one claim on a key, or the preferred one.
-
-        Raises:
-            PluginConflictError: There are several, and none is preferred.
-        """
-        chosen: Claim[T] | None = claims[0] if len(claims) == 1 else preferred_of(key, claims)
-        if chosen is None:
-            raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
-        return chosen
 
 
 def _names(key: ModuleType, kind: type) -> bool:

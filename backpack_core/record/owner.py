@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import hold_address, memory_of, running_calls
+from backpack_core._torch import has_memory, hold_address, memory_of, running_calls
 from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
         They are where axis 0 of both has one stride: a view that turns axes has another.
         """
-        given = [t for t in tensors if not t.is_nested] if self.memories else ()
+        given = [*filter(has_memory, tensors)] if self.memories else ()
         found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
         return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
 
@@ -51,14 +51,14 @@ class Run(NamedTuple):
         if self.receives(tensors) > 1:
             for result in results:
                 # A view of what was received is told by that.
-                if result.dim() and not result.is_nested:
+                if result.dim() and has_memory(result):
                     self.memories.setdefault(memory_of(result), result.stride(0))
                     self.passed.append(hold_address(result))
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
         """The same for a call whose tensors others stand for, in memory of their own."""
         found = self.receives(tensors)
-        given = [t for t in stands if t.dim() and not t.is_nested] if found else ()
+        given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
         return self._replace(
             memories={memory_of(t): t.stride(0) if found > 1 else -1 for t in given}
         )
@@ -115,7 +115,8 @@ class Owner:
             for tensor in tensors:
                 if tensor.dim() > axis and not tensor.is_nested:
                     sizes.append(tensor.shape[axis])
-                    strides[memory_of(tensor)] = tensor.stride(axis)
+                    if has_memory(tensor):
+                        strides[memory_of(tensor)] = tensor.stride(axis)
             if axis and tensors and not sizes:
                 raise UsageError(
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "

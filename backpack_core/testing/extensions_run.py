@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
+from backpack_core.discovery import choose
 from backpack_core.errors import MissingPluginError, OverwrittenInputError, UnsupportedError
 from backpack_core.extending import extend
 from backpack_core.plugins import ensure_loaded
@@ -39,7 +40,7 @@ def installed_factories() -> list[Callable[..., Extension]]:
     ensure_loaded()
     factories: list[Callable[..., Extension]] = []
     for name, claims in sorted(registry.extensions.items()):
-        kind = registry.choose(claims, name, "extension").value
+        kind = choose(claims, name, "extension").value
         known = quantity_of(kind.savefield)
         factory = partial(kind, **known.arguments) if known and known.arguments else kind
         if not _required(factory):

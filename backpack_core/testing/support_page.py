@@ -13,6 +13,7 @@ from backpack_core.contract.parametric import (
     ProductRule,
 )
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.discovery import choose
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.traits import has_second_derivative
 
@@ -48,7 +49,7 @@ def _tables(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
     """One table for each distribution that provides extensions."""
     groups: dict[str, list[str]] = {}
     for name in families[0][1][0].cells:
-        provenance = registry.choose(registry.extensions[name], name, "extension").provenance
+        provenance = choose(registry.extensions[name], name, "extension").provenance
         groups.setdefault(provenance.distribution or "this process", []).append(name)
     for distribution, names in groups.items():
         yield f"## Extensions of {distribution}\n"

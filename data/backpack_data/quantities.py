@@ -12,6 +12,7 @@ from torch import Tensor
 
 from backpack_core import Extension
 from backpack_core.contract.merging import declaration
+from backpack_core.discovery import choose
 from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
@@ -212,5 +213,5 @@ def _kind(name: str) -> Extension:
             f"Values of the extension {name} are no tensors, and no installed plugin provides it: "
             "install the plugin that wrote them."
         )
-    found: Any = registry.choose(claims, name, "extension").value
+    found: Any = choose(claims, name, "extension").value
     return found  # type: ignore[no-any-return]

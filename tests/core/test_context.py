@@ -213,3 +213,9 @@ def test_memory_budget(size: Any) -> None:
     with pytest.raises(UsageError, match="positive number of bytes"):
         set_memory_budget(size)
     assert memory_budget() == before
+
+
+def test_star_imports_bring_what_there_is() -> None:
+    found: dict[str, Any] = {}
+    exec("from backpack_core import *\nfrom backpack_core.extensions import *", found)
+    assert {"backpack", "extend", "AffinePairsRule", "BatchGrad", "KFAC"} <= found.keys()

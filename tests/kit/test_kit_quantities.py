@@ -197,12 +197,16 @@ def test_an_extension_that_accumulates_is_found() -> None:
     [
         (WithoutBias, "value_partly_frozen"),
         (InHalfPrecision, "value_bfloat16"),
-        (Misspelt, "declarations"),
         (WritesToParameters, "leaves_gradient_alone"),
     ],
 )
 def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
     assert faults(ExtensionCase(kind, QUANTITY)) == {check}
+
+
+def test_what_is_declared_wrongly_does_not_run() -> None:
+    found = faults(ExtensionCase(Misspelt, QUANTITY))
+    assert {"declarations", "value_mean", "value_sum"} <= found
 
 
 class UnreducedTwice(MSELossRule):

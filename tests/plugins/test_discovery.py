@@ -13,6 +13,7 @@ from torch import nn
 
 import backpack_core
 from backpack_core import extend, plugins
+from backpack_core.discovery import choose
 from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginConflictError
 from backpack_core.plugins import loading
 from backpack_core.plugins.registry import registry
@@ -228,9 +229,9 @@ def test_order_changes_nothing(
         assert {c.provenance.plugin for c in claims} == {f"p{2 * i}_rule", f"p{2 * i + 1}_rule"}
         key = f"torch.nn.Layer{i}"
         with pytest.raises(PluginConflictError):
-            registry.choose(claims, key, "layer rule")
+            choose(claims, key, "layer rule")
         backpack_core.prefer(f"backpack-plugin-p{2 * i}", key)
-        assert registry.choose(claims, key, "layer rule").provenance.plugin == f"p{2 * i}_rule"
+        assert choose(claims, key, "layer rule").provenance.plugin == f"p{2 * i}_rule"
 
 
 def test_two_threads_see_all_plugins(fake_distribution: FakeDistribution) -> None:
@@ -284,7 +285,7 @@ def test_register_by_hand() -> None:
             return mat
 
     assert backpack_core.register(Rule, "mine") is Rule
-    assert str(registry.resolve(Mine()).provenance) == "registered by hand as 'mine'"
+    assert str(registry.resolve(Mine()).provenance) == "'mine' (registered by hand)"
     with pytest.raises(PluginConflictError, match="registered already, as 'mine'"):
         backpack_core.register(Rule, "again")
     backpack_core.unregister("mine")

@@ -68,7 +68,10 @@ PRIVATE_OF_TORCH = {"_torch", "_checkpoints", "_hooks"}
 BELOW = {
     "record": {"_torch", "_checkpoints", "errors", "remember"},
     "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
-    "contract": {"_torch", "_hooks", "errors", "record", "graph", "tuning", "values", "remember"},
+    "contract": {
+        *("_torch", "_hooks", "discovery", "errors", "record", "graph"),
+        *("tuning", "values", "remember"),
+    },
     "plugins": {"_torch", "discovery", "errors", "record", "contract"},
     "engine": {
         "_torch",

@@ -13,6 +13,7 @@ from backpack_core import backpack, extend, hookimpl, plugins
 from backpack_core.cli import doctor, isolation
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
+    AutodiffFallbackWarning,
     BrokenPluginWarning,
     MissingPluginError,
     PluginError,
@@ -210,6 +211,28 @@ def test_a_layer_without_rule_is_chained_to_the_broken_plugin(
     ):
         loss.backward()
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_what_is_missing_names_what_is_blocked(
+    fake_distribution: FakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKPACK_BLOCK_PLUGINS", "backpack-plugin-layers")
+    fake_distribution(**one("raise ValueError('rotten')")[0])
+    with pytest.warns(BrokenPluginWarning):
+        from backpack_core.extensions import BatchGrad, DiagGGNExact
+    blocked = r"Installed, but blocked: backpack-plugin-layers [\d.]+; check BACKPACK_LOAD_PLUGINS"
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.rand(4, 3)), torch.rand(4, 2))
+    with (
+        backpack(DiagGGNExact()),
+        pytest.raises(MissingPluginError, match=rf"(?s)no loss rule is known.*{blocked}.*'sick'"),
+    ):
+        loss.backward(retain_graph=True)
+    with (
+        backpack(BatchGrad()),
+        pytest.warns(AutodiffFallbackWarning, match=blocked),
+    ):
+        loss.backward()
 
 
 def test_strict_raises_at_once(

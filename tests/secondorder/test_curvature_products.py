@@ -218,3 +218,17 @@ def test_parameters_that_enter_nonlinearly() -> None:
     problem.run(GGNMP(), HMP())
     compare(problem, "ggnmp", ggn)
     compare(problem, "hmp", hessian)
+
+
+@pytest.mark.parametrize("extension", [GGNMP, HMP, PCHMP])
+def test_parameters_that_were_frozen_since(extension: Any) -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (3,))
+    problem.run(extension())
+    weight = problem.parameters[0]
+    expected = getattr(weight, extension.savefield)(torch.ones_like(weight))
+    problem.run(extension())
+    weight.requires_grad_(False)
+    with pytest.raises(UsageError, match="frozen since the backward pass"):
+        getattr(weight, extension.savefield)(torch.ones_like(weight))
+    weight.requires_grad_(True)
+    oracle.assert_close(getattr(weight, extension.savefield)(torch.ones_like(weight)), expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce, singledispatch
+from functools import reduce
 from math import inf, prod
 from numbers import Real
 from typing import ClassVar, Literal, TypeAlias, get_args
@@ -20,6 +20,7 @@ from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.operations import (
+    OpenFunction,
     as_formed,
     batch_sum,
     dense,
@@ -243,7 +244,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-@singledispatch
+@OpenFunction
 def is_cheaper_kept(product: SampleProduct) -> bool:
     """Whether to keep individual gradients costs less than to form weighted sums by themselves."""
     return False

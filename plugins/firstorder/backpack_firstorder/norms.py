@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.lookup import LookupProduct
-from backpack_core.contract.operations import Operation, squared_norm
+from backpack_core.contract.operations import OpenFunction, Operation, squared_norm
 from backpack_core.contract.product import DenseProduct, PlacedProduct, SampleProduct, SumProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
@@ -146,7 +146,7 @@ class WideRows:
 # The careful way ----------------------------------------------------------------------------------
 
 
-@singledispatch
+@OpenFunction
 def careful_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖``, also where the square is out of range. Shape ``[V, N]``."""
     result = product.new_zeros(product.columns, product.samples)

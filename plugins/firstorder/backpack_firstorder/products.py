@@ -7,7 +7,7 @@ needed. The norm of a sum of products comes from inner products of its parts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce, singledispatch
+from functools import reduce
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +19,7 @@ from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.lookup import LookupProduct, scattered
 from backpack_core.contract.moments import is_column
 from backpack_core.contract.operations import (
+    OpenFunction,
     as_formed,
     batch_sum,
     has_free_sum,
@@ -125,7 +126,7 @@ def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
     return result
 
 
-@singledispatch
+@OpenFunction
 def inner_version(product: SampleProduct, other: SampleProduct) -> Tensor | None:
     """The same from the factors of the first form, where it knows how with the second's."""
     return None

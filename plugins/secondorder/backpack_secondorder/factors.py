@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
 from typing import Literal, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ from backpack_core import AffineRule
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.bare import BareRule
-from backpack_core.contract.operations import Operation
+from backpack_core.contract.operations import OpenFunction, Operation
 from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.errors import UnsupportedError
@@ -143,7 +142,7 @@ def corrected_eigenbasis_affine(
     return basis.with_values(eigenvalues_in_affine(product, basis))
 
 
-@singledispatch
+@OpenFunction
 def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor:
     """``diag(Qᵀ G Q)`` for given eigenvectors ``Q``, in the shape of ``basis.values``.
 
@@ -163,9 +162,7 @@ def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor
 def eigenvalues_in_affine(product: AffineProduct, basis: KroneckerEigenbasis) -> Tensor:
     """By :func:`contractions.square_sum` of rotated columns and inputs."""
     if len(basis.vectors) != 2 or product.inp is None:
-        definition = eigenvalues_in.dispatch(SampleProduct)
-        values: Tensor = definition(product, basis)
-        return values
+        return eigenvalues_in.definition(product, basis)
     outer, inner = basis.vectors
     columns = product.out if outer is None else _rotate(product.out, outer)
     inputs = product.inp if inner is None else RotatedRows(product.inp, inner)

@@ -40,9 +40,7 @@ def kronecker_factors_lookup(
 def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) -> Tensor:
     """Of rotated columns, where the rows of the table are the eigenvectors of ``A``."""
     if len(basis.vectors) != 2 or basis.vectors[1] is not None:
-        definition = eigenvalues_in.dispatch(object)
-        values: Tensor = definition(product, basis)
-        return values
+        return eigenvalues_in.definition(product, basis)
     outer = basis.vectors[0]
     columns = product.out if outer is None else product.out @ outer
     rotated = LookupProduct(columns, product.row, product.shape)

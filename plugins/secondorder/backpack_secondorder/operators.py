@@ -17,11 +17,11 @@ from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
 from backpack_core.engine.refusals import nothing_arrived
-from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError, UnsupportedError, UsageError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
-from backpack_core.values import without_autocast
+from backpack_core.values import is_symbolic, without_autocast
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -132,7 +132,7 @@ class HessianOperator(Operator):
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Vectors times the block at once, if torch can; a random sum of them tells whether."""
-        if self._is_differentiable or len(vectors) < 3:
+        if self._is_differentiable or len(vectors) < 3 or is_symbolic(vectors):
             return self.multiply(parameter, vectors)
         generator = torch.Generator(vectors.device).manual_seed(0)
         weights = 0.5 + torch.rand(
@@ -320,6 +320,11 @@ def explained() -> Iterator[None]:
             raise OverwrittenInputError(
                 "Parameters, or tensors of the graph, changed since the backward pass that made "
                 "this product: run another one."
+            ) from error
+        if "does not require grad" in text:
+            raise UsageError(
+                "Parameters were frozen since the backward pass, and what it left differentiates "
+                "them: freeze them before the forward pass, or when the products are taken."
             ) from error
         if "derivative for" in text or "not implemented" in text:
             raise UnsupportedError(

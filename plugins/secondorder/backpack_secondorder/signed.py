@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import singledispatch
-
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct, for_weights
+from backpack_core.contract.operations import OpenFunction
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE
 
 
-@singledispatch
+@OpenFunction
 def signed_square_sum(product: SampleProduct, signs: Tensor, per_sample: bool = False) -> Tensor:
     """``Σ_n Σ_v σ[v, n] M[v, n]²``.
 
@@ -48,8 +46,7 @@ def signed_square_sum_affine(
 ) -> Tensor:
     """Without ``M`` where no positions are shared."""
     if product.positions > 1:
-        definition: Callable[..., Tensor] = signed_square_sum.dispatch(SampleProduct)
-        return definition(product, signs, per_sample)
+        return signed_square_sum.definition(product, signs, per_sample)
     squares = weighted_squares(product.out, signs)
     return product.to_parameter(by_position(squares, inp, per_sample))
 

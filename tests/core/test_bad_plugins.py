@@ -1,0 +1,180 @@
+"""What plugins get wrong is said of the plugin that did it, with what was expected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import (
+    AffinePairsRule,
+    AffineProduct,
+    ColumnPropagator,
+    Columns,
+    ElementwiseRule,
+    FirstOrderExtension,
+    LookupProduct,
+    LossRule,
+    ProductRule,
+    SampleProduct,
+    ScaleProduct,
+    SecondOrderExtension,
+    View,
+    backpack,
+)
+from backpack_core.contract.operations import dense, square_sum
+from backpack_core.errors import PluginError, ShapeError, UnsupportedError, UsageError
+from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from backpack_core.testing import temporary_plugin
+from tests.cases import classification
+from tests.core.test_bad_use import Shift, message
+
+
+@pytest.mark.parametrize(
+    ("form", "factors", "found"),
+    [
+        (AffineProduct, lambda out, x: (out, x), r"\[V, N, S, G, O\] and .* and \[3, 3\]"),
+        (
+            AffineProduct,
+            lambda out, x: (out[:, :, None, None], x[:1, None, None]),
+            r"\[N, S, G, I\].* Got \[\d, 3, 1, 1, 3\] and \[1, 1, 1, 3\]",
+        ),
+        (ScaleProduct, lambda out, x: (out, None), r"\[V, N, S, D\].* Got \[\d, 3, 3\]\."),
+        (ScaleProduct, lambda out, x: (out.unsqueeze(2), x), r"\[N, S, D\]\. Got "),
+        (
+            AffineProduct,
+            lambda out, x: (out[:, :, None, None], x[:, None, None]),
+            r"of a parameter \[3\]\. Got \[\d, 3, 1, 1, 3\] and \[3, 1, 1, 3\]",
+        ),
+        (LookupProduct, lambda out, x: (out.unsqueeze(2), x[:, 0]), r"\[N, K\].* and \[3\]"),
+    ],
+)
+def test_factors_that_do_not_fit_are_the_rule_s(form: Any, factors: Any, found: str) -> None:
+    class OfFactors(ProductRule):
+        module_types = (Shift,)
+        params = ("shift",)
+
+        def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+            return mat
+
+        def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+            product: SampleProduct = form(*factors(mat, view.input), view.parameter(name).shape)
+            return product
+
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    for extension in (BatchGrad(), DiagGGNExact(), BatchL2Grad()):
+        with temporary_plugin(OfFactors), pytest.raises(ShapeError, match=found) as error:
+            problem.run(extension)
+        assert message(error).startswith(f"{form.__name__} takes factors")
+        assert "at Shift '1', rule OfFactors" in message(error)
+
+
+@pytest.mark.parametrize("pair", [None, 1, (1, 2, 3)])
+def test_a_pair_that_is_none(pair: Any) -> None:
+    class OfPairs(AffinePairsRule):
+        module_types = (Shift,)
+        params = ("shift",)
+
+        def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+            return mat
+
+        def affine_pair(self, view: View, name: str, mat: Tensor) -> Any:
+            return pair
+
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with (
+        temporary_plugin(OfPairs),
+        pytest.raises(ShapeError, match=r"OfPairs\.affine_pair returned .* expected columns and"),
+    ):
+        problem.run(BatchGrad())
+
+
+def test_a_rule_with_a_wrong_jacobian_is_among_the_causes() -> None:
+    class Doubled(ElementwiseRule):
+        module_types = (nn.Tanh,)
+
+        def derivative(self, view: View) -> Tensor:
+            return 2 * (1 - view.output.square())
+
+    class Tanh(nn.Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    Doubled.module_types = (Tanh,)
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Tanh(), nn.Linear(3, 3)), (3,))
+    with (
+        temporary_plugin(Doubled),
+        pytest.raises(
+            UnsupportedError, match=r"the layer rule of what uses it is wrong.*check_rule"
+        ),
+    ):
+        problem.run(DiagGGNExact())
+
+
+def test_declarations_of_a_class_that_nobody_registered() -> None:
+    class Count(FirstOrderExtension):
+        savefield = "count"
+        needs = dense  # type: ignore[assignment]
+
+        def read(self, product: SampleProduct) -> Tensor:
+            return dense(product).sum()
+
+    with pytest.raises(PluginError, match=r"needs must be a tuple of operations.*needs = \(<"):
+        backpack(Count())
+
+
+# Propagators.
+
+
+@dataclass(frozen=True)
+class Root(ColumnPropagator):
+    starts: Any
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        columns: Columns = self.starts(rule.sqrt_hessian(view))
+        return columns
+
+
+@dataclass
+class Unfrozen(ColumnPropagator):
+    starts: Any
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        columns: Columns = self.starts(rule.sqrt_hessian(view))
+        return columns
+
+
+class OfRoot(SecondOrderExtension):
+    savefield = "of_root"
+    needs = (square_sum,)
+
+    def read(self, product: SampleProduct) -> Tensor:
+        return square_sum(product)
+
+
+@pytest.mark.parametrize(
+    ("starts", "found"),
+    [
+        (lambda mat: None, r"<class 'NoneType'>"),
+        (lambda mat: mat, r"<class 'torch.Tensor'>"),
+        (lambda mat: Columns.start("root", mat[0]), r"shape \[3, 3\]"),
+        (lambda mat: Columns.start("root", mat.sum(1, keepdim=True)), r"shape \[2, 1, 3\]"),
+    ],
+)
+def test_columns_that_do_not_fit_are_the_propagator_s(starts: Any, found: str) -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), (3,))
+    told = rf"Root\.start has to return Columns: it gave {found} at CrossEntropyLoss, .*\[V, 3"
+    with pytest.raises(ShapeError, match=told):
+        problem.run(OfRoot(Root(starts)))
+
+
+def test_a_propagator_is_a_value() -> None:
+    for wrong in (None, Root, Unfrozen(None)):
+        with pytest.raises(
+            UsageError, match=r"OfRoot needs a propagator: .*frozen dataclass.* Got "
+        ):
+            OfRoot(wrong)  # type: ignore[arg-type]
