@@ -47,14 +47,22 @@ class Profile:
     def __init__(self) -> None:
         self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
 
-    def __call__(self, function: Callable[[], T], module: Module | None, kind: type, way: str) -> T:
+    def __call__(
+        self,
+        module: Module | None,
+        kind: type,
+        way: str,
+        function: Callable[..., T],
+        *given: Any,
+    ) -> T:
         """Call a function.
 
         Args:
-            function: What takes time.
             module: Where; ``None`` for the loss as a whole.
             kind: What: the class of an extension, or of a propagator.
             way: See :class:`Row`.
+            function: What takes time.
+            given: Its arguments.
 
         Returns:
             What it returns.
@@ -67,11 +75,11 @@ class Profile:
             function = torch.profiler.record_function(label)(function)
         begin = perf_counter()
         try:
-            result = function()
+            result = function(*given)
         finally:
             found[0] += 1
             found[1] += perf_counter() - begin
-        found[2] = _bytes(result)
+        found[2] = result.nbytes if isinstance(result, Tensor) else _bytes(result)
         return result
 
     def rows(self) -> Iterator[Row]:

@@ -13,25 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import memory_of
+from backpack_core._torch import memories_of, memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, set, torch.Size, View])
+_PLAIN = frozenset(
+    [int, str, bool, type(None), type, ABCMeta, frozenset, list, set, torch.Size, View]
+)
 
 Versions = list[tuple[Tensor, int]]
 
 
-def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
+def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     """What a method of a plugin returns, if it leaves alone what it is given.
 
     Args:
+        view: What it sees.
         plugin: Whose method it is.
         method: Its name.
         given: Its arguments: tensors, or what holds some as its attributes.
-        view: What it sees besides.
 
     Returns:
         The method's result.
@@ -136,7 +138,7 @@ def _owned(tensor: Tensor, view: View) -> Tensor:
     if taken is None or view.stored.saved:  # of which more was shown since
         # Results of earlier columns of the call are in it.
         taken = view.memories = view.kept.setdefault(_TAKEN, set())
-        taken.update(map(memory_of, _shown(view)))
+        taken.update(memories_of(_shown(view)))
     memory = memory_of(tensor)
     if memory in taken:
         tensor = tensor.clone()
