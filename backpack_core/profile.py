@@ -67,9 +67,10 @@ class Profile:
         Returns:
             What it returns.
         """
-        found = self._known.get((module, kind, way))
-        if found is None:
-            found = self._known[module, kind, way] = [0, 0.0, 0]
+        key = (module, kind, way)
+        if key not in self._known:
+            self._known[key] = [0, 0.0, 0]
+        found = self._known[key]
         if profiler_runs():
             label = f"backpack: {kind.__name__} at {_path(module)}"
             function = torch.profiler.record_function(label)(function)
@@ -100,12 +101,14 @@ def _path(module: Module | None) -> str:
 
 def _bytes(value: Any) -> int:
     """Memory of the tensors in a value, its items, or its attributes."""
-    if isinstance(value, Tensor):
-        return value.nbytes
     if isinstance(value, (list, tuple)):
-        return sum(map(_bytes, value))
-    table = value if isinstance(value, dict) else getattr(value, "blocks", {})  # of columns
-    return sum(map(_bytes, table.values()))
+        items: Any = value
+    else:
+        items = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
+    total = 0
+    for item in items:
+        total += item.nbytes if isinstance(item, Tensor) else _bytes(item)
+    return total
 
 
 class Summary:

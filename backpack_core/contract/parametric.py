@@ -58,7 +58,8 @@ class ParametricRule(LayerRule):
         Raises:
             ShapeError: ``mat`` or the product has the wrong shape.
         """
-        if mat.shape[1:] != view.output_shape:
+        given = mat.shape
+        if given[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
         product = ask(view, self, "_param_product", view, name, mat)
         if SampleProduct not in type(product).__mro__:  # for an abstract class, in half the time
@@ -67,7 +68,7 @@ class ParametricRule(LayerRule):
                 f"{view.path}, expected a SampleProduct."
             )
         found = (product.columns, product.samples, *product.shape)
-        expected = (*mat.shape[:2], *view.parameter_itself(name).shape)
+        expected = (given[0], given[1], *view.parameter_itself(name).shape)
         if found != expected:
             raise ShapeError(
                 f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "

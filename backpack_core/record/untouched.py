@@ -89,9 +89,11 @@ def _held(value: object) -> Versions:
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
         kind = type(item)
-        if kind is dict:  # results, and what is kept
+        if kind is Tensor:
+            found.append((item, item._version))
+        elif kind is dict:  # results, and what is kept
             for part in item.values():
-                if type(part) not in _PLAIN and isinstance(part, Tensor):
+                if isinstance(part, Tensor):
                     found.append((part, part._version))
         elif kind not in _PLAIN and isinstance(item, Tensor):
             found.append((item, item._version))
