@@ -6,9 +6,10 @@ profiler of torch's runs, its trace has a label for each as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ from torch.nn import Module
 
 from backpack_core._torch import profiler_runs
 from backpack_core.record.call import path_of
-
-T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -45,16 +44,12 @@ class Profile:
     """Notes what everything took."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
+        # By module, class and way.
+        self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
 
     def __call__(
-        self,
-        module: Module | None,
-        kind: type,
-        way: str,
-        function: Callable[..., T],
-        *given: Any,
-    ) -> T:
+        self, module: Module | None, kind: type, way: str, function: Any, *given: Any
+    ) -> Any:
         """Call a function.
 
         Args:
@@ -67,10 +62,7 @@ class Profile:
         Returns:
             What it returns.
         """
-        key = (module, kind, way)
-        if key not in self._known:
-            self._known[key] = [0, 0.0, 0]
-        found = self._known[key]
+        found = self._known[module, kind, way]
         if profiler_runs():
             label = f"backpack: {kind.__name__} at {_path(module)}"
             function = torch.profiler.record_function(label)(function)
@@ -101,14 +93,11 @@ def _path(module: Module | None) -> str:
 
 def _bytes(value: Any) -> int:
     """Memory of the tensors in a value, its items, or its attributes."""
-    if isinstance(value, (list, tuple)):
-        items: Any = value
-    else:
-        items = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
-    total = 0
-    for item in items:
-        total += item.nbytes if isinstance(item, Tensor) else _bytes(item)
-    return total
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if not isinstance(value, (list, tuple)):
+        value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
+    return sum(map(_bytes, value))
 
 
 class Summary:

@@ -61,7 +61,7 @@ class ParametricRule(LayerRule):
         given = mat.shape
         if given[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
-        product = ask(view, self, "_param_product", view, name, mat)
+        product: SampleProduct = ask(view, self, "_param_product", view, name, mat)
         if SampleProduct not in type(product).__mro__:  # for an abstract class, in half the time
             raise ShapeError(
                 f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch.nn import Module
-
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
@@ -15,9 +13,7 @@ from backpack_core.plugins.registry import registry
 Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
 
 
-def unwatched(
-    module: Module | None, kind: type, way: str, function: Callable[..., Any], *given: Any
-) -> Any:
+def unwatched(module: Any, kind: type, way: str, function: Any, *given: Any) -> Any:
     """Call a function: nobody watches."""
     return function(*given)
 

@@ -95,10 +95,9 @@ class Sink(ABC):
                 try:
                     whole = join(found) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
-                    kind = type(extension)
-                    value = watch(module, kind, way, ask, view, extension, "read", shown)
+                    value = watch(module, type(extension), way, ask, view, extension, "read", shown)
                     if value is None:
-                        raise ShapeError(f"{kind.__name__}.read returned None.")
+                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
                 except UnsupportedError as error:
                     if not tolerates(extension, view, last.name, error):
                         raise

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import memories_of, memory_of
+from backpack_core._torch import memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset(
-    [int, str, bool, type(None), type, ABCMeta, frozenset, list, set, torch.Size, View]
-)
+_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
 
@@ -42,16 +40,13 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
         PluginCodeError: A tensor was changed in place.
     """
     # This runs several times per call of a module, so it is all in one place.
-    noted, made = [*(view.counted or _counted(view))], []
-    for value in given:
-        if type(value) is Tensor:
-            noted.append((value, value._version))
-        elif type(value) not in _PLAIN:
-            noted += _held(value)
-            made.append(getattr(value, "made", ()))
+    noted = [*(view.counted or _counted(view))]
+    objects = [value for value in given if type(value) not in _PLAIN]
+    for value in objects:
+        noted += [(value, value._version)] if isinstance(value, Tensor) else _held(value)
     result = getattr(plugin, method)(*given)
-    for results in made:
-        noted += results
+    for value in objects:
+        noted += getattr(value, "made", ())
     for tensor, version in noted:
         if tensor._version != version:
             raise PluginCodeError(
@@ -83,20 +78,12 @@ def _counted(view: View) -> Versions:
 
 
 def _held(value: object) -> Versions:
-    """What an argument is, or has as its attributes, or in dicts that are its own."""
-    if isinstance(value, Tensor):
-        return [(value, value._version)]
+    """What an object has as its attributes, or in dicts that are its own."""
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
-        kind = type(item)
-        if kind is Tensor:
-            found.append((item, item._version))
-        elif kind is dict:  # results, and what is kept
-            for part in item.values():
-                if isinstance(part, Tensor):
-                    found.append((part, part._version))
-        elif kind not in _PLAIN and isinstance(item, Tensor):
-            found.append((item, item._version))
+        for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
+            if type(part) not in _PLAIN and isinstance(part, Tensor):
+                found.append((part, part._version))
     return found
 
 
@@ -140,7 +127,7 @@ def _owned(tensor: Tensor, view: View) -> Tensor:
     if taken is None or view.stored.saved:  # of which more was shown since
         # Results of earlier columns of the call are in it.
         taken = view.memories = view.kept.setdefault(_TAKEN, set())
-        taken.update(memories_of(_shown(view)))
+        taken.update(map(memory_of, _shown(view)))
     memory = memory_of(tensor)
     if memory in taken:
         tensor = tensor.clone()
