@@ -40,13 +40,16 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
         PluginCodeError: A tensor was changed in place.
     """
     # This runs several times per call of a module, so it is all in one place.
-    noted = [*(view.counted or _counted(view))]
-    objects = [value for value in given if type(value) not in _PLAIN]
-    for value in objects:
-        noted += [(value, value._version)] if isinstance(value, Tensor) else _held(value)
+    noted, made = [*(view.counted or _counted(view))], []
+    for value in [v for v in given if type(v) not in _PLAIN]:
+        if isinstance(value, Tensor):
+            noted.append((value, value._version))
+        else:
+            noted += _held(value)
+            made.append(getattr(value, "made", ()))
     result = getattr(plugin, method)(*given)
-    for value in objects:
-        noted += getattr(value, "made", ())
+    for results in made:
+        noted += results
     for tensor, version in noted:
         if tensor._version != version:
             raise PluginCodeError(
