@@ -6,9 +6,10 @@ profiler of torch's runs, its trace has a label for each as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from time import perf_counter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,6 @@ from torch.nn import Module
 
 from backpack_core._torch import profiler_runs
 from backpack_core.record.call import path_of
-
-T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -45,33 +44,35 @@ class Profile:
     """Notes what everything took."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Module | None, type, str], list[Any]] = {}
+        # By module, class and way.
+        self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
 
-    def __call__(self, function: Callable[[], T], module: Module | None, kind: type, way: str) -> T:
+    def __call__(
+        self, module: Module | None, kind: type, way: str, function: Any, *given: Any
+    ) -> Any:
         """Call a function.
 
         Args:
-            function: What takes time.
             module: Where; ``None`` for the loss as a whole.
             kind: What: the class of an extension, or of a propagator.
             way: See :class:`Row`.
+            function: What takes time.
+            given: Its arguments.
 
         Returns:
             What it returns.
         """
-        found = self._known.get((module, kind, way))
-        if found is None:
-            found = self._known[module, kind, way] = [0, 0.0, 0]
+        found = self._known[module, kind, way]
         if profiler_runs():
             label = f"backpack: {kind.__name__} at {_path(module)}"
             function = torch.profiler.record_function(label)(function)
         begin = perf_counter()
         try:
-            result = function()
+            result = function(*given)
         finally:
             found[0] += 1
             found[1] += perf_counter() - begin
-        found[2] = _bytes(result)
+        found[2] = result.nbytes if isinstance(result, Tensor) else _bytes(result)
         return result
 
     def rows(self) -> Iterator[Row]:
@@ -94,10 +95,9 @@ def _bytes(value: Any) -> int:
     """Memory of the tensors in a value, its items, or its attributes."""
     if isinstance(value, Tensor):
         return value.nbytes
-    if isinstance(value, (list, tuple)):
-        return sum(map(_bytes, value))
-    table = value if isinstance(value, dict) else getattr(value, "blocks", {})  # of columns
-    return sum(map(_bytes, table.values()))
+    if not isinstance(value, (list, tuple)):
+        value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
+    return sum(map(_bytes, value))
 
 
 class Summary:

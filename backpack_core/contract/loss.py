@@ -127,7 +127,7 @@ class LossRule(LayerRule):
         )
 
     def _asked(self, view: View, method: str, *arguments: Any) -> Tensor:
-        mat: Tensor = ask(self, method, view, *arguments, view=view)
+        mat: Tensor = ask(view, self, method, view, *arguments)
         expect(view, self, f"{method} returned", mat, view.input_shape)
         return mat
 

@@ -126,7 +126,7 @@ class Propagator(ABC):
             return waiting
         if waiting is not None:
             raise loss_behind_a_loss(view)
-        return ask(self, "start", rule, view, view=view)
+        return ask(view, self, "start", rule, view)
 
     def serving(self, extensions: Sequence[Any]) -> Propagator:
         """What travels for these extensions, all of this propagator. Default: itself."""

@@ -137,7 +137,7 @@ class LayerRule(ABC):
         """
         if mat.shape[1:] != view.output_shape:
             expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
-        result = ask(self, "_jac_t_mat_prod", view, mat, view=view)
+        result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):
             product = products[slot]
@@ -186,7 +186,7 @@ class LayerRule(ABC):
             return torch.zeros_like(mat)
         expect(view, self, "_second_derivative_mat_prod is given", mat, view.input_shape)
         method = "_second_derivative_mat_prod"
-        product: Tensor = ask(self, method, view, grad_output, mat, view=view)
+        product: Tensor = ask(view, self, method, view, grad_output, mat)
         expect(
             view, self, "_second_derivative_mat_prod returned", product, view.input_shape, len(mat)
         )

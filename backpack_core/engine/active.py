@@ -21,7 +21,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.engine.groups import Group, Watch
+from backpack_core.engine.groups import Group, Watch, unwatched
 from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
@@ -44,7 +44,7 @@ class Context:
         beside: Outputs of nodes that are no part of the loss that quantities are of.
         observer: Called with what a rule sees of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
-        watch: Who calls what takes time, if somebody watches.
+        watch: Who calls what takes time.
         groups: The extensions by propagator: each propagator is pushed once.
         graph_extensions: Those that read the loss as a whole.
         passes: State of the backward passes under way, by autograd's graph-task id; owned by
@@ -60,7 +60,7 @@ class Context:
     beside: frozenset[tuple[Node, int]] = frozenset()
     observer: Callable[[View], None] | None = None
     gradient: Gradient = "autograd"
-    watch: Watch | None = None
+    watch: Watch = unwatched
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)

@@ -81,7 +81,7 @@ class BackwardPass:
         self.survey = Survey(beside=context.beside)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
-        self._is_differentiable = False
+        self._is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
@@ -154,6 +154,9 @@ class BackwardPass:
         if self.is_outermost and any(self._question):
             self.measurement = measurement(self.survey, roots, context.check, self._question)
         if self.measurement is None:
+            asks = context.observer, context.extension_hook, context.graph_extensions
+            travel = [g.propagator.travels or g.has_overrides for g in self.groups]
+            self._only_reads = not (any(asks) or any(travel) or context.debug)
             return
         keeping = [group.propagator.keeps_apart for group in self.groups]
         if keeping and all(keeping) and not self.survey.beside:
@@ -179,6 +182,20 @@ class BackwardPass:
         return {} if plain is None else plain.inputs
 
     # Visits --------------------------------------------------------------------------------------
+
+    def passes_by(self, call: Call, index: int) -> bool:
+        """Let go of a call without a visit, if nothing is read there, sent on, or shown to anybody.
+
+        So it is with an activation where nothing travels but autograd's own gradient.
+        """
+        survey = self.survey
+        site = survey.sites.get((call, index)) if self._only_reads else None
+        if site is None or survey.trained[call] or survey.leaves or survey.viewed:
+            return False
+        if survey.alignment.apart or not survey.alignment.positions_of(site):
+            return False  # what belongs to which sample is looked at there
+        self._let_go(call)
+        return True
 
     def reach(self, site: Site, grads: Grads, changed_by: Sequence[Any] | None) -> None:
         """Autograd has reached an output of a call.

@@ -80,7 +80,7 @@ def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(propagator, method)
     if getattr(own, "__globals__", {}).get("__name__", "").startswith("backpack_core."):
         return own  # where it was written, which a wrapper does not take over
-    return lambda rule, view, *given: ask(propagator, method, rule, view, *given, view=view)
+    return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 
 
 def allows_fallback(extension: Extension, view: View) -> bool:

@@ -57,15 +57,14 @@ class GraphPass:
                 raise
 
     def results(
-        self, survey: Survey, watch: Watch | None
+        self, survey: Survey, watch: Watch
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The values of all parameters, by extension."""
         parameters = _parameters(survey) if self._readings else ()
         graph = LossGraph(self._roots, self._gradients, parameters, partial(nonlinear, survey))
         for extension, reading in self._readings:
             try:
-                results, kind = partial(reading.results, graph), type(extension)
-                values = results() if watch is None else watch(results, None, kind, "graph")
+                values = watch(None, type(extension), "graph", reading.results, graph)
             except Exception as error:
                 place_between(error, survey, extension)
                 raise

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch.nn import Module
-
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.plugins.registry import registry
 
-Watch = Callable[[Callable[[], Any], Module | None, type, str], Any]
+Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
+
+
+def unwatched(module: Any, kind: type, way: str, function: Any, *given: Any) -> Any:
+    """Call a function: nobody watches."""
+    return function(*given)
 
 
 class Group(NamedTuple):
@@ -23,14 +26,14 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
         has_overrides: Whether another carrier than the layer rule may speak for some modules.
-        watch: Who calls what takes time, if somebody watches; see :class:`~backpack_core.backpack`.
+        watch: Who calls what takes time; see :class:`~backpack_core.backpack`.
     """
 
     propagator: Propagator
     extensions: tuple[Extension, ...] = ()
     needs: frozenset[Any] = frozenset()
     has_overrides: bool = False
-    watch: Watch | None = None
+    watch: Watch = unwatched
 
     @property
     def first(self) -> Extension | None:
@@ -39,13 +42,13 @@ class Group(NamedTuple):
 
 
 def group(
-    extensions: tuple[Extension, ...], watch: Watch | None = None
+    extensions: tuple[Extension, ...], watch: Watch = unwatched
 ) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
     """Group extensions by equal propagators, except where one goes its own way at some modules.
 
     Args:
         extensions: What was asked for.
-        watch: Who watches them.
+        watch: Who calls what takes time for them.
 
     Returns:
         The groups, and apart from them what reads the loss as a whole.

@@ -46,12 +46,13 @@ class OutputHook:
             if not _torch.keeps_graph():
                 self.call.release()
             return
+        begun = context.passes.get(graph_task_id())
+        if begun is not None and begun.passes_by(self.call, self.index):
+            return
         hooks = self.hooks()
         # What the user's hooks make of the gradient is what autograd goes on with. They are on the
         # tensor, and then on its node: a hook that is put there now runs last.
-        others = []
-        if hooks is not None and len(hooks) > 1:
-            others = [hook for key, hook in hooks.items() if key != KEY]
+        others = [] if hooks is None else [hook for key, hook in hooks.items() if key != KEY]
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()

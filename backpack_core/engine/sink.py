@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -82,7 +81,7 @@ class Sink(ABC):
     def _complete(self, group: Group, found: list[Found]) -> None:
         """Let all extensions of a group read off one parameter."""
         last, plain, watch = found[-1], self.plain, group.watch
-        view, parameter = last.view, last.parameter
+        view, parameter, module = last.view, last.parameter, last.view.call.module
         needs = None if plain is None else plain.needs(group, parameter)
         if needs is not None:  # for the sum, too, where the plain gradient is made of it
             for use in found:
@@ -96,10 +95,9 @@ class Sink(ABC):
                 try:
                     whole = join(found) if whole is None else whole
                     shown = whole.lasting() if extension.is_deferred else whole
-                    read, kind = partial(ask, extension, "read", shown, view=view), type(extension)
-                    value = read() if watch is None else watch(read, view.call.module, kind, way)
+                    value = watch(module, type(extension), way, ask, view, extension, "read", shown)
                     if value is None:
-                        raise ShapeError(f"{kind.__name__}.read returned None.")
+                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
                 except UnsupportedError as error:
                     if not tolerates(extension, view, last.name, error):
                         raise

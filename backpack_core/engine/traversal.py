@@ -122,9 +122,8 @@ class Traversal:
         if not any(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            send, watch = partial(carrier.send, view, quantity), self.groups[slot].watch
-            kind = type(carrier.speaker)
-            inputs = send() if watch is None else watch(send, call.module, kind, "sent")
+            watch, kind = self.groups[slot].watch, type(carrier.speaker)
+            inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(slot, site, view, inputs, self.chunks)
         except OverwrittenInputError:

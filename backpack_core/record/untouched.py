@@ -8,8 +8,6 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Iterable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,17 +20,18 @@ from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
 _PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, torch.Size, View])
-_version = attrgetter("_version")
+
+Versions = list[tuple[Tensor, int]]
 
 
-def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
+def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     """What a method of a plugin returns, if it leaves alone what it is given.
 
     Args:
+        view: What it sees.
         plugin: Whose method it is.
         method: Its name.
         given: Its arguments: tensors, or what holds some as its attributes.
-        view: What it sees besides.
 
     Returns:
         The method's result.
@@ -40,20 +39,24 @@ def ask(plugin: object, method: str, *given: Any, view: View) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    shown, known = view.counted or _counted(view)
-    held = _held(given)
-    before = [*map(_version, held)]
+    # This runs several times per call of a module, so it is all in one place.
+    noted, made = [*(view.counted or _counted(view))], []
+    for value in [v for v in given if type(v) not in _PLAIN]:
+        if isinstance(value, Tensor):
+            noted.append((value, value._version))
+        else:
+            noted += _held(value)
+            made.append(getattr(value, "made", ()))
     result = getattr(plugin, method)(*given)
-    made = [pair for value in given for pair in getattr(value, "made", ())]
-    held, before = [*held, *(t for t, _ in made)], [*before, *(version for _, version in made)]
-    if [*map(_version, shown)] != known or [*map(_version, held)] != before:
-        pairs = zip((*shown, *held), (*known, *before), strict=True)
-        changed = next(tensor for tensor, version in pairs if tensor._version != version)
-        raise PluginCodeError(
-            f"{type(plugin).__name__}.{method} changed {_name(changed, view)} in place. What a "
-            "plugin is given belongs to all that read it, and to autograd: return a new tensor "
-            "(2 * mat in the place of mat.mul_(2))."
-        )
+    for results in made:
+        noted += results
+    for tensor, version in noted:
+        if tensor._version != version:
+            raise PluginCodeError(
+                f"{type(plugin).__name__}.{method} changed {_name(tensor, view)} in place. What a "
+                "plugin is given belongs to all that read it, and to autograd: return a new tensor "
+                "(2 * mat in the place of mat.mul_(2))."
+            )
     return result
 
 
@@ -65,30 +68,25 @@ def _shown(view: View) -> list[Tensor]:
     return tensors if gradient is None else [*tensors, gradient]
 
 
-def _counted(view: View) -> tuple[list[Tensor], list[int]]:
+def _counted(view: View) -> Versions:
     """Those whose versions torch counts, with what they were at first."""
     tensors = _shown(view)
     try:
-        versions = [*map(_version, tensors)]
+        versions = [(tensor, tensor._version) for tensor in tensors]
     except RuntimeError:
-        tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        versions = [*map(_version, tensors)]
+        versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
     if view.taken is None:  # of which more is shown by and by
-        view.counted = tensors, versions
-    return tensors, versions
+        view.counted = versions
+    return versions
 
 
-def _held(given: Iterable[object]) -> list[Tensor]:
-    """The tensors that arguments are, or have as their attributes, or in dicts that are theirs."""
-    found: list[Tensor] = []
-    for value in [v for v in given if type(v) not in _PLAIN]:
-        is_held = isinstance(value, Tensor)
-        items = (value,) if is_held else getattr(value, "__dict__", NOTHING).values()
-        for item in [i for i in items if type(i) not in _PLAIN]:
-            if isinstance(item, Tensor):
-                found.append(item)
-            elif isinstance(item, dict) and item:  # results, and what is kept
-                found += [part for part in item.values() if isinstance(part, Tensor)]
+def _held(value: object) -> Versions:
+    """What an object has as its attributes, or in dicts that are its own."""
+    found: Versions = []
+    for item in getattr(value, "__dict__", NOTHING).values():
+        for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
+            if type(part) not in _PLAIN and isinstance(part, Tensor):
+                found.append((part, part._version))
     return found
 
 

@@ -74,7 +74,7 @@ class View:
         self.inner: Tensor | None = None
         self.positions = positions
         self._whole: View | None = None
-        self.counted: tuple[list[Tensor], list[int]] | None = None
+        self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None
         self.taken = Taken(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None

@@ -80,7 +80,7 @@ class HandWrittenCarrier(Carrier):
         g_inp, g_out = (None,) * len(whole.stored.inputs), (whole.grad_output,)
         with _io_on_module(whole):
             given = self._extension, whole.call.module, g_inp, g_out, *quantity
-            return ask(self._module_extension, method, *given, view=view)
+            return ask(view, self._module_extension, method, *given)
 
 
 @contextmanager
