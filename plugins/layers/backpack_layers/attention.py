@@ -128,7 +128,8 @@ class MultiheadAttentionRule(AffinePairsRule):
         """Columns at the three projections as groups. Shape ``[V, N, S, 3, E]``."""
         if view.inner is not None:  # the module has positions in front
             samples, length, _ = view.output_shape
-            return view.inner.reshape(1, length, samples, 3, -1).transpose(1, 2)
+            size = view.inner.shape[-1] // 3
+            return view.inner.reshape(1, length, samples, 3, size).transpose(1, 2)
 
         def pack() -> Tensor:
             # Query and key may differ in length: positions that one lacks hold zeros.
