@@ -9,6 +9,7 @@ behind one operand, there may be another one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.autograd.graph import Node
 
 from backpack_core.graph import bridge, nodes
 from backpack_core.graph.order import reached
+from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_secondorder.operators import explained
@@ -67,6 +69,12 @@ class SecondDerivative:
         Raises:
             UnsupportedError: The formula has no derivative.
         """
+        (first, *_) = mats.values()
+        with explained():
+            return beside_pass(partial(self._push, mats), self._order, first.device)
+
+    def _push(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+        """From node to node."""
         waiting: dict[Node, dict[int, Tensor]] = {}
         result: dict[Place, Tensor] = {}
 
@@ -83,11 +91,10 @@ class SecondDerivative:
                 lead = [1] * (gradient.dim() - mat.dim() + 1)
                 mat = mat.reshape(len(mat), *lead, *mat.shape[1:])
                 leave(_origin(gradient), mat.expand(len(mat), *gradient.shape))
-        with explained():
-            for node in self._order:
-                mats = waiting.pop(node, {})
-                for position, mat in bridge.push(node, mats).items() if mats else ():
-                    leave(_place(node, position), mat)
+        for node in self._order:
+            waits = waiting.pop(node, {})
+            for position, mat in bridge.push(node, waits).items() if waits else ():
+                leave(_place(node, position), mat)
         return result
 
     def _consumers_first(self) -> list[Node]:
