@@ -140,28 +140,6 @@ class Propagator(ABC):
         """What comes into being at a call, at its inputs; asked once per call. Default: nothing."""
         return {}
 
-    def residual_between(
-        self,
-        node: Node,
-        grads: Sequence[Tensor | None],
-        crossed: list[tuple[int, Any]],
-        there: Crossing,
-        size: Callable[[], int | None],
-    ) -> tuple[list[tuple[int, Any]], Iterable[list[tuple[int, Any]]]]:
-        """The same at an autograd node that no module call covers. Default: nothing.
-
-        Args:
-            node: The node, not yet executed.
-            grads: The gradients at its outputs.
-            crossed: What goes on from it already, as :meth:`cross` gave it.
-            there: Where samples lie.
-            size: How many columns may go on at once; ``None`` for all.
-
-        Returns:
-            What goes on, and parts that are carried through the net one after the other, at once.
-        """
-        return crossed, ()
-
     def merge(self, first: Any, second: Any) -> Any:
         """The quantity at a tensor that several consumers reach; refused unless overridden.
 
@@ -180,7 +158,8 @@ class Propagator(ABC):
         Args:
             node: The autograd node, not yet executed.
             quantities: What arrived, by output number of the node, for the whole batch.
-            there: Where samples lie.
+            there: Where samples lie; with gradients, where autograd is: what comes into being at
+                the node is added once, there.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).

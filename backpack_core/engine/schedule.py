@@ -51,13 +51,7 @@ NOTHING = Waiting()
 
 
 class Schedule(ABC):
-    """What waits at calls and at nodes, for every group.
-
-    Attributes:
-        chunks: Carries through at once what does not fit; ``None`` where nothing comes into being.
-    """
-
-    chunks: Chunks | None = None
+    """What waits at calls and at nodes, for every group."""
 
     def __init__(self, survey: Survey, groups: Sequence[Group]) -> None:
         self.survey = survey
@@ -167,30 +161,19 @@ class Schedule(ABC):
                 if nodes.hands_on(node) and not there.apart:
                     crossed = list(quantities.items())
                 else:
+                    if grads and group.propagator.sheds_everywhere:
+                        there = self._reached(slot, node, grads, there)
                     crossed = group.propagator.cross(node, quantities, there) if quantities else []
-                    if grads and crossed and self.chunks is not None:
-                        crossed = self._with_new(slot, node, grads, crossed, there, self.chunks)
             except Exception as error:
                 place_between(error, self.survey, group.first, node)
                 raise
             self.send(slot, node, crossed)
 
-    def _with_new(
-        self,
-        slot: int,
-        node: Node,
-        grads: Sequence[Tensor | None],
-        crossed: Sent,
-        there: Crossing,
-        chunks: Chunks,
-    ) -> Sent:
-        """Add what comes into being at a node; what does not fit of it is carried through."""
-        size = partial(chunks.size, slot, node._input_metadata[0].device.type)
-        propagator = self.groups[slot].propagator
-        crossed, parts = propagator.residual_between(node, grads, crossed, there, size)
-        for part in parts:
-            chunks.carry(slot, node, lambda sweep, part=part: sweep.schedule.send(slot, node, part))
-        return crossed
+    def _reached(
+        self, slot: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
+    ) -> Crossing:
+        """The same where autograd is, which takes what comes into being."""
+        return there
 
     def send(self, slot: int, node: Node, crossed: Sent) -> None:
         """Leave what has crossed a node at the edges behind it."""
@@ -222,7 +205,17 @@ class HookSchedule(Schedule):
             passes: Where the pass is known by its task, until it fails.
         """
         super().__init__(chunks.survey, chunks.groups)
-        self.chunks, self._passes = chunks, passes
+        self._chunks, self._passes = chunks, passes
+
+    def _reached(
+        self, slot: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
+    ) -> Crossing:
+        size = partial(self._chunks.size, slot, node._input_metadata[0].device.type)
+
+        def carry(part: Sent) -> None:
+            self._chunks.carry(slot, node, lambda sweep: sweep.schedule.send(slot, node, part))
+
+        return there._replace(grads=grads, size=size, carry=carry)
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""

@@ -31,6 +31,7 @@ class SecondDerivative:
     Attributes:
         node: The node.
         positions: Where each operand stands among ``node.next_functions``; leaves are constants.
+        is_complex: Whether complex numbers are involved, which this does not hold for.
     """
 
     def __init__(self, node: Node, grads: Sequence[Tensor | None]) -> None:
@@ -42,6 +43,7 @@ class SecondDerivative:
         self.node = node
         with torch.enable_grad():
             found = bridge.call(node, grads)
+        self.is_complex = any(t.is_complex() for t in (*found.values(), *grads) if t is not None)
         self._gradients = {i: t for i, t in found.items() if t.grad_fn is not None}
         self._ends = {_place(node, i) for i, (child, _) in enumerate(node.next_functions) if child}
         self.positions: dict[Place, list[int]] = {}
@@ -56,6 +58,11 @@ class SecondDerivative:
     def is_zero(self) -> bool:
         """Whether the formula is known to depend on nothing."""
         return not self._gradients
+
+    def like(self, place: Place) -> Tensor:
+        """Zeros as an operand is, of no memory to speak of."""
+        (first, *_) = self._gradients.values()
+        return first.detach().new_zeros(()).expand(nodes.shape_of(*place))
 
     def product(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
         """``R v``.

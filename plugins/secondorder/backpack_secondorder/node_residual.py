@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack_core import Columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Crossing
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_secondorder.between import (
     Place,
@@ -69,9 +71,9 @@ class NodeResidual:
         if self._is_elementwise:
             return Hessian(diagonal=self._diagonal)
         shape = nodes.shape_of(*place)
-        if shape[1:].numel() * self._like(place).nbytes > memory_budget():
+        if shape[1:].numel() * self._derivative.like(place).nbytes > memory_budget():
             return None
-        eye = unit_vectors(self._like(place).expand(shape))
+        eye = unit_vectors(self._derivative.like(place).expand(shape))
         return Hessian(block=self._derivative.product({place: eye}).get(place))
 
     @property
@@ -96,7 +98,7 @@ class NodeResidual:
     def most(self) -> int:
         """How many columns may be formed at once."""
         entries = sum(nodes.shape_of(*place).numel() for place in self._places)
-        like = self._like(self._places[0])
+        like = self._derivative.like(self._places[0])
         return max(2, column_budget(like.device.type) // max(1, entries * like.element_size()))
 
     @cached_property
@@ -120,16 +122,11 @@ class NodeResidual:
         """How many entries a sample has."""
         return nodes.shape_of(*place).numel() // max(1, self._samples)
 
-    def _like(self, place: Place) -> Tensor:
-        """A tensor of that kind, of no memory to speak of."""
-        kind = nodes.metadata_of(*place)
-        return torch.zeros((), dtype=kind.dtype, device=kind.device).expand(kind.shape)
-
     @cached_property
     def _diagonal(self) -> Tensor:
         """``R`` of an elementwise operation: shape ``[*shape]``."""
         (place,) = self._places
-        like = self._like(place)
+        like = self._derivative.like(place)
         found = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
         return found[place].squeeze(0) if place in found else torch.zeros_like(like)
 
@@ -139,7 +136,7 @@ class NodeResidual:
             mat, signs = unit_columns(self._apart(self._diagonal), some)
             return self._sent({place: mat}, signs)
         # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ
-        unit = unit_vectors(self._apart(self._like(place)), some)  # [d, N, D]
+        unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
         found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
         rows = {p: mat.reshape(*unit.shape[:2], -1) for p, mat in found.items()}
         for other in self._started:  # what is met from both sides
@@ -188,14 +185,40 @@ def _involved(derivative: SecondDerivative) -> list[Place]:
     return [place for place, at in places if factors is None or not {*at}.isdisjoint(factors)]
 
 
-def with_residual(
-    residual: NodeResidual, crossed: Part, size: int | None
-) -> tuple[Part, Iterable[Part]]:
-    """What goes on from a node, and the parts that are carried through at once."""
+def add_residual(
+    node: Node, crossed: Part, there: Crossing, subsampling: tuple[int, ...] | None
+) -> Part:
+    """What goes on from a node: what has crossed it, and what comes into being there.
+
+    What does not fit of that is carried through the net at once.
+
+    Args:
+        node: The node, not yet executed.
+        crossed: What has crossed it.
+        there: Its gradients, and where samples lie.
+        subsampling: The samples that take part; ``None`` for all.
+
+    Raises:
+        BridgeError: It is a Python function, or of complex numbers.
+    """
+    if nodes.is_linear(node) or not there.batch_size:
+        return crossed
+    derivative = None if nodes.is_function(node) else SecondDerivative(node, there.grads)
+    if derivative is None or derivative.is_complex:
+        raise nodes.refuse(
+            node,
+            "it is not known to be linear, and the Hessian needs its second derivative",
+            "Of Python functions and complex numbers it is not known: move the operation into a "
+            "module with a layer rule, or use DiagHMP, which takes a product for every entry.",
+        )
+    if derivative.is_zero or not derivative.positions:
+        return crossed
+    residual, size = NodeResidual(derivative, there.batch_size, subsampling), there.size()
     if residual.whole is not None:
-        position = residual.position
-        return [*crossed, (position, residual.whole)], ()
+        return [*crossed, (residual.position, residual.whole)]
     formed = max((hessian.formed for _, hessian in crossed), default=0)
     if size is None or formed + residual.size <= min(size, residual.most):
-        return [*crossed, *(sent for part in residual.parts(None) for sent in part)], ()
-    return crossed, residual.parts(min(size, residual.most))
+        return [*crossed, *(sent for part in residual.parts(None) for sent in part)]
+    for part in residual.parts(min(size, residual.most)):
+        there.carry(part)
+    return crossed

@@ -8,7 +8,7 @@ something else than an elementwise function comes along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,12 +30,10 @@ from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
-from backpack_core.graph.nodes import is_function, is_linear, metadata_of, refuse
 from backpack_core.tuning import memory_budget
-from backpack_secondorder.between import SecondDerivative
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
-from backpack_secondorder.node_residual import NodeResidual, with_residual
+from backpack_secondorder.node_residual import add_residual
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -161,45 +159,17 @@ class SignedSqrt(Propagator):
     def cross(
         self, node: Node, quantities: dict[int, Hessian], there: Crossing
     ) -> list[tuple[int, Hessian]]:
-        """Call the node under vmap over the columns."""
+        """Call the node under vmap over the columns, and add ``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, once."""
         arrived = {number: quantity.as_columns() for number, quantity in quantities.items()}
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}
         branched = frozenset[Root]().union(*(q.branched for q in arrived.values()))
-        if not columns:  # all went through at once; something has to arrive at calls
-            return [(i, Hessian()) for i, (child, _) in enumerate(node.next_functions) if child]
         crossed = cross_columns(node, columns)
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
-        return [(position, Hessian(found, branched=branched)) for position, found in crossed]
-
-    def residual_between(
-        self,
-        node: Node,
-        grads: Sequence[Tensor | None],
-        crossed: list[tuple[int, Hessian]],
-        there: Crossing,
-        size: Callable[[], int | None],
-    ) -> tuple[list[tuple[int, Hessian]], Iterable[list[tuple[int, Hessian]]]]:
-        """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, in all operands ``x`` together.
-
-        Raises:
-            BridgeError: It is a Python function, or of complex numbers.
-        """
-        if is_linear(node) or not there.batch_size:
-            return crossed, ()
-        kinds = [metadata_of(*edge).dtype for edge in ((node, 0), *node.next_functions) if edge[0]]
-        if is_function(node) or any(kind.is_complex for kind in kinds):
-            raise refuse(
-                node,
-                "it is not known to be linear, and the Hessian needs its second derivative",
-                "Of Python functions and complex numbers it is not known: move the operation into "
-                "a module with a layer rule, or use DiagHMP, which takes a product for every entry.",
-            )
-        derivative = SecondDerivative(node, grads)
-        if derivative.is_zero or not derivative.positions:
-            return crossed, ()
-        residual = NodeResidual(derivative, there.batch_size, self.subsampling)
-        return with_residual(residual, crossed, size())
+        sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
+        if not columns:  # all went through at once; something has to arrive at calls
+            sent = [(i, Hessian()) for i, (child, _) in enumerate(node.next_functions) if child]
+        return add_residual(node, sent, there, self.subsampling) if there.grads else sent
 
     def widen(self, quantity: Hessian, batch_size: int) -> Hessian:
         """Zeros for the samples that were left out."""
