@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from backpack_core._checkpoints import unpacking_again
 from backpack_core._torch import Node, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.columns import ApartColumns, Columns, Root
@@ -153,7 +154,8 @@ def operand_product(
     if not mat.dtype.is_floating_point or mat.dtype != metadata_of(child, number).dtype:
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
-    product = make(operand, mat)
+    with unpacking_again(node):  # a checkpoint may hold what it saved
+        product = make(operand, mat)
     if product is None or (product.columns, product.samples) == (count, samples):
         return product
     return regrouped(product, count, samples, {})
