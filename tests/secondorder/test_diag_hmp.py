@@ -40,7 +40,7 @@ def _recurrent(net: Any, x: Tensor) -> Tensor:
     return h  # type: ignore[no-any-return]
 
 
-# Nets that the rules of DiagHessian refuse.
+# Nets that differentiating twice takes as they are; DiagHessian refuses some.
 ANY: dict[str, Callable[..., Tensor]] = {
     "functional attention": _attention,
     "a start that is trained": _recurrent,
