@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core._checkpoints import unpacking_again
 from backpack_core._torch import Node, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct, sum_of
 from backpack_core.contract.regrouping import regrouped
-from backpack_core.graph import nodes
+from backpack_core.graph import bridge, nodes
 
 
 class Operand(NamedTuple):
@@ -154,7 +153,7 @@ def operand_product(
     if not mat.dtype.is_floating_point or mat.dtype != metadata_of(child, number).dtype:
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
-    with unpacking_again(node):  # a checkpoint may hold what it saved
+    with bridge.saved_at(node):
         product = make(operand, mat)
     if product is None or (product.columns, product.samples) == (count, samples):
         return product

@@ -24,6 +24,7 @@ from backpack_core.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Formula: TypeAlias = Callable[..., Mats]
+saved_at = unpacking_again  # around what reads what a node saved: a checkpoint may hold it
 
 
 def push(node: Node, mats: Mats) -> Mats:
