@@ -109,7 +109,7 @@ def _gradient(output: Tensor, parameter: Tensor, column: Tensor, graph: bool = F
 
 def _one_by_one(view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor]:
     """The same by a loop, for modules that vmap cannot trace: fused cells, branches on values."""
-    forward = _replay(view, name)
+    forward = _replay(view, name, as_trained=True)
     create_graph = view.is_differentiable
     inputs, axes = _batched_inputs(view)
     products, outputs = [], []
@@ -135,7 +135,7 @@ def _batched_inputs(view: View) -> tuple[tuple[Tensor, ...], tuple[int | None, .
 
 
 def _replay(
-    view: View, name: str, whole: bool = False
+    view: View, name: str, whole: bool = False, as_trained: bool = False
 ) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor]:
     """The module's forward for one sample, as a function of a parameter and the input tensors.
 
@@ -143,12 +143,18 @@ def _replay(
         view: The call.
         name: Name of the parameter.
         whole: Run the batch instead of one sample, and show its samples in front.
+        as_trained: Let all parameters require gradients that do in the module. A checkpoint runs
+            its function again when the replay is over, and has to save the same tensors.
     """
     batched = [not whole and view.has_batch(t) for t in view.stored.inputs]
     args_, kwargs_ = view.args, view.kwargs
     module, owned = view.module, view.stored.owned
     # Those of modules inside as well, as they were in the forward pass.
-    parameters = {n: view.parameter(n) for n, _ in module.named_parameters(remove_duplicate=False)}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {n: view.parameter(n) for n in named}
+    for n, parameter in parameters.items() if as_trained else ():
+        if named[n].requires_grad and not parameter.requires_grad:
+            parameters[n] = parameter.detach().requires_grad_()
     buffers = {n: owned.get(n, (b,))[0] for n, b in module.named_buffers(remove_duplicate=False)}
 
     def forward(parameter: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -21,7 +21,7 @@ from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct, sum_of
 from backpack_core.contract.regrouping import regrouped
 from backpack_core.discovery import version_of
-from backpack_core.graph import nodes
+from backpack_core.graph import bridge, nodes
 
 
 class Operand(NamedTuple):
@@ -155,7 +155,8 @@ def operand_product(
     if not mat.dtype.is_floating_point or mat.dtype != metadata_of(child, number).dtype:
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
-    product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
+    with bridge.saved_at(node):
+        product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
     if product is None or (product.columns, product.samples) == (count, samples):
         return product
     return regrouped(product, count, samples, {})

@@ -158,7 +158,8 @@ class Propagator(ABC):
         Args:
             node: The autograd node, not yet executed.
             quantities: What arrived, by output number of the node, for the whole batch.
-            there: Where samples lie.
+            there: Where samples lie; with gradients, where autograd is: what comes into being at
+                the node is added once, there.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).

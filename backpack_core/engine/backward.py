@@ -101,8 +101,8 @@ class BackwardPass:
         self._is_part = is_part and outer is not None
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
         self._walked: list[Edge] = []
-        self.schedule = HookSchedule(self.survey, self.groups, context.passes)
         chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
+        self.schedule = HookSchedule(chunks, context.passes)
         self.traversal = Traversal(self.schedule, self._sink, chunks)
         self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None

@@ -10,7 +10,8 @@ import heapq
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -20,12 +21,17 @@ from backpack_core._torch import Node
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted
 from backpack_core.values import without_autocast
 
+if TYPE_CHECKING:
+    from backpack_core.engine.sweep import Chunks  # which make schedules
+
 T = TypeVar("T")
+Sent = list[tuple[int, Any]]  # quantities by position in ``node.next_functions``
 Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-task id
 
 
@@ -155,15 +161,27 @@ class Schedule(ABC):
                 if nodes.hands_on(node) and not there.apart:
                     crossed = list(quantities.items())
                 else:
+                    if grads and group.propagator.sheds_everywhere:
+                        there = self._reached(slot, node, grads, there)
                     crossed = group.propagator.cross(node, quantities, there) if quantities else []
             except Exception as error:
                 place_between(error, self.survey, group.first, node)
                 raise
-            edges = dict(edges_behind(node)) if crossed else {}
-            for position, quantity in crossed:
-                edge = edges.get(position)
-                if edge is not None:
-                    self._send(slot, edge, quantity)
+            self.send(slot, node, crossed)
+
+    def _reached(
+        self, slot: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
+    ) -> Crossing:
+        """The same where autograd is, which takes what comes into being."""
+        return there
+
+    def send(self, slot: int, node: Node, crossed: Sent) -> None:
+        """Leave what has crossed a node at the edges behind it."""
+        edges = dict(edges_behind(node)) if crossed else {}
+        for position, quantity in crossed:
+            edge = edges.get(position)
+            if edge is not None:
+                self._send(slot, edge, quantity)
 
     def _send(self, slot: int, edge: Edge, quantity: Any) -> None:
         """Leave what has crossed a node at an edge behind it."""
@@ -179,16 +197,25 @@ class Schedule(ABC):
 class HookSchedule(Schedule):
     """In autograd's order, whose hooks tell when a node is reached."""
 
-    def __init__(self, survey: Survey, groups: Sequence[Group], passes: Passes) -> None:
+    def __init__(self, chunks: Chunks, passes: Passes) -> None:
         """Begin.
 
         Args:
-            survey: What is known about the graph.
-            groups: What is sent.
+            chunks: Knows the graph, and what is sent.
             passes: Where the pass is known by its task, until it fails.
         """
-        super().__init__(survey, groups)
-        self.passes = passes
+        super().__init__(chunks.survey, chunks.groups)
+        self._chunks, self.passes = chunks, passes
+
+    def _reached(
+        self, slot: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
+    ) -> Crossing:
+        size = partial(self._chunks.size, slot, node._input_metadata[0].device.type)
+
+        def carry(part: Sent) -> None:
+            self._chunks.carry(slot, node, lambda sweep: sweep.schedule.send(slot, node, part))
+
+        return there._replace(grads=grads, size=size, carry=carry)
 
     def await_node(self, node: Node) -> None:
         """Autograd calls back when it has visited every consumer of the node's outputs."""

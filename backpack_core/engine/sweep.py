@@ -43,8 +43,8 @@ class Chunks:
     _ranks: dict[Node, int] = field(default_factory=dict)
     _recomputed: Recomputed = field(default_factory=Recomputed)
 
-    def size(self, slot: int, view: View) -> int | None:
-        """How many columns may go on from a call at once; ``None`` for all."""
+    def size(self, slot: int, device: str) -> int | None:
+        """How many columns may go on at once, on a type of device; ``None`` for all."""
         survey, group = self.survey, self.groups[slot]
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
@@ -52,21 +52,21 @@ class Chunks:
         asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
         if asked:
             return min(asked)
-        limit = column_budget(view.device.type)
+        limit = column_budget(device)
         if any(e.per_sample for e in extensions):
             limit = max(limit, survey.weights * survey.batch_size)
         return max(1, limit // max(1, survey.widest))
 
-    def carry(self, slot: int, site: Site, begin: Callable[[Traversal], None]) -> None:
+    def carry(self, slot: int, node: Node, begin: Callable[[Traversal], None]) -> None:
         """Visit everything that a chunk of columns reaches, and add what extensions read off.
 
         Args:
             slot: Which group the columns belong to.
-            site: Where they are.
+            node: Where they are.
             begin: Sends the chunk on its way.
         """
-        if site.edge.node not in self._ranks:
-            self._ranks = ranks(site.edge.node)
+        if node not in self._ranks:
+            self._ranks = ranks(node)
         schedule = RankSchedule(self.survey, self.groups, self._ranks)
         sink = ChunkSink(self.survey)
         traversal = Traversal(schedule, sink)

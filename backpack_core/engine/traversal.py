@@ -244,7 +244,7 @@ class Traversal:
     def _shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
         """Carry through at once what does not fit; returns the rest."""
         chunks, call = self.chunks, site.call
-        size = None if chunks is None else chunks.size(slot, view)
+        size = None if chunks is None else chunks.size(slot, view.device.type)
         if chunks is None or size is None:
             return quantity
         goes_inside = self.survey.goes_inside(call) and not call.rule.is_loss
@@ -256,7 +256,7 @@ class Traversal:
             send = partial(
                 Traversal.send, slot=slot, site=site, view=view, carrier=carrier, quantity=part
             )
-            chunks.carry(slot, site, send)
+            chunks.carry(slot, site.edge.node, send)
         return kept
 
     def _add_residuals(
@@ -265,14 +265,14 @@ class Traversal:
         """Add what comes into being at a call; what does not fit of it is carried through."""
         propagator = self.groups[slot].propagator
         for position, new in propagator.residual(site.call.rule, view).items():
-            edge, size = site.call.edges[position], chunks.size(slot, view)
+            edge, size = site.call.edges[position], chunks.size(slot, view.device.type)
             if edge is None:
                 continue
             if size is not None:
                 new, parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
                 for part in parts:
                     deliver = partial(_deliver, slot=slot, edge=edge, own=part)
-                    chunks.carry(slot, site, deliver)
+                    chunks.carry(slot, site.edge.node, deliver)
             old = inputs.get(position)
             inputs[position] = new if old is None else propagator.merge(old, new)
 

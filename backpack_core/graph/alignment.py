@@ -8,8 +8,9 @@ some, what is sent to such a tensor is therefore kept apart, sample by sample.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +36,9 @@ class Crossing(NamedTuple):
         others: The other outputs that have no samples on axis 0.
         has_others: Whether there are other positions.
         is_readable: Whether the node may be asked for what autograd saved.
+        grads: The gradients at the outputs, where autograd brings them.
+        size: How many columns may go on at once; ``None`` for all.
+        carry: Takes what is sent on, by position, through the rest of the net at once.
     """
 
     batch_size: int
@@ -46,6 +50,9 @@ class Crossing(NamedTuple):
     others: frozenset[int] = frozenset()
     has_others: bool = True
     is_readable: bool = False
+    grads: Sequence[Tensor | None] = ()
+    size: Callable[[], int | None] = lambda: None
+    carry: Callable[[list[tuple[int, Any]]], None] = lambda part: None
 
 
 @dataclass

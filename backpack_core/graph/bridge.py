@@ -8,7 +8,7 @@ shape of the tensor they belong to (broadcasting), and cast to its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from backpack_core.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Formula: TypeAlias = Callable[..., Mats]
+saved_at = unpacking_again  # around what reads what a node saved: a checkpoint may hold it
 
 
 def push(node: Node, mats: Mats) -> Mats:
@@ -67,6 +68,13 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
         # Some formulas take it that a gradient begins where its memory does.
         fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
         return _checked(formula, fresh)
+
+
+def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
+    """Call a node as autograd does, on gradients of all its outputs."""
+    known = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
+    with unpacking_again(node):
+        return _formula(node, list(known))(*known.values())
 
 
 def _formula(node: Node, numbers: list[int]) -> Formula:

@@ -6,16 +6,20 @@ function of leaves alone, so columns of any number of samples go through its nod
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, will_get_gradient
+from backpack_core._torch import Node, will_execute, will_get_gradient
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import bridge, nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Call, Edge, edge_of
+
+T = TypeVar("T")
 
 
 class Trained(NamedTuple):
@@ -82,17 +86,26 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
         return mat
     if will_get_gradient(leaf):
         return _pulled(mat, edge, leaf)
-    # With inputs=..., nodes leave out what autograd does not need, whoever calls them.
-    found: list[Tensor] = []
+    return _in_own_pass(partial(_pulled, mat, edge, leaf), mat.device)
+
+
+def beside_pass(function: Callable[[], T], called: Iterable[Node], device: torch.device) -> T:
+    """Call a function that calls nodes which the pass under way may not get to."""
+    return function() if all(map(will_execute, called)) else _in_own_pass(function, device)
+
+
+def _in_own_pass(function: Callable[[], T], device: torch.device) -> T:
+    """With ``inputs=...``, nodes leave out what autograd does not need, whoever calls them."""
+    found: list[T] = []
     is_differentiable = torch.is_grad_enabled()
 
-    def pull(_: Tensor) -> None:
+    def call(_: Tensor) -> None:
         with torch.set_grad_enabled(is_differentiable):
-            found.append(_pulled(mat, edge, leaf))
+            found.append(function())
 
     with torch.enable_grad():
-        root = torch.zeros((), device=mat.device, requires_grad=True).clone()
-    root.register_hook(pull)
+        root = torch.zeros((), device=device, requires_grad=True).clone()
+    root.register_hook(call)
     root.backward()  # a pass that is told nothing
     return found[0]
 

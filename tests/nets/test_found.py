@@ -164,6 +164,17 @@ FOUND: dict[str, Recipe] = {
         shape=(2, 3),
         ask=(Request("GGNMP"),),
     ),
+    "checkpoint-operand": chain(
+        ("NetParameter", {"checkpoint": True}), shape=(1,), batch=1, ask=(Request("SqrtGGNExact"),)
+    ),
+    "hessian-for-some": chain(
+        linear(1, False),
+        in_place("Hardswish"),
+        shape=(1, 1),
+        batch=1,
+        ask=(Request("DiagHessian"),),
+        passes="for_some",
+    ),
     "one-output-for-some": chain(
         ("GatedStages", {"frozen": "bias"}), also=("v0b",), passes="for_some"
     ),
@@ -206,6 +217,20 @@ FOUND["left-memo"] = FOUND["left-memo"].with_(
 # The input wants a gradient as well.
 FOUND["checkpoint-view"] = FOUND["checkpoint-view"].with_(
     sources={"x": Source((1, 2, 3), requires_grad=True)}
+)
+# A checkpoint in what is run again, which saves what the module's parameters ask for.
+FOUND["checkpoint-replayed"] = Recipe(
+    8101487,
+    1,
+    {"x": Source((1, 1))},
+    (
+        Step("NetParameter", ("x",), ("v0",), {}, "p0"),
+        Step("Chain", ("v0",), ("v1",), {"name": "ReLU", "inplace": True}, "p1"),
+        Step("Mapping", ("v1", "v0"), ("v2", "v2b"), {"checkpoint": True}, "p2"),
+    ),
+    (Term("v2b", "MSE", {"reduction": "sum"}),),
+    DIAGONAL,
+    Plan(),
 )
 # A module reads the half that the loss does not depend on.
 FOUND["unused-part"] = FOUND["unused-part"].with_(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BridgeError, UnsupportedError
+from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagHessian
 from tests import oracle
 from tests.cases import Net, classification
@@ -66,20 +66,6 @@ def test_two_losses() -> None:
     with backpack(BatchDiagHessian()):
         (first(output, labels) - other(output, problem.target)).backward()
     problem.compare("diag_h_batch", [a - b for a, b in zip(one, two, strict=True)])
-
-
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [(torch.sigmoid, "Sigmoid"), (lambda h: h * h, "Mul"), (F.gelu, "Gelu"), (torch.exp, "Exp")],
-)
-def test_nonlinear_operation_between_modules(operation: object, name: str) -> None:
-    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}
-    net = Net(lambda net, x: net.b(operation(net.a(x))), **parts)  # type: ignore[operator]
-    with pytest.raises(BridgeError, match=f"operation '{name}'") as error:
-        classification(net, (3,)).run(DiagHessian())
-    where = error.value.backpack_context  # type: ignore[attr-defined]
-    assert where == "[DiagHessian of backpack-plugin-secondorder 0.1.0, after Linear 'a']"
-    assert where in str(error.value)
 
 
 def test_linear_operations_between_modules() -> None:

@@ -40,7 +40,7 @@ def _recurrent(net: Any, x: Tensor) -> Tensor:
     return h  # type: ignore[no-any-return]
 
 
-# Nets that the rules of DiagHessian refuse.
+# Nets that differentiating twice takes as they are; DiagHessian refuses some.
 ANY: dict[str, Callable[..., Tensor]] = {
     "functional attention": _attention,
     "a start that is trained": _recurrent,
@@ -121,7 +121,8 @@ def test_chunks_are_positive() -> None:
 
 
 def test_the_rules_name_it() -> None:
-    net = extend(Net(lambda net, x: net.a(x) * net.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2)))
+    parts = {"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "bilinear": nn.Bilinear(2, 2, 2)}
+    net = extend(Net(lambda net, x: net.bilinear(net.a(x), net.b(x)), **parts))
     loss = extend(nn.MSELoss())(net(torch.randn(4, 3)), torch.zeros(4, 2))
     with pytest.raises(BackpackError, match="DiagHMP"), backpack(DiagHessian()):
         loss.backward()

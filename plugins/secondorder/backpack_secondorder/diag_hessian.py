@@ -43,11 +43,13 @@ class DiagHessian(HessianExtension):
     """Diagonal of the Hessian, exact.
 
     Stored in ``diag_h``, shape ``[*θ]``: ``∂²ℓ/∂θ_i²``, entry by entry, with the scale of the loss
-    (``1/N`` for a mean). Every nonlinear module adds as many columns as it has inputs; they go
-    through the rest of the net in chunks. Nonlinear modules need a rule with second derivatives,
-    and parameters must enter linearly (as they do in affine and normalisation layers): one that is
-    used several times on one path does not. A term in ``backpack(..., beside=[...])``, whose
-    curvature would belong to it, raises. Dangel et al. (2020), BackPACK, appendix A.3.
+    (``1/N`` for a mean). Every nonlinear module adds as many columns as it has inputs, and every
+    nonlinear operation between modules up to twice as many; they go through the rest of the net in
+    chunks. Nonlinear modules need a rule with second derivatives, operations need what autograd
+    needs to differentiate twice (fused attention has none), and parameters must enter linearly (as
+    they do in affine and normalisation layers): one that is used several times on one path does
+    not. A term in ``backpack(..., beside=[...])``, whose curvature would belong to it, raises.
+    Dangel et al. (2020), BackPACK, appendix A.3.
     """
 
     savefield = "diag_h"

@@ -30,10 +30,10 @@ from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
-from backpack_core.graph.nodes import is_linear, refuse
 from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
+from backpack_secondorder.node_residual import add_residual
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -159,26 +159,17 @@ class SignedSqrt(Propagator):
     def cross(
         self, node: Node, quantities: dict[int, Hessian], there: Crossing
     ) -> list[tuple[int, Hessian]]:
-        """Call a linear node under vmap over the columns.
-
-        Raises:
-            BridgeError: The node is not known to be linear.
-        """
-        if not is_linear(node):
-            raise refuse(
-                node,
-                "it is not known to be linear, and the Hessian needs its second derivative",
-                "Products of two activations and functional activations are of this kind. DiagHMP "
-                "takes them all, entry by entry; DiagHessian does once a module with a layer rule "
-                "has the operation.",
-            )
+        """Call the node under vmap over the columns, and add ``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, once."""
         arrived = {number: quantity.as_columns() for number, quantity in quantities.items()}
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}
         branched = frozenset[Root]().union(*(q.branched for q in arrived.values()))
         crossed = cross_columns(node, columns)
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
-        return [(position, Hessian(found, branched=branched)) for position, found in crossed]
+        sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
+        if not columns:  # all went through at once; something has to arrive at calls
+            sent = [(i, Hessian()) for i, (child, _) in enumerate(node.next_functions) if child]
+        return add_residual(node, sent, there, self.subsampling) if there.grads else sent
 
     def widen(self, quantity: Hessian, batch_size: int) -> Hessian:
         """Zeros for the samples that were left out."""

@@ -1,0 +1,169 @@
+"""The residual of an operation between modules, in all that it works on together.
+
+For ``y = f(x_1, x_2, …)`` it is ``R_ij = Σ_o ∂ℓ/∂y_o ∂²f_o/∂x_i∂x_j``. Autograd's formula for the
+operation gives ``∂ℓ/∂x_i`` as a function of what was saved, which is some ``x_j``, or ``y``; so the
+derivative of the formula is ``R``. It is taken node by node, since autograd would not stop there:
+behind one operand, there may be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack_core.graph import bridge, nodes
+from backpack_core.graph.order import reached
+from backpack_core.graph.parameters import beside_pass
+from backpack_core.record.call import Edge, site_at
+from backpack_core.record.view import View
+from backpack_secondorder.operators import explained
+
+Place = tuple[Node, int]  # an output of a node
+
+
+class SecondDerivative:
+    """``v ↦ R v`` at an autograd node, for columns ``v`` at what the operation works on.
+
+    Attributes:
+        node: The node.
+        positions: Where each operand stands among ``node.next_functions``; leaves are constants.
+        is_complex: Whether complex numbers are involved, which this does not hold for.
+    """
+
+    def __init__(self, node: Node, grads: Sequence[Tensor | None]) -> None:
+        """Differentiate what the node makes of the gradients at its outputs.
+
+        Raises:
+            BridgeError: What it makes depends on more than its operands and its result.
+        """
+        self.node = node
+        with torch.enable_grad():
+            found = bridge.call(node, grads)
+        self.is_complex = any(t.is_complex() for t in (*found.values(), *grads) if t is not None)
+        self._gradients = {i: t for i, t in found.items() if t.grad_fn is not None}
+        self._ends = {_place(node, i) for i, (child, _) in enumerate(node.next_functions) if child}
+        self.positions: dict[Place, list[int]] = {}
+        for i, (child, _) in enumerate(node.next_functions):
+            if child is not None and not nodes.is_leaf(child):
+                self.positions.setdefault(_place(node, i), []).append(i)
+        # With create_graph=True, they have a graph of their own.
+        self._stops = self._ends | {(g.grad_fn, g.output_nr) for g in grads if g is not None}
+        self._order = self._consumers_first()
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the formula is known to depend on nothing."""
+        return not self._gradients
+
+    def like(self, place: Place) -> Tensor:
+        """Zeros as an operand is, of no memory to speak of."""
+        (first, *_) = self._gradients.values()
+        return first.detach().new_zeros(()).expand(nodes.shape_of(*place))
+
+    def product(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+        """``R v``.
+
+        Args:
+            mats: ``v`` at some operands, ``[V, *shape]``; zero at the others.
+
+        Returns:
+            Shape ``[V, *shape]`` at each operand; what is zero may be missing.
+
+        Raises:
+            UnsupportedError: The formula has no derivative.
+        """
+        (first, *_) = mats.values()
+        with explained():
+            return beside_pass(partial(self._push, mats), self._order, first.device)
+
+    def _push(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+        """From node to node."""
+        waiting: dict[Node, dict[int, Tensor]] = {}
+        result: dict[Place, Tensor] = {}
+
+        def leave(place: Place, mat: Tensor) -> None:
+            if place in self._ends:
+                result[place] = result[place] + mat if place in result else mat
+            elif place not in self._stops:
+                there = waiting.setdefault(place[0], {})
+                there[place[1]] = there[place[1]] + mat if place[1] in there else mat
+
+        for position, gradient in self._gradients.items():
+            mat = mats.get(_place(self.node, position))
+            if mat is not None:  # autograd sums to the shape of the operand behind the formula
+                lead = [1] * (gradient.dim() - mat.dim() + 1)
+                mat = mat.reshape(len(mat), *lead, *mat.shape[1:])
+                leave(_origin(gradient), mat.expand(len(mat), *gradient.shape))
+        for node in self._order:
+            waits = waiting.pop(node, {})
+            for position, mat in bridge.push(node, waits).items() if waits else ():
+                leave(_place(node, position), mat)
+        return result
+
+    def _consumers_first(self) -> list[Node]:
+        """The nodes of the formula, such that what a node leads to comes after it."""
+        order: list[Node] = []
+        opened: set[Node] = set()
+        origins = map(_origin, self._gradients.values())
+        todo = [(node, False) for node, nr in origins if (node, nr) not in self._stops]
+        while todo:
+            node, is_through = todo.pop()
+            if is_through:
+                order.append(node)
+            elif nodes.is_leaf(node):  # where all ways end but those to operands
+                raise nodes.refuse(
+                    self.node, "its second derivative is not in what it works on alone"
+                )
+            elif node not in opened:
+                opened.add(node)
+                todo.append((node, True))
+                todo += [(child, False) for child, _ in self._behind(node)]
+        return order[::-1]
+
+    def _behind(self, node: Node) -> Iterator[Place]:
+        for position, (child, _) in enumerate(node.next_functions):
+            if child is not None and _place(node, position) not in self._stops:
+                yield _place(node, position)
+
+
+def _place(node: Node, position: int) -> Place:
+    child, number = node.next_functions[position]
+    assert child is not None
+    return child, number
+
+
+def _origin(tensor: Tensor) -> Place:
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn, tensor.output_nr
+
+
+def has_samples_in_front(place: Place, batch_size: int) -> bool:
+    """Whether axis 0 is known to hold the samples one after the other, some entries of each.
+
+    It is at outputs of calls, and at what operations make of these row by row.
+    """
+    return any(is_output(p, batch_size) for p in reached([place], lambda p: _rows(p, batch_size)))
+
+
+def is_output(place: Place, batch_size: int) -> bool:
+    """Whether a call returned the tensor, with one entry of axis 0 for each sample."""
+    site, shape = site_at(Edge(*place)), nodes.shape_of(*place)
+    if site is None or shape[:1] != (batch_size,) or site.call.is_released:
+        return False
+    is_whole = site.call.stored.outputs[site.index].shape == shape
+    return is_whole and not site.call.rule.batch_axis(View(site.call, site.index), site.index)
+
+
+def _rows(place: Place, batch_size: int) -> Iterator[Place]:
+    """What a tensor is made of row by row, some rows for each sample."""
+    node, number = place
+    shape = nodes.shape_of(node, number)
+    if nodes.is_leaf(node) or not shape or shape[0] % batch_size or not shape[0]:
+        return
+    for position, (child, _) in enumerate(node.next_functions):
+        if child is not None and nodes.keeps_rows(node, number, position):
+            yield _place(node, position)

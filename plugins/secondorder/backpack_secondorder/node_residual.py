@@ -1,0 +1,224 @@
+"""The residual of an operation between modules, in the cheapest form that a ``Hessian`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack_core import Columns
+from backpack_core.contract.columns import Root
+from backpack_core.contract.contractions import slices
+from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Crossing
+from backpack_core.tuning import column_budget, memory_budget
+from backpack_secondorder.between import (
+    Place,
+    SecondDerivative,
+    has_samples_in_front,
+    is_output,
+)
+from backpack_secondorder.hessian import Hessian
+from backpack_secondorder.residual import unit_vectors
+from backpack_secondorder.signed import unit_columns
+
+Part: TypeAlias = list[tuple[int, Hessian]]  # by position in ``node.next_functions``
+
+
+class NodeResidual:
+    """``R`` at a node, for each sample; where those lie is not known, in a batch of one.
+
+    Then a column is zero but at the entries of one sample, whatever these are: exact, and as many
+    columns as the tensor has entries.
+    """
+
+    def __init__(
+        self, derivative: SecondDerivative, batch_size: int, subsampling: tuple[int, ...] | None
+    ) -> None:
+        """Choose the form.
+
+        Args:
+            derivative: ``R`` as a linear map.
+            batch_size: Number of samples.
+            subsampling: Those that take part; ``None`` for all.
+
+        Raises:
+            BridgeError: Some are to be chosen, and it is not known where they lie.
+        """
+        self._derivative, self._batch_size = derivative, batch_size
+        self._subsampling = subsampling
+        self._places = _involved(derivative)
+        is_known = all(has_samples_in_front(place, batch_size) for place in self._places)
+        self._samples = batch_size if is_known else 1
+        if not is_known and subsampling is not None:
+            raise nodes.refuse(
+                derivative.node,
+                "it is nonlinear, and it is not known where the samples of subsampling lie there",
+                "Leave subsampling out, or give the model those samples only.",
+            )
+
+    @cached_property
+    def whole(self) -> Hessian | None:
+        """All of it as it would come from a module; ``None`` if it goes on as columns."""
+        place, *others = self._places
+        is_whole = is_output(place, self._batch_size) and self._subsampling is None
+        if others or not is_whole or self._samples != self._batch_size:
+            return None
+        if self._is_elementwise:
+            return Hessian(diagonal=self._diagonal)
+        shape = nodes.shape_of(*place)
+        if shape[1:].numel() * self._derivative.like(place).nbytes > memory_budget():
+            return None
+        eye = unit_vectors(self._derivative.like(place).expand(shape))
+        return Hessian(block=self._derivative.product({place: eye}).get(place))
+
+    @property
+    def position(self) -> int:
+        """Where the first operand stands among ``node.next_functions``."""
+        return self._derivative.positions[self._places[0]][0]
+
+    @property
+    def size(self) -> int:
+        """How many columns there are."""
+        each = 1 if self._is_elementwise else 2
+        return each * sum(self._width(place) for place in self._started)
+
+    def parts(self, size: int | None) -> Iterator[Part]:
+        """All of it as columns, in sets of at most ``size``; ``None`` for a single set."""
+        for place in self._started:
+            width = self._width(place)
+            for some in slices(width, width if size is None else max(1, size // 2)):
+                yield self._columns(place, some)
+
+    @property
+    def most(self) -> int:
+        """How many columns may be formed at once."""
+        entries = sum(nodes.shape_of(*place).numel() for place in self._places)
+        like = self._derivative.like(self._places[0])
+        return max(2, column_budget(like.device.type) // max(1, entries * like.element_size()))
+
+    @cached_property
+    def _is_elementwise(self) -> bool:
+        node = self._derivative.node
+        is_same = nodes.shape_of(*self._places[0]) == nodes.shape_of(node, 0)
+        is_known = nodes.operation_of(node) in nodes.ELEMENTWISE
+        return len(self._places) == 1 and is_same and is_known
+
+    @cached_property
+    def _started(self) -> list[Place]:
+        """Operands such that ``R`` is zero in all others together."""
+        operation, several = nodes.operation_of(self._derivative.node), len(self._places) > 1
+        if several and operation in nodes.FACTORS:
+            return [min(self._places, key=self._width)]
+        if several and operation in nodes.QUOTIENTS:
+            return [place for place in self._places if self._derivative.positions[place] != [0]]
+        return self._places
+
+    def _width(self, place: Place) -> int:
+        """How many entries a sample has."""
+        return nodes.shape_of(*place).numel() // max(1, self._samples)
+
+    @cached_property
+    def _diagonal(self) -> Tensor:
+        """``R`` of an elementwise operation: shape ``[*shape]``."""
+        (place,) = self._places
+        like = self._derivative.like(place)
+        found = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
+        return found[place].squeeze(0) if place in found else torch.zeros_like(like)
+
+    def _columns(self, place: Place, some: slice) -> Part:
+        """Columns for some entries of an operand, which are at all operands."""
+        if self._is_elementwise:
+            mat, signs = unit_columns(self._apart(self._diagonal), some)
+            return self._sent({place: mat}, signs)
+        # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ
+        unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
+        found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
+        rows = {p: mat.reshape(*unit.shape[:2], -1) for p, mat in found.items()}
+        for other in self._started:  # what is met from both sides
+            if other in rows:
+                rows[other] = rows[other] / 2
+        squares = [mat.square().sum(2, keepdim=True) for mat in rows.values()]
+        scale = torch.stack([torch.zeros_like(unit[..., :1]), *squares]).sum(0).sqrt()
+        scale = scale.clamp_min(torch.finfo(unit.dtype).tiny).sqrt()
+        mats = {}
+        for p in self._places:
+            zero = unit.new_zeros(*unit.shape[:2], self._width(p))
+            first = unit * scale if p == place else zero
+            second = rows[p] / scale if p in rows else zero
+            mats[p] = torch.cat([first + second, first - second]) / 2**0.5
+        signs = unit.new_ones(2 * len(unit), unit.shape[1])
+        signs[len(unit) :] = -1
+        return self._sent(mats, signs)
+
+    def _apart(self, tensor: Tensor) -> Tensor:
+        """``[N, D]``."""
+        return tensor.reshape(self._samples, tensor.numel() // max(1, self._samples))
+
+    def _sent(self, mats: dict[Place, Tensor], signs: Tensor) -> Part:
+        """Columns ``[V, N, D]`` at operands, as quantities of the whole batch."""
+        chosen = None
+        if self._subsampling is not None:
+            chosen = [n % self._batch_size for n in self._subsampling]
+            signs = signs[:, chosen]
+        root = Root("residual", signs.expand(-1, self._batch_size) if chosen is None else signs)
+        branched = frozenset([root] if len(mats) > 1 else [])
+        part = []
+        for place, mat in mats.items():
+            columns = Columns({root: mat if chosen is None else mat[:, chosen]})
+            columns = columns.widened(self._subsampling, self._batch_size)
+            shape = (-1, *nodes.shape_of(*place))
+            columns = columns.like({r: m.reshape(shape) for r, m in columns.blocks.items()})
+            position = self._derivative.positions[place][0]
+            part.append((position, Hessian(columns, branched=branched)))
+        return part
+
+
+def _involved(derivative: SecondDerivative) -> list[Place]:
+    """Operands that the operation is not linear in, as far as is known."""
+    factors = nodes.FACTORS.get(nodes.operation_of(derivative.node))
+    places = derivative.positions.items()
+    return [place for place, at in places if factors is None or not {*at}.isdisjoint(factors)]
+
+
+def add_residual(
+    node: Node, crossed: Part, there: Crossing, subsampling: tuple[int, ...] | None
+) -> Part:
+    """What goes on from a node: what has crossed it, and what comes into being there.
+
+    What does not fit of that is carried through the net at once.
+
+    Args:
+        node: The node, not yet executed.
+        crossed: What has crossed it.
+        there: Its gradients, and where samples lie.
+        subsampling: The samples that take part; ``None`` for all.
+
+    Raises:
+        BridgeError: It is a Python function, or of complex numbers.
+    """
+    if nodes.is_linear(node) or not there.batch_size:
+        return crossed
+    derivative = None if nodes.is_function(node) else SecondDerivative(node, there.grads)
+    if derivative is None or derivative.is_complex:
+        raise nodes.refuse(
+            node,
+            "it is not known to be linear, and the Hessian needs its second derivative",
+            "Of Python functions and complex numbers it is not known: move the operation into a "
+            "module with a layer rule, or use DiagHMP, which takes a product for every entry.",
+        )
+    if derivative.is_zero or not derivative.positions:
+        return crossed
+    residual, size = NodeResidual(derivative, there.batch_size, subsampling), there.size()
+    if residual.whole is not None:
+        return [*crossed, (residual.position, residual.whole)]
+    formed = max((hessian.formed for _, hessian in crossed), default=0)
+    if size is None or formed + residual.size <= min(size, residual.most):
+        return [*crossed, *(sent for part in residual.parts(None) for sent in part)]
+    for part in residual.parts(min(size, residual.most)):
+        there.carry(part)
+    return crossed
