@@ -93,7 +93,7 @@ class AffineProduct(SampleProduct):
         is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
         if self.inp is None:
             out = self.out if is_whole else self.out[columns, samples]
-            return self.to_parameter(out.sum(2))
+            return self.to_parameter(_over_positions(out))
         out, inp = self.factors(self.inp)
         if not is_whole:
             return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
@@ -108,7 +108,8 @@ class AffineProduct(SampleProduct):
     def pieces(self) -> Iterator[Piece]:
         """In one buffer."""
         if self.inp is None:
-            yield slice(0, self.columns), slice(0, self.samples), self.to_parameter(self.out.sum(2))
+            whole = self.to_parameter(_over_positions(self.out))
+            yield slice(0, self.columns), slice(0, self.samples), whole
             return
         pieces = contractions.pieces(*self.factors(self.inp))
         for some, rows, piece in pieces:  # [n, G, v, O, I]
@@ -140,6 +141,11 @@ class AffineProduct(SampleProduct):
         zeros = self.new_zeros(*self.out.shape[1:])
         found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
         return AffineProduct(torch.cat(found), self.inp, self.shape, self.arrange)
+
+
+def _over_positions(out: Tensor) -> Tensor:
+    """Their sum, in memory of its own: of one, a copy, which torch makes in less time."""
+    return out.squeeze(2).clone() if out.shape[2] == 1 else out.sum(2)
 
 
 def reads_formed(product: AffineProduct) -> bool:
