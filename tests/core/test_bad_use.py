@@ -188,12 +188,13 @@ class OfStarted(Extension):
     [
         (
             torch.zeros(1, 4, 3),
-            r"Started\.start returned a Tensor at .*Columns\.start\(name, mat\)",
+            r"Started\.start has to return Columns: it gave .*Tensor.* at ",
         ),
-        (None, r"Started\.start returned a NoneType at "),
+        (None, r"Started\.start has to return Columns: it gave .*NoneType.* at "),
         (
             Columns.start("narrow", torch.zeros(1, 4, 2)),
-            r"start returned columns of shape \[1, 4, 2\] at .*expected a tensor \[V, 4, 3\]",
+            r"start has to return Columns: it gave shape \[1, 4, 2\] at .*"
+            r"expected a tensor \[V, 4, 3\]",
         ),
     ],
 )
