@@ -85,7 +85,7 @@ class OpenFunction(Generic[R]):
 
 
 class Operation(OpenFunction[R]):
-    """The same, with a result that is kept on the product, for whoever asks next.
+    """An open function whose result is kept on the product, for whoever asks next.
 
     Further arguments have to be hashable values (a setting); a function of tensors is an
     :class:`OpenFunction`.

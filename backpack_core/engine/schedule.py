@@ -161,9 +161,9 @@ class Schedule(ABC):
                 if nodes.hands_on(node) and not there.apart:
                     crossed = list(quantities.items())
                 else:
-                    if grads and group.propagator.sheds_everywhere:
-                        there = self._reached(lane, node, grads, there)
-                    crossed = group.propagator.cross(node, quantities, there) if quantities else []
+                    is_reached = grads and group.propagator.sheds_everywhere
+                    here = self._reached(lane, node, grads, there) if is_reached else there
+                    crossed = group.propagator.cross(node, quantities, here) if quantities else []
             except Exception as error:
                 place_between(error, self.survey, group.first, node)
                 raise
@@ -172,7 +172,7 @@ class Schedule(ABC):
     def _reached(
         self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
     ) -> Crossing:
-        """The same where autograd is, which takes what comes into being."""
+        """Where samples lie, and, where autograd is, what takes what comes into being there."""
         return there
 
     def send(self, lane: int, node: Node, crossed: Sent) -> None:

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack_core.graph import bridge, nodes
+from backpack_core.graph.alignment import Place
 from backpack_core.graph.order import reached
 from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_secondorder.operators import explained
-
-Place = tuple[Node, int]  # an output of a node
 
 
 class SecondDerivative:
