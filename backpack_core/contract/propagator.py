@@ -42,8 +42,9 @@ class Propagator(ABC):
         only_at_losses: Whether nothing is read at other calls, wherever samples lie there.
         starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
             gone through node by node.
-        sheds_everywhere: Whether :meth:`shed` may split something off at any call, and :meth:`cross`
-            at any node; else :meth:`shed` is asked at losses, and for what comes into being.
+        sheds_everywhere: Whether :meth:`shed` may split something off at any call, and
+            :meth:`cross` at any node; else :meth:`shed` is asked at losses, and for what comes into
+            being.
         needs_gradient: Whether it takes the gradient at the output of a call; else ``view`` need
             not have one, except at a loss.
 

@@ -44,12 +44,7 @@ class Traversal:
         inside: What is read behind the visit, by the node where autograd brings its gradient.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        sink: Sink,
-        chunks: Chunks | None = None,
-    ) -> None:
+    def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
         self.survey, self.groups = schedule.survey, schedule.groups
         self.schedule = schedule
         self.sink = sink
