@@ -16,12 +16,12 @@ from backpack_core.contract.contractions import slices
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing, Place
 from backpack_core.tuning import column_budget, memory_budget
-from backpack_secondorder.between import (
+from backpack_secondorder.hessian import Hessian
+from backpack_secondorder.node_derivative import (
     SecondDerivative,
     has_samples_in_front,
     is_output,
 )
-from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 
