@@ -36,6 +36,11 @@ def at_least_single(tensor: Tensor) -> Tensor:
     return tensor.float() if is_half(tensor.dtype) else tensor
 
 
+def is_flag(value: object) -> bool:
+    """Whether a value is true or false, of Python's or torch's, which pass for integers, too."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
+
+
 def is_half(dtype: torch.dtype) -> bool:
     """Whether numbers have less than single precision."""
     return dtype.is_floating_point and dtype.itemsize < 4

@@ -15,12 +15,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from backpack_core import _hooks
-from backpack_core._torch import (
-    is_symbolic,
-    parametrized,
-    quiet_vmap,
-    version_of,
-)
+from backpack_core._torch import is_symbolic, parametrized, quiet_vmap, version_of
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.errors import BackpackError, OverwrittenInputError, UnsupportedError
 from backpack_core.graph.bridge import agree, random_weights

@@ -37,8 +37,9 @@ class ColumnPropagator(Propagator):
         if rule.is_loss:
             waiting = super().arrive(rule, view, waiting)
             found = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
+            what = "start has to return Columns.start(name, mat): it gave"
             for mat in found:
-                expect(view, self, "start has to return Columns: it gave", mat, view.input_shape)
+                expect(view, self, what, mat, view.input_shape)
         return None if waiting is None else waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:

@@ -21,6 +21,7 @@ from backpack_core.contract.merging import UNDECLARED, Declaration
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
+from backpack_core.values import is_flag
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 
@@ -223,7 +224,7 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
         result = tuple(operator.index(i) for i in indices)
     except TypeError:
         raise UsageError(f"subsampling must be a sequence of integers. Got {indices!r}.") from None
-    if any(isinstance(i, bool) or str(getattr(i, "dtype", "")) == "torch.bool" for i in indices):
+    if any(map(is_flag, indices)):
         raise UsageError(f"subsampling takes indices of samples, not a mask. Got {indices!r}.")
     if not result:
         raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")

@@ -25,6 +25,7 @@ from torch import Tensor
 from backpack_core.contract import contractions
 from backpack_core.contract.product import DenseProduct, Piece, SampleProduct, SumProduct
 from backpack_core.discovery import spelled_out, version_of
+from backpack_core.errors import PluginError
 from backpack_core.tuning import LARGE
 
 R = TypeVar("R")
@@ -46,9 +47,18 @@ class OpenFunction(Generic[R]):
         update_wrapper(self, definition)
 
     def register(self, version: Callable[..., R]) -> Callable[..., R]:
-        """Use a function for the form, or forms, that its first argument is annotated with."""
-        form = next(iter(get_type_hints(version).values()))
+        """Use a function for the form, or forms, that its first argument is annotated with.
+
+        Raises:
+            PluginError: It is annotated with none.
+        """
+        form = next(iter(get_type_hints(version).values()), None)
         for each in get_args(form) or (form,):
+            if not (isinstance(each, type) and issubclass(each, SampleProduct)):
+                raise PluginError(
+                    f"{self.__name__}.register takes a function whose first argument is annotated "
+                    f"with a form, as (product: AffineProduct). Got {version!r}, with {each!r}."
+                )
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
         self._found.clear()
         return version
@@ -85,7 +95,7 @@ class OpenFunction(Generic[R]):
 
 
 class Operation(OpenFunction[R]):
-    """The same, with a result that is kept on the product, for whoever asks next.
+    """An open function whose result is kept on the product, for whoever asks next.
 
     Further arguments have to be hashable values (a setting); a function of tensors is an
     :class:`OpenFunction`.

@@ -42,8 +42,9 @@ class Propagator(ABC):
         only_at_losses: Whether nothing is read at other calls, wherever samples lie there.
         starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
             gone through node by node.
-        sheds_everywhere: Whether :meth:`shed` may split something off at any call; else it is asked
-            at losses, and for what comes into being.
+        sheds_everywhere: Whether :meth:`shed` may split something off at any call, and
+            :meth:`cross` at any node; else :meth:`shed` is asked at losses, and for what comes into
+            being.
         needs_gradient: Whether it takes the gradient at the output of a call; else ``view`` need
             not have one, except at a loss.
 
@@ -158,8 +159,8 @@ class Propagator(ABC):
         Args:
             node: The autograd node, not yet executed.
             quantities: What arrived, by output number of the node, for the whole batch.
-            there: Where samples lie; with gradients, where autograd is: what comes into being at
-                the node is added once, there.
+            there: Where samples lie; with gradients, where autograd is, if something may be split
+                off: what comes into being at the node is added once, there.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).

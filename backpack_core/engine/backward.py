@@ -161,11 +161,11 @@ class BackwardPass:
         keeping = [group.propagator.keeps_apart for group in self.groups]
         if keeping and all(keeping) and not self.survey.beside:
             self._sums = SumCheck(self.survey, self.groups)
-        dye, slot = self.measurement.dye, len(self.groups)
+        dye, lane = self.measurement.dye, len(self.groups)
         self.groups.append(Group(dye))
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
-                self.schedule.leave(slot, edge, wide=dye.begin(gradient))
+                self.schedule.leave(lane, edge, wide=dye.begin(gradient))
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What to tell autograd so that it leaves out gradients, as ``gradient=`` says.
@@ -252,8 +252,8 @@ class BackwardPass:
                 except Exception as error:
                     place(error, view, None)
                     raise
-            for slot in range(len(self.groups)):
-                self.traversal.visit(slot, site, view)
+            for lane in range(len(self.groups)):
+                self.traversal.visit(lane, site, view)
             if context.graph_extensions:
                 self._graph.observe(view)
         if context.debug:
@@ -295,10 +295,10 @@ class BackwardPass:
             for site in self.survey.leaves.values():
                 view = self._view(site, None)
                 # None, where backward(inputs=...) leaves it out.
-                slots = self.schedule.waiting_at(site)
-                for slot in slots:
-                    self.traversal.visit(slot, site, view)
-                if slots and self.context.extension_hook is not None:
+                lanes = self.schedule.waiting_at(site)
+                for lane in lanes:
+                    self.traversal.visit(lane, site, view)
+                if lanes and self.context.extension_hook is not None:
                     self.context.extension_hook(site.call.module)
 
     def leave(self) -> None:

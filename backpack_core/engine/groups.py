@@ -19,7 +19,7 @@ def unwatched(module: Any, kind: type, way: str, function: Any, *given: Any) -> 
 
 
 class Group(NamedTuple):
-    """Extensions that share a propagator; a *slot* is a position in a list of groups.
+    """Extensions that share a propagator; a *lane* is a position in a list of groups.
 
     Attributes:
         propagator: What travels for all of them.

@@ -28,7 +28,7 @@ Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
 
 
 def read_here(
-    traversal: Traversal, slot: int, view: View, carrier: Carrier, quantity: Any
+    traversal: Traversal, lane: int, view: View, carrier: Carrier, quantity: Any
 ) -> Sequence[Trained]:
     """What is read at the output of a call; the rest waits where autograd brings its gradient."""
     survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule
@@ -37,7 +37,7 @@ def read_here(
     if (
         not later
         or not isinstance(schedule, HookSchedule)
-        or traversal.groups[slot].propagator.travels
+        or traversal.groups[lane].propagator.travels
         or carrier.gives_values
         or view.is_differentiable
         or view.indices is not None
@@ -51,15 +51,15 @@ def read_here(
     if node is None or not will_execute(node):
         return trained
     when_reached(node, traversal, _reach, schedule.passes)
-    traversal.inside.setdefault(node, []).append((slot, view, carrier, quantity, later))
+    traversal.inside.setdefault(node, []).append((lane, view, carrier, quantity, later))
     return [use for use in trained if use not in later]
 
 
 def _reach(traversal: Traversal, grads: Sequence[Tensor | None]) -> None:
-    for slot, view, *what in traversal.inside.pop(current_node(), ()):
+    for lane, view, *what in traversal.inside.pop(current_node(), ()):
         view.inner, view.counted = grads[0], None
         try:
-            traversal.read(slot, view, *what)
+            traversal.read(lane, view, *what)
         except Exception as error:
-            place(error, view, traversal.groups[slot].first)
+            place(error, view, traversal.groups[lane].first)
             raise

@@ -71,31 +71,31 @@ class Schedule(ABC):
 
     def waiting_at(self, site: Site) -> list[int]:
         """Groups that something waits for at an output of a call."""
-        slots = range(len(self.groups))
-        return [slot for slot in slots if (site.call, site.index, slot) in self._at_sites]
+        lanes = range(len(self.groups))
+        return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
     def is_empty(self) -> bool:
         """Whether everything that was sent has arrived."""
         return not (self._at_sites or self._at_nodes)
 
-    def deliver(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
+    def deliver(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
         """Leave a quantity at an edge, to wait for a visit.
 
         Args:
-            slot: Which group it belongs to.
+            lane: Which group it belongs to.
             edge: Where it goes: to a call, or to a node between calls.
             wide: What comes from nodes, for the whole batch.
             own: What comes from calls, for the samples that take part.
         """
         if _torch.will_execute(edge.node):
-            self.leave(slot, edge, wide, own)
+            self.leave(lane, edge, wide, own)
 
-    def leave(self, slot: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
+    def leave(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
         """The same where autograd is known to get."""
-        propagator = self.groups[slot].propagator
+        propagator = self.groups[lane].propagator
         site = self.survey.site_at(edge)
         if site is not None:
-            key = (site.call, site.index, slot)
+            key = (site.call, site.index, lane)
             before = self._at_sites.get(key)
             if before is None:
                 self.await_site(site)
@@ -114,7 +114,7 @@ class Schedule(ABC):
         if edge.node not in self._at_nodes:
             self._at_nodes[edge.node] = {}
             self.await_node(edge.node)
-        waiting = self._at_nodes[edge.node].setdefault(slot, {})
+        waiting = self._at_nodes[edge.node].setdefault(lane, {})
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
 
     def _leads_to_readers(self, start: Node) -> bool:
@@ -135,9 +135,9 @@ class Schedule(ABC):
             todo.pop()
         return known[start]
 
-    def take(self, slot: int, site: Site) -> Waiting:
+    def take(self, lane: int, site: Site) -> Waiting:
         """What waits at an output of a call, which is visited now."""
-        return self._at_sites.pop((site.call, site.index, slot), NOTHING)
+        return self._at_sites.pop((site.call, site.index, lane), NOTHING)
 
     def cross(self, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
         """Push what waits at a node through it.
@@ -149,49 +149,49 @@ class Schedule(ABC):
         waiting = self._at_nodes.pop(node, {})
         if grads and node in self.survey.alignment.starts and node not in self._started:
             self._started.add(node)
-            waiting = {slot: waiting.get(slot, {}) for slot in range(len(self.groups))}
+            waiting = {lane: waiting.get(lane, {}) for lane in range(len(self.groups))}
             grads = nodes.filled(node, grads)
         if not waiting:
             return
         there = self.survey.alignment.crossing(node)
-        for slot, quantities in waiting.items():
-            group = self.groups[slot]
+        for lane, quantities in waiting.items():
+            group = self.groups[lane]
             try:
                 quantities = group.propagator.supply(quantities, grads)
                 if nodes.hands_on(node) and not there.apart:
                     crossed = list(quantities.items())
                 else:
-                    if grads and group.propagator.sheds_everywhere:
-                        there = self._reached(slot, node, grads, there)
-                    crossed = group.propagator.cross(node, quantities, there) if quantities else []
+                    is_reached = grads and group.propagator.sheds_everywhere
+                    here = self._reached(lane, node, grads, there) if is_reached else there
+                    crossed = group.propagator.cross(node, quantities, here) if quantities else []
             except Exception as error:
                 place_between(error, self.survey, group.first, node)
                 raise
-            self.send(slot, node, crossed)
+            self.send(lane, node, crossed)
 
     def _reached(
-        self, slot: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
+        self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
     ) -> Crossing:
-        """The same where autograd is, which takes what comes into being."""
+        """Where samples lie, and, where autograd is, what takes what comes into being there."""
         return there
 
-    def send(self, slot: int, node: Node, crossed: Sent) -> None:
+    def send(self, lane: int, node: Node, crossed: Sent) -> None:
         """Leave what has crossed a node at the edges behind it."""
         edges = dict(edges_behind(node)) if crossed else {}
         for position, quantity in crossed:
             edge = edges.get(position)
             if edge is not None:
-                self._send(slot, edge, quantity)
+                self._send(lane, edge, quantity)
 
-    def _send(self, slot: int, edge: Edge, quantity: Any) -> None:
+    def _send(self, lane: int, edge: Edge, quantity: Any) -> None:
         """Leave what has crossed a node at an edge behind it."""
         if not nodes.is_leaf(edge.node):
-            self.deliver(slot, Edge(edge.node, edge.output_nr), wide=quantity)
-        elif self.groups[slot].propagator.keeps_apart:
+            self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
+        elif self.groups[lane].propagator.keeps_apart:
             leaf = self.survey.alignment.leaves.get(edge.node)
             # Of other parameters, calls are read off.
             if leaf is not None and _torch.will_get_gradient(leaf):
-                self.leave(slot, edge, wide=quantity)
+                self.leave(lane, edge, wide=quantity)
 
 
 class HookSchedule(Schedule):
@@ -208,12 +208,12 @@ class HookSchedule(Schedule):
         self._chunks, self.passes = chunks, passes
 
     def _reached(
-        self, slot: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
+        self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
     ) -> Crossing:
-        size = partial(self._chunks.size, slot, node._input_metadata[0].device.type)
+        size = partial(self._chunks.size, lane, node._input_metadata[0].device.type)
 
         def carry(part: Sent) -> None:
-            self._chunks.carry(slot, node, lambda sweep: sweep.schedule.send(slot, node, part))
+            self._chunks.carry(lane, node, lambda sweep: sweep.schedule.send(lane, node, part))
 
         return there._replace(grads=grads, size=size, carry=carry)
 

@@ -53,7 +53,7 @@ class Sink(ABC):
         """
         return False
 
-    def note(self, slot: int, group: Group, new: Found) -> None:
+    def note(self, lane: int, group: Group, new: Found) -> None:
         """Read, if this is the last use of the parameter; else wait for the others."""
         number = id(new.parameter)
         uses = self.survey.uses[number].count
@@ -61,7 +61,7 @@ class Sink(ABC):
             self._complete(group, [new])
             return
         # The sum over uses comes before anything that is not linear in them.
-        _, found = self._pending.pop((slot, number), (group, []))
+        _, found = self._pending.pop((lane, number), (group, []))
         for use in found:  # only the last is where it is read
             new.is_covered, use.view = new.is_covered and use.is_covered, None
         found.append(new)
@@ -70,7 +70,7 @@ class Sink(ABC):
         else:
             for use in found:
                 use.value = use.value.lasting()
-            self._pending[slot, number] = group, found
+            self._pending[lane, number] = group, found
 
     def flush(self) -> None:
         """Read what is still waiting: no other use is coming."""

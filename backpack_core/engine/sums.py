@@ -56,10 +56,10 @@ class SumCheck(FirstOrderExtension):
         ]
 
     def _join(self, groups: list[Group]) -> None:
-        for slot, group in enumerate(groups):
+        for lane, group in enumerate(groups):
             if group.propagator == self.propagator and not group.has_overrides:
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
-                groups[slot] = group._replace(extensions=extensions, needs=needs)
+                groups[lane] = group._replace(extensions=extensions, needs=needs)
                 if "autodiff" in [other.fail_mode for other in group.extensions]:
                     self.fail_mode = "autodiff"  # which is run for them
                 return

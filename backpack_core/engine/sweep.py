@@ -43,9 +43,9 @@ class Chunks:
     _ranks: dict[Node, int] = field(default_factory=dict)
     _recomputed: Recomputed = field(default_factory=Recomputed)
 
-    def size(self, slot: int, device: str) -> int | None:
+    def size(self, lane: int, device: str) -> int | None:
         """How many columns may go on at once, on a type of device; ``None`` for all."""
-        survey, group = self.survey, self.groups[slot]
+        survey, group = self.survey, self.groups[lane]
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
             return None
@@ -57,11 +57,11 @@ class Chunks:
             limit = max(limit, survey.weights * survey.batch_size)
         return max(1, limit // max(1, survey.widest))
 
-    def carry(self, slot: int, node: Node, begin: Callable[[Traversal], None]) -> None:
+    def carry(self, lane: int, node: Node, begin: Callable[[Traversal], None]) -> None:
         """Visit everything that a chunk of columns reaches, and add what extensions read off.
 
         Args:
-            slot: Which group the columns belong to.
+            lane: Which group the columns belong to.
             node: Where they are.
             begin: Sends the chunk on its way.
         """
@@ -72,10 +72,10 @@ class Chunks:
         traversal = Traversal(schedule, sink)
         with self._recomputed.within(memory_budget()):
             begin(traversal)
-            schedule.run(lambda site: self._visit(traversal, slot, site))
+            schedule.run(lambda site: self._visit(traversal, lane, site))
         sink.add_to(self.partial)
 
-    def _visit(self, traversal: Traversal, slot: int, site: Site) -> None:
+    def _visit(self, traversal: Traversal, lane: int, site: Site) -> None:
         call = site.call
         kept = self.kept.setdefault(call, {})
         axis = self.survey.axes[call, site.index]
@@ -83,7 +83,7 @@ class Chunks:
         view = View(call, site.index, None, site.edge.node, axis, kept, positions)
         if call not in self.survey.opened:
             call.rule.check(view)
-        traversal.visit(slot, site, view)
+        traversal.visit(lane, site, view)
         # What depends on the call alone serves the next chunk, too, as far as memory allows; where
         # hooks took what it is made of, it is made anew.
         held = sum(t.nbytes for t in iter_tensors(list(kept.values())))

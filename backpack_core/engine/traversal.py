@@ -44,12 +44,7 @@ class Traversal:
         inside: What is read behind the visit, by the node where autograd brings its gradient.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        sink: Sink,
-        chunks: Chunks | None = None,
-    ) -> None:
+    def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
         self.survey, self.groups = schedule.survey, schedule.groups
         self.schedule = schedule
         self.sink = sink
@@ -57,21 +52,21 @@ class Traversal:
         self.inside: dict[Node, list[Later]] = {}
         self._carriers: dict[int, RuleCarrier] = {}
 
-    def visit(self, slot: int, site: Site, view: View) -> None:
+    def visit(self, lane: int, site: Site, view: View) -> None:
         """Read off and send on, for one group at one output of one call.
 
         Args:
-            slot: Which group.
+            lane: Which group.
             site: The place.
             view: What a rule sees of the call: all samples.
         """
-        group, call = self.groups[slot], site.call
+        group, call = self.groups[lane], site.call
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
-            carrier = self._carrier(slot, view)
-            arrived = self.schedule.take(slot, site)
+            carrier = self._carrier(lane, view)
+            arrived = self.schedule.take(lane, site)
             waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
             if view.positions > 1 and call.rule.is_loss and propagator.travels:
@@ -87,25 +82,25 @@ class Traversal:
             if group.extensions:
                 is_late = call.rule.reads_inside and arrived is NOTHING
                 trained = self.survey.trained[call]
-                here = read_here(self, slot, view, carrier, whole) if is_late else trained
-                self.read(slot, view, carrier, whole, here)
-            if self.survey.alignment.apart and self._sends_apart(slot, site):
-                self._send_apart(slot, site, view, carrier, quantity)
+                here = read_here(self, lane, view, carrier, whole) if is_late else trained
+                self.read(lane, view, carrier, whole, here)
+            if self.survey.alignment.apart and self._sends_apart(lane, site):
+                self._send_apart(lane, site, view, carrier, quantity)
             if not propagator.travels:
                 return
             if site.layout is None and not view.axis:  # else what is below has another shape
                 if propagator.sheds_everywhere or call.rule.is_loss:
-                    whole = self._shed(slot, site, view, carrier, whole)
+                    whole = self._shed(lane, site, view, carrier, whole)
                 if whole is not quantity:
                     arrived = NOTHING
-            self.send(slot, site, view, carrier, whole, arrived)
+            self.send(lane, site, view, carrier, whole, arrived)
         except Exception as error:
             place(error, view, group.first)
             raise
 
     def send(
         self,
-        slot: int,
+        lane: int,
         site: Site,
         view: View,
         carrier: Carrier,
@@ -113,22 +108,22 @@ class Traversal:
         arrived: Waiting = NOTHING,
     ) -> None:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
-        call, propagator = site.call, self.groups[slot].propagator
+        call, propagator = site.call, self.groups[lane].propagator
         is_rule = not carrier.gives_values
         goes_inside = call.goes_inside or call in self.survey.opened
         if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
-            self._send_below(slot, site, quantity, arrived)
+            self._send_below(lane, site, quantity, arrived)
             return
         if not any(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            watch, kind = self.groups[slot].watch, type(carrier.speaker)
+            watch, kind = self.groups[lane].watch, type(carrier.speaker)
             inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
             if is_rule and not call.rule.is_loss and self.chunks is not None:
-                self._add_residuals(slot, site, view, inputs, self.chunks)
+                self._add_residuals(lane, site, view, inputs, self.chunks)
         except OverwrittenInputError:
             # Autograd kept its own copy: go through the node that made the output.
-            self._send_below(slot, site, quantity, arrived)
+            self._send_below(lane, site, quantity, arrived)
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
@@ -137,13 +132,13 @@ class Traversal:
             is_apart = edge is not None and self.survey.alignment.is_apart(edge)
             if edge is not None and not (is_sent and is_apart):
                 if view.positions:
-                    self.schedule.deliver(slot, edge, own=arriving)
+                    self.schedule.deliver(lane, edge, own=arriving)
                 elif not self.survey.alignment.is_apart(site.edge):
-                    self.schedule.deliver(slot, edge, wide=arriving)  # nothing was left out
+                    self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)
                     positions = self.survey.alignment.positions_at(edge)
-                    self.schedule.deliver(slot, edge, wide=propagator.put_together(wide, positions))
+                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, positions))
 
     def _at_output(self, group: Group, site: Site, view: View, arrived: Waiting) -> Any:
         """What arrived, as a quantity at the call's output with samples in front."""
@@ -167,7 +162,7 @@ class Traversal:
             return quantity
         return propagator.take_apart(quantity, owned)
 
-    def _sends_apart(self, slot: int, site: Site) -> bool:
+    def _sends_apart(self, lane: int, site: Site) -> bool:
         """Whether something has to be kept apart behind a call, or seen to be where it ends."""
         call, alignment = site.call, self.survey.alignment
         if call.rule.is_loss:
@@ -175,25 +170,25 @@ class Traversal:
         if self.survey.goes_inside(call):
             # The nodes inside see to it, from the last that have samples on.
             return alignment.is_apart(site.edge)
-        ends = alignment.is_apart(site.edge) and not self.groups[slot].propagator.travels
+        ends = alignment.is_apart(site.edge) and not self.groups[lane].propagator.travels
         return any(edge is not None and (ends or alignment.is_apart(edge)) for edge in call.edges)
 
     def _send_apart(
-        self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any
+        self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any
     ) -> None:
         """Send what is kept apart by sample to the inputs that have none."""
-        propagator, call = self.groups[slot].propagator, site.call
+        propagator, call = self.groups[lane].propagator, site.call
         if not propagator.keeps_apart or quantity is None:
             return
         if self.survey.goes_inside(call):
             if propagator.travels:
                 return
             if site.layout is None:
-                self.schedule.deliver(slot, site.below, own=quantity)
+                self.schedule.deliver(lane, site.below, own=quantity)
             else:
                 wide = propagator.widen(quantity, self.survey.batch_size)
                 wide = propagator.map(wide, site.layout.look_back)
-                self.schedule.deliver(slot, site.below, wide=wide)
+                self.schedule.deliver(lane, site.below, wide=wide)
             return
         if view.positions:  # of all samples: inputs without any cannot be cut
             view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
@@ -205,17 +200,17 @@ class Traversal:
                 continue
             if self.survey.alignment.is_apart(edge):
                 own, wide = (None, arriving) if is_wide else (arriving, None)
-                self.schedule.deliver(slot, edge, wide=wide, own=own)
+                self.schedule.deliver(lane, edge, wide=wide, own=own)
             elif not view.positions and not propagator.travels:  # which is seen to be right
                 propagator.put_together(arriving, self.survey.alignment.positions_at(edge))
 
-    def _send_below(self, slot: int, site: Site, quantity: Any, arrived: Waiting) -> None:
+    def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
-        restarts = self.groups[slot].propagator.starts_everywhere and site.layout is None
+        restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
         if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
-            self.schedule.deliver(slot, site.below, own=quantity)
+            self.schedule.deliver(lane, site.below, own=quantity)
         else:
-            self.schedule.deliver(slot, site.below, *arrived)
+            self.schedule.deliver(lane, site.below, *arrived)
 
     def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
         """See that samples are apart at what was computed from the input, on whatever axis.
@@ -241,38 +236,38 @@ class Traversal:
 
     # What does not fit ---------------------------------------------------------------------------
 
-    def _shed(self, slot: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
+    def _shed(self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
         """Carry through at once what does not fit; returns the rest."""
         chunks, call = self.chunks, site.call
-        size = None if chunks is None else chunks.size(slot, view.device.type)
+        size = None if chunks is None else chunks.size(lane, view.device.type)
         if chunks is None or size is None:
             return quantity
         goes_inside = self.survey.goes_inside(call) and not call.rule.is_loss
         edges = (site.below,) if goes_inside else call.edges
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
-        propagator = self.groups[slot].propagator
+        propagator = self.groups[lane].propagator
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
         for part in parts:
             send = partial(
-                Traversal.send, slot=slot, site=site, view=view, carrier=carrier, quantity=part
+                Traversal.send, lane=lane, site=site, view=view, carrier=carrier, quantity=part
             )
-            chunks.carry(slot, site.edge.node, send)
+            chunks.carry(lane, site.edge.node, send)
         return kept
 
     def _add_residuals(
-        self, slot: int, site: Site, view: View, inputs: dict[int, Any], chunks: Chunks
+        self, lane: int, site: Site, view: View, inputs: dict[int, Any], chunks: Chunks
     ) -> None:
         """Add what comes into being at a call; what does not fit of it is carried through."""
-        propagator = self.groups[slot].propagator
+        propagator = self.groups[lane].propagator
         for position, new in propagator.residual(site.call.rule, view).items():
-            edge, size = site.call.edges[position], chunks.size(slot, view.device.type)
+            edge, size = site.call.edges[position], chunks.size(lane, view.device.type)
             if edge is None:
                 continue
             if size is not None:
                 new, parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
                 for part in parts:
-                    deliver = partial(_deliver, slot=slot, edge=edge, own=part)
-                    chunks.carry(slot, site.edge.node, deliver)
+                    deliver = partial(_deliver, lane=lane, edge=edge, own=part)
+                    chunks.carry(lane, site.edge.node, deliver)
             old = inputs.get(position)
             inputs[position] = new if old is None else propagator.merge(old, new)
 
@@ -280,9 +275,9 @@ class Traversal:
         """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
-    def _carrier(self, slot: int, view: View) -> Carrier:
+    def _carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module."""
-        group = self.groups[slot]
+        group = self.groups[lane]
         if group.has_overrides:  # then the group has one extension
             extension = group.extensions[0]
             found = registry.override(extension, view.call.module)
@@ -291,18 +286,18 @@ class Traversal:
                 if fault is not None:
                     raise fault
                 return found(extension, group.propagator)
-        known = self._carriers.get(slot)
+        known = self._carriers.get(lane)
         if known is None:
-            known = self._carriers[slot] = RuleCarrier(group, self.survey)
+            known = self._carriers[lane] = RuleCarrier(group, self.survey)
         return known
 
     # Reading -------------------------------------------------------------------------------------
 
     def read(
-        self, slot: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
+        self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
     ) -> None:
         """Let every extension read off parameters of the call's module."""
-        group = self.groups[slot]
+        group = self.groups[lane]
         if carrier.gives_values:
             for found in carrier.find(view, trained, quantity):
                 self._refuse_shared(found)
@@ -317,7 +312,7 @@ class Traversal:
             for found in everything:
                 self._refuse_bare(found, view, group)
         for found in everything:
-            self.sink.note(slot, group, found)
+            self.sink.note(lane, group, found)
 
     def _refuse_shared(self, found: Found) -> None:
         number = id(found.parameter)
@@ -344,5 +339,5 @@ def _moved(axis: int, mat: Tensor) -> Tensor:
     return mat.movedim(1 + axis, 1)
 
 
-def _deliver(traversal: Traversal, slot: int, edge: Edge, own: Any) -> None:
-    traversal.schedule.deliver(slot, edge, own=own)
+def _deliver(traversal: Traversal, lane: int, edge: Edge, own: Any) -> None:
+    traversal.schedule.deliver(lane, edge, own=own)

@@ -256,7 +256,7 @@ class Walk:
         return False
 
     def _axis(self, site: Site | None) -> int:
-        """States have samples elsewhere than what comes in."""
+        """Where an output of a call has its samples: states have them elsewhere than on axis 0."""
         return self._survey.axes[site.call, site.index] if site is not None else 0
 
     def _has_none(self, shape: torch.Size, behind: torch.Size) -> bool:

@@ -17,8 +17,8 @@ from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 
-Tell = Callable[[Node], bool]
-_NO_NODE: Tell = frozenset[Node]().__contains__
+Test = Callable[[Node], bool]
+_NO_NODE: Test = frozenset[Node]().__contains__
 # Some entries of axis 0 are picked, or else the rows are kept.
 _PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
@@ -36,7 +36,7 @@ class Owners(NamedTuple):
 
 
 def owners_of_rows(
-    node: Node | None, samples: int, number: int = 0, is_table: Tell = _NO_NODE
+    node: Node | None, samples: int, number: int = 0, is_table: Test = _NO_NODE
 ) -> Owners | None:
     """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
 
@@ -85,7 +85,7 @@ def owners_of_rows(
     return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
 
 
-def owners_behind_loss(node: Node | None, samples: int, is_table: Tell = _NO_NODE) -> Owners | None:
+def owners_behind_loss(node: Node | None, samples: int, is_table: Test = _NO_NODE) -> Owners | None:
     """The same where an extended loss received the tensor.
 
     Its terms are those of its rows, which may be all of them, in another order, or merged.
@@ -140,7 +140,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     return turns
 
 
-def _is_table(node: Node, is_table: Tell) -> bool:
+def _is_table(node: Node, is_table: Test) -> bool:
     """Whether a tensor has no samples, or was picked from one that has none: a parameter, say."""
     if nodes.operation_of(node) in _PICKS:
         child, _ = node.next_functions[0]

@@ -42,7 +42,8 @@ class View:
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
             pass, for chunks of columns, and, but at losses, where autograd does not go.
-        inner: What autograd brought to the node that the rule named (``reads_inside``).
+        inner: The gradient that autograd brought to the node that the rule named, in its shape,
+            while parameters of ``reads_inside`` are read there; else ``None``.
         dtype: The dtype in which derivatives are computed: that of the gradient.
         kept: What was computed from the call alone (patches, positions of maxima).
         stored: The call's tensors, also when the call has let go of them: for shapes and flags;

@@ -21,7 +21,7 @@ from backpack_core import (
 from backpack_core.contract.affine import for_weights
 from backpack_core.contract.operations import OpenFunction, square_sum, weighted_sum
 from backpack_core.discovery import preferred
-from backpack_core.errors import PluginConflictError
+from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extensions import BatchGrad, GGNGram
 from tests.cases import classification
 from tests.contract.products import affine, table
@@ -72,7 +72,9 @@ def test_one_package_may_register_again() -> None:
     assert largest_of("fast", "fast")(of_affine()) == 1
 
 
-@pytest.mark.parametrize("packages", [("fast", "backpack_firstorder")] * 2)
+@pytest.mark.parametrize(
+    "packages", [("fast", "backpack_firstorder"), ("backpack_firstorder", "fast")]
+)
 def test_two_packages_are_a_conflict_where_the_form_is_met(packages: tuple[str, str]) -> None:
     largest = largest_of(*packages)
     assert largest(table().product) == -1
@@ -104,6 +106,21 @@ def test_a_contraction_of_the_core_is_not_replaced_in_silence() -> None:
     total.register(version_of("fast", 1))
     with pytest.raises(PluginConflictError, match="fast and test"):
         total(of_affine())
+
+
+def unannotated(product, weights: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    return weights
+
+
+def of_a_tensor(product: Tensor | AffineProduct) -> Tensor:
+    return torch.tensor(0.0)
+
+
+@pytest.mark.parametrize("version", [unannotated, of_a_tensor, lambda product: product])
+def test_a_version_for_no_form(version: Callable[..., Tensor]) -> None:
+    """It would never be called."""
+    with pytest.raises(PluginError, match=r"largest\.register takes a function whose first"):
+        largest_of().register(version)
 
 
 def test_a_parent_form_is_no_rival() -> None:

@@ -18,6 +18,7 @@ from backpack_core import (
     FirstOrderExtension,
     LookupProduct,
     LossRule,
+    ParametricRule,
     ProductRule,
     SampleProduct,
     ScaleProduct,
@@ -26,7 +27,13 @@ from backpack_core import (
     backpack,
 )
 from backpack_core.contract.operations import dense, square_sum
-from backpack_core.errors import PluginError, ShapeError, UnsupportedError, UsageError
+from backpack_core.errors import (
+    PluginCodeError,
+    PluginError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+)
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack_core.testing import temporary_plugin
 from tests.cases import classification
@@ -126,6 +133,65 @@ def test_declarations_of_a_class_that_nobody_registered() -> None:
         backpack(Count())
 
 
+# What else rules and extensions do.
+
+
+class BadShift(ParametricRule):
+    module_types = (Shift,)
+    params = ("shift",)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat.sum(1)
+
+
+def test_wrong_shape_at_a_parameter() -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with temporary_plugin(BadShift), pytest.raises(ShapeError) as error:
+        problem.run(BatchGrad())
+    for word in ("BadShift._param_jac_t_mat_prod", "[1, 3]", "[1, 3, 3]", "'shift'", "Shift '1'"):
+        assert word in message(error)
+    assert "BatchGrad of backpack-plugin-firstorder" in message(error)
+
+
+def test_rule_without_second_derivative() -> None:
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sin(x)
+
+    class SineRule(ElementwiseRule):
+        module_types = (Sine,)
+
+        def derivative(self, view: View) -> Tensor:
+            return torch.cos(view.input)
+
+    with temporary_plugin(SineRule):
+        problem = classification(nn.Sequential(nn.Linear(3, 3), Sine(), nn.Linear(3, 3)), (3,))
+        problem.check()
+
+
+class Impatient(FirstOrderExtension):
+    """Fails with an error of its own."""
+
+    savefield = "impatient"
+
+    def read(self, product: SampleProduct) -> Tensor:
+        raise ZeroDivisionError("on purpose")
+
+
+def test_errors_say_where_they_happened() -> None:
+    problem = classification(nn.Sequential(nn.Sequential(nn.Linear(3, 3))), (3,))
+    with pytest.raises(PluginCodeError, match="ZeroDivisionError: on purpose") as error:
+        problem.run(Impatient())
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert f"{__file__}:" in message(error)
+    where = error.value.backpack_context
+    for word in ("Impatient", "Linear '0.0'", "LinearRule of backpack-plugin-layers"):
+        assert word in where
+
+
 # Propagators.
 
 
@@ -167,7 +233,7 @@ class OfRoot(SecondOrderExtension):
 )
 def test_columns_that_do_not_fit_are_the_propagator_s(starts: Any, found: str) -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), (3,))
-    told = rf"Root\.start has to return Columns: it gave {found} at CrossEntropyLoss, .*\[V, 3"
+    told = rf"Root\.start has to return Columns\.start\(name, mat\): it gave {found} at .*\[V, 3"
     with pytest.raises(ShapeError, match=told):
         problem.run(OfRoot(Root(starts)))
 

@@ -34,9 +34,9 @@ def visited(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     found: list[type] = []
     visit = Traversal.visit
 
-    def note(self: Traversal, slot: int, site: Any, view: Any) -> None:
+    def note(self: Traversal, lane: int, site: Any, view: Any) -> None:
         found.append(type(site.call.module))
-        visit(self, slot, site, view)
+        visit(self, lane, site, view)
 
     monkeypatch.setattr(Traversal, "visit", note)
     return found

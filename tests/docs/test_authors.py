@@ -138,3 +138,17 @@ def test_help_shows_what_is_to_be_written(base: type) -> None:
     text = pydoc.plain(pydoc.render_doc(base)).partition("Method resolution order")[0]
     for name in base.__abstractmethods__:  # type: ignore[attr-defined]
         assert f"{name}(" in text, name
+
+
+CLASSES = [value for value in PUBLIC if inspect.isclass(value)]
+
+
+@pytest.mark.parametrize("page", sorted(page.name for page in PAGES.glob("*.md")))
+def test_methods_have_the_arguments_of_the_page(page: str) -> None:
+    """The first ones at least, by their names, in some class of the interface."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    for name, shown in re.findall(r"`(?:\w+\.)?(\w+)\(([a-z_][a-z_, ]*)\)", text):
+        given = shown.split(", ")
+        methods = [method for kind in CLASSES if (method := getattr(kind, name, None))]
+        found = [list(inspect.signature(m).parameters) for m in methods if inspect.isfunction(m)]
+        assert not found or any(known[1 : 1 + len(given)] == given for known in found), name

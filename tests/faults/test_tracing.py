@@ -45,8 +45,7 @@ from tests.faults.refusal import right_or_refused
 EXTENSIONS: list[Callable[[], Any]] = [
     BatchGrad, BatchL2Grad, BatchDotGrad, SumGradSquared, Variance, lambda: ClippedSumGrad(1.0),
     DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, SqrtGGNExact, SqrtGGNMC, KFAC,
-    KFLR, KFRA, EKFAC, GGNGram, GGNMP, HMP, PCHMP, DiagHMP, DiagHessian,
-    BatchDiagHessian,
+    KFLR, KFRA, EKFAC, GGNGram, GGNMP, HMP, PCHMP, DiagHMP, DiagHessian, BatchDiagHessian,
 ]  # fmt: skip
 NAMES = [type(make()).__name__ for make in EXTENSIONS]
 LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

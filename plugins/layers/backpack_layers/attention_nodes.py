@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from backpack_core.graph.order import children_of, reached
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -21,20 +22,15 @@ def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[T
 
 
 def _kernel(call: Call, node: Node) -> Node | None:
-    """The node of a fused kernel next to that of an output."""
+    """The node of a fused kernel behind that of an output."""
     nodes = _inside(call, node)
     return next((found for found in nodes if found.name().startswith("ScaledDotProduct")), None)
 
 
 def _inside(call: Call, node: Node) -> Iterator[Node]:
     """The nodes that a call made, from that of an output on."""
-    seen = {edge.node for edge in call.edges if edge is not None}
-    found = [node]
-    for node in found:
-        yield node
-        new = dict.fromkeys(n for n, _ in node.next_functions if n is not None and n not in seen)
-        seen.update(new)
-        found += new
+    ends = {edge.node for edge in call.edges if edge is not None}
+    return reached([node], lambda this: [n for n in children_of(this) if n not in ends])
 
 
 def _transposed(node: Node) -> Node | None:

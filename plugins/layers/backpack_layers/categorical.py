@@ -12,7 +12,8 @@ from backpack_core.tuning import CACHE, memory_budget
 def drawn(p: Tensor, samples: int) -> Tensor:
     """Independent classes with probabilities ``p``.
 
-    On a CPU by inversion of the distribution function. That takes one uniform number for each draw,
+    On a CPU by inversion of the distribution function (Devroye, 1986, Non-Uniform Random Variate
+    Generation, section III.2). That takes one uniform number for each draw,
     where ``torch.multinomial`` takes one for each class if there is a single draw, and sums up in
     double precision, so that rare classes get their share. Elsewhere numbers are made in parallel,
     and sums along an axis are not always deterministic. Random numbers come from torch's default

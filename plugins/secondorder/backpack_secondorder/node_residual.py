@@ -14,15 +14,14 @@ from backpack_core import Columns
 from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Crossing
+from backpack_core.graph.alignment import Crossing, Place
 from backpack_core.tuning import column_budget, memory_budget
-from backpack_secondorder.between import (
-    Place,
+from backpack_secondorder.hessian import Hessian
+from backpack_secondorder.node_derivative import (
     SecondDerivative,
     has_samples_in_front,
     is_output,
 )
-from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 
@@ -135,7 +134,8 @@ class NodeResidual:
         if self._is_elementwise:
             mat, signs = unit_columns(self._apart(self._diagonal), some)
             return self._sent({place: mat}, signs)
-        # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ
+        # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ, with
+        # a² = ‖h_d‖: of two halves of one size, what cancels is least.
         unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
         found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
         rows = {p: mat.reshape(*unit.shape[:2], -1) for p, mat in found.items()}

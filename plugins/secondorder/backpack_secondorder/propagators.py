@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
-from backpack_core.values import at_least_single
+from backpack_core.values import at_least_single, is_flag
 from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"
@@ -29,9 +29,8 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
     Raises:
         UsageError: It is none.
     """
-    is_flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
     try:
-        count = 0 if is_flag else operator.index(value)
+        count = 0 if is_flag(value) else operator.index(value)
     except TypeError:
         count = 0
     if count < 1:

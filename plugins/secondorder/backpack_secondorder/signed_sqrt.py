@@ -2,8 +2,9 @@
 
 At a call ``y = f(x)`` the Hessian of the loss in ``x`` is ``J_xᵀ H_y J_x + Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``
 (Dangel et al., 2020, BackPACK, eq. 20 and appendix A.3). The second term, the *residual*, is new at
-every nonlinear call. Elementwise functions have a diagonal one, which stays a diagonal until
-something else than an elementwise function comes along.
+every nonlinear call, and at every nonlinear operation between calls (``node_residual``).
+Elementwise functions have a diagonal one, which stays a diagonal until something else than an
+elementwise function comes along.
 """
 
 from __future__ import annotations

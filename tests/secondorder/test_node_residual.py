@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.autograd.graph import Node
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import backpack, extend
+from backpack_core import Columns, backpack, extend
 from backpack_core.errors import BridgeError, UnsupportedError
-from backpack_core.extensions import BatchDiagHessian, DiagHessian
+from backpack_core.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
+from backpack_core.graph.alignment import Crossing
+from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net, Problem, classification
 from tests.contract.products import budget
 from tests.secondorder.problems import hessians
@@ -100,13 +104,13 @@ TWO = ("gate", "broadcast gate", "quotient", "assigned", "in place")
 LAYERS = {**dict.fromkeys(TWO, "ab"), "stacked": "abc"}
 
 
-def _make(name: str, batch: int = 3) -> Problem:
+def _make(name: str, batch: int = 3, forward: Forward | None = None) -> Problem:
     torch.manual_seed(1)
     layers = "qkv" if name in TOKENS else LAYERS.get(name, "a")
     # A bias of the keys changes nothing: its diagonal is rounding.
     parts = {layer: nn.Linear(4, 4, bias=layer != "k") for layer in layers}
     shape = (4,) if name in FLAT else (3, 4)
-    return classification(Net(ALL[name], **parts, last=nn.Linear(4, 3)), shape, batch)
+    return classification(Net(forward or ALL[name], **parts, last=nn.Linear(4, 3)), shape, batch)
 
 
 def _expected(problem: Problem) -> list[Tensor]:
@@ -188,11 +192,34 @@ def test_differentiable(name: str) -> None:
     assert found[1, 2].item() == pytest.approx((both[0] - both[1]) / 2e-5, rel=1e-6)
 
 
+@dataclass(frozen=True)
+class Listening(LossSqrt):
+    """What goes through everything in chunks of the loss, and splits nothing off later."""
+
+    heard: list[Crossing] = field(default_factory=list, compare=False)
+
+    def cross(
+        self, node: Node, quantities: dict[int, Columns], there: Crossing
+    ) -> list[tuple[int, Columns]]:
+        self.heard.append(there)
+        return super().cross(node, quantities, there)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_takes_columns_is_each_propagators_own(is_first: bool) -> None:
+    """Of two that cross a node, one is not told what was told the other."""
+    other = DiagGGNExact()
+    other.propagator = listening = Listening()
+    both = [DiagHessian(), other] if is_first else [other, DiagHessian()]
+    _make("sigmoid").run(*both)
+    assert listening.heard
+    assert not any(there.grads for there in listening.heard)
+
+
 def test_kernel_without_second_derivative() -> None:
-    TOKENS["fused"] = ALL["fused"] = _fused(SDPBackend.FLASH_ATTENTION)
+    problem = _make("attention", forward=_fused(SDPBackend.FLASH_ATTENTION))
     with pytest.raises(UnsupportedError, match="has no second derivative"):
-        _make("fused").run(DiagHessian())
-    del TOKENS["fused"], ALL["fused"]
+        problem.run(DiagHessian())
 
 
 class Cube(Function):

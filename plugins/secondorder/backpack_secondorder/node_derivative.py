@@ -1,9 +1,9 @@
-"""The residual of an operation between modules, in all that it works on together.
+"""The second derivative of an operation between modules, in all that it works on together.
 
-For ``y = f(x_1, x_2, …)`` it is ``R_ij = Σ_o ∂ℓ/∂y_o ∂²f_o/∂x_i∂x_j``. Autograd's formula for the
-operation gives ``∂ℓ/∂x_i`` as a function of what was saved, which is some ``x_j``, or ``y``; so the
-derivative of the formula is ``R``. It is taken node by node, since autograd would not stop there:
-behind one operand, there may be another one.
+For ``y = f(x_1, x_2, …)`` the residual is ``R_ij = Σ_o ∂ℓ/∂y_o ∂²f_o/∂x_i∂x_j``. Autograd's formula
+for the operation gives ``∂ℓ/∂x_i`` as a function of what was saved, which is some ``x_j``, or
+``y``; so the derivative of the formula is ``R``. It is taken node by node, since autograd would not
+stop there: behind one operand, there may be another one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack_core.graph import bridge, nodes
+from backpack_core.graph.alignment import Place
 from backpack_core.graph.order import reached
 from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_secondorder.operators import explained
-
-Place = tuple[Node, int]  # an output of a node
 
 
 class SecondDerivative:
