@@ -190,6 +190,12 @@ def is_computed_again() -> bool:
     return hook is not None and hook.task is not None
 
 
+def gives_again() -> bool:
+    """Whether what is saved now can be had twice: a checkpoint has it, and nobody else."""
+    hook = _hook()
+    return hook is not None and not hook.is_foreign and _Holder.is_used
+
+
 def save(tensor: Tensor) -> SavedTensor | None:
     """Save a tensor as autograd does, through the hooks of the moment; ``None`` where it cannot.
 

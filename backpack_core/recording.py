@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _hooks, _torch
+from backpack_core._checkpoints import gives_again
 from backpack_core._hooks import hook_first
 from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
 from backpack_core.engine.hooks import OutputHook
@@ -270,6 +271,7 @@ def _call(
         run,
         what.is_rewired,
         is_readable,
+        is_readable or gives_again(),
         inside,
     )
 
