@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _hooks, _torch
-from backpack_core._checkpoints import gives_again
+from backpack_core._checkpoints import saving_hook
 from backpack_core._hooks import hook_first
 from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
 from backpack_core.engine.hooks import OutputHook
@@ -254,9 +254,9 @@ def _call(
     counts = versions_of((*detached, *owned.values()))
     noted: Any
     noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
-    thread, is_readable = get_ident(), not _torch.has_saving_hooks()
+    thread, hook = get_ident(), saving_hook()
     run = run_of_model(module, thread)
-    if not is_readable:
+    if hook is not None:
         noted = through_hooks(put_in_order(noted))
         run = run.shown_by(inputs, noted.inputs)
     return Call(
@@ -270,8 +270,8 @@ def _call(
         traits.settings,
         run,
         what.is_rewired,
-        is_readable,
-        is_readable or gives_again(),
+        hook is None,
+        hook is None or hook.gives_again,
         inside,
     )
 

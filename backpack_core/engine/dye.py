@@ -268,8 +268,7 @@ class DyePropagator(Propagator):
 
     def _pushed(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Columns]]:
         """All columns behind a node; nothing where it may have effects."""
-        is_free = not nodes.is_function(node) or nodes.hands_on(node)
-        if not self._gives_again or not is_free:
+        if not self._gives_again or (nodes.is_function(node) and not nodes.hands_on(node)):
             return []
         try:
             with torch.no_grad():
