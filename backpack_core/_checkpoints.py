@@ -159,19 +159,26 @@ class _Hook(NamedTuple):
     Attributes:
         frame: What a checkpoint knows of one run; ``None`` for hooks of others.
         task: For which backward pass it computes again; ``None`` in the forward pass.
-        is_foreign: It belongs to no checkpoint, but to somebody who packs by value.
+        is_foreign: It belongs to no checkpoint, but to somebody who packs by value, or torch does
+            not tell.
     """
 
     frame: Any
     task: Any
     is_foreign: bool
 
+    @property
+    def gives_again(self) -> bool:
+        """Whether what it takes is given to us, and to autograd once more."""
+        return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 
-def _hook() -> _Hook | None:
+
+def saving_hook() -> _Hook | None:
+    """The hook that autograd's saved tensors go through; ``None`` for none."""
     try:
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    except (AttributeError, TypeError):  # torch does not tell
-        hooks = None
+    except (AttributeError, TypeError):  # it is not public, and its arguments have changed before
+        return _Hook(None, None, True)
     if hooks is None:
         return None
     pack = inspect.unwrap(hooks[0])
@@ -186,8 +193,7 @@ def _hook() -> _Hook | None:
 
 def is_computed_again() -> bool:
     """Whether a checkpoint runs its function once more, and expects what it saved before."""
-    hook = _hook()
-    return hook is not None and hook.task is not None
+    return getattr(saving_hook(), "task", None) is not None
 
 
 def save(tensor: Tensor) -> SavedTensor | None:
@@ -196,7 +202,7 @@ def save(tensor: Tensor) -> SavedTensor | None:
     A checkpoint tells what it computes again from the order in which tensors are saved. So then,
     those that were ours in its forward pass are, and no others.
     """
-    hook = _hook()
+    hook = saving_hook()
     if _make is None or hook is None or not (hook.is_foreign or hasattr(hook.frame, "__dict__")):
         return None
     if not hook.is_foreign:
@@ -236,7 +242,7 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
     @classmethod
     def _is_inside(cls) -> bool:
         """Whether an extended model runs; where it is computed again, whether it did then."""
-        hook = _hook()
+        hook = saving_hook()
         frame = None if hook is None else hook.frame
         if hook is not None and hook.task is not None:
             return hasattr(frame, _INNER)

@@ -114,14 +114,6 @@ def running_calls(module: Module | None) -> int:
     return count
 
 
-def has_saving_hooks() -> bool:
-    """Whether autograd saves tensors through hooks of somebody's; true if torch does not tell."""
-    try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-    except (AttributeError, TypeError):  # it is not public, and its arguments have changed before
-        return True
-
-
 def is_distributed(module: Module | None = None) -> bool:
     """Whether the forward pass of a DistributedDataParallel is running, or is about to."""
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)

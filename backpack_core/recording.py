@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _hooks, _torch
+from backpack_core._checkpoints import saving_hook
 from backpack_core._hooks import hook_first
 from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
 from backpack_core.engine.hooks import OutputHook
@@ -253,9 +254,9 @@ def _call(
     counts = versions_of((*detached, *owned.values()))
     noted: Any
     noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
-    thread, is_readable = get_ident(), not _torch.has_saving_hooks()
+    thread, hook = get_ident(), saving_hook()
     run = run_of_model(module, thread)
-    if not is_readable:
+    if hook is not None:
         noted = through_hooks(put_in_order(noted))
         run = run.shown_by(inputs, noted.inputs)
     return Call(
@@ -269,7 +270,8 @@ def _call(
         traits.settings,
         run,
         what.is_rewired,
-        is_readable,
+        hook is None,
+        hook is None or hook.gives_again,
         inside,
     )
 

@@ -62,6 +62,7 @@ class DyePropagator(Propagator):
         self,
         judge: Judge,
         is_readable: bool,
+        gives_again: bool,
         owned: Callable[[View], Tensor | None],
         is_table: Callable[[Node], bool],
     ) -> None:
@@ -70,11 +71,12 @@ class DyePropagator(Propagator):
         Args:
             judge: Compares, with the weights and by the question that it has.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
+            gives_again: Whether they may be called at least, as by quantities that cross them.
             owned: Which entries of axis 0 of an output each sample has, if they are in no order.
             is_table: Says which nodes' tensors have no samples.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
-        self._is_readable = is_readable
+        self._is_readable, self._gives_again = is_readable, gives_again
         self._owned, self._is_table = owned, is_table
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
@@ -266,8 +268,7 @@ class DyePropagator(Propagator):
 
     def _pushed(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Columns]]:
         """All columns behind a node; nothing where it may have effects."""
-        is_free = not nodes.is_function(node) or nodes.hands_on(node)
-        if not self._is_readable or not is_free:
+        if not self._gives_again or (nodes.is_function(node) and not nodes.hands_on(node)):
             return []
         try:
             with torch.no_grad():

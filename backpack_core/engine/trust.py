@@ -58,6 +58,7 @@ class Measurement:
         self.dye = DyePropagator(
             Judge(weights, question),
             survey.is_readable,
+            all(call.gives_again for call, _ in survey.sites),
             lambda view: survey.alignment.owned_at(survey.sites[view.call, view.index].edge),
             Origins(survey).of_weights,
         )

@@ -147,6 +147,7 @@ class Call:
             its input: the edges lead nowhere, and only the output's own node knows the way.
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
+        gives_again: Or those of a checkpoint that gives them to us, and to autograd once more.
         inside: What the modules inside were, where the module may have to run once more.
         run: What the model received, if it ran as a whole.
         stored: The tensors; once they are freed, asking for them raises.
@@ -164,6 +165,7 @@ class Call:
     run: Run = NO_RUN
     is_rewired: bool = False
     is_readable: bool = True
+    gives_again: bool = True
     inside: tuple[State, ...] = ()
     is_released: bool = False
     stored: Stored = field(init=False)

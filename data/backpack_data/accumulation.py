@@ -20,6 +20,7 @@ from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.contract.merging import declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
+from backpack_core.record.compiled import uncompiled
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_data.checkpoint import Checkpoint
 from backpack_data.processes import Heartbeat, InStep, reduce
@@ -231,7 +232,7 @@ class _Run:
         """One batch; without states, it is run because other processes do."""
         inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
-        with torch.enable_grad():
+        with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(_output(self.model, inputs), targets)
         weights = Weights(of_losses=given is None)
         with (

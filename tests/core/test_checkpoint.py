@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend, is_extended
-from backpack_core.errors import BackpackWarning, BridgeError, UnsupportedError
-from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.errors import BackpackWarning, BridgeError, SampleMixingError, UnsupportedError
+from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.record.owner import model_runs
 from tests import oracle
 from tests.cases import Net, Problem, classification
@@ -58,6 +58,34 @@ def test_function_inside_checkpoint() -> None:
 def test_reentrant_checkpoint() -> None:
     """In an extended model, its graph is a part of the model's."""
     classification(Checkpointed(block(), reentrant=True), (3,)).check()
+
+
+MIXING = {
+    "steps first": lambda h: h.transpose(0, 1),
+    "mean of the batch": lambda h: h - h.mean(0, keepdim=True).square(),
+    "next sample": lambda h: h.cumsum(0),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian])
+@pytest.mark.parametrize("way", MIXING)
+def test_samples_that_mix_inside(way: str, extension: Any, reentrant: bool) -> None:
+    """As many steps as samples: no length tells."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        def part(h: Tensor) -> Tensor:
+            result: Tensor = net.inner(MIXING[way](net.first(h)))
+            return result
+
+        result: Tensor = net.last(checkpoint(part, x, use_reentrant=reentrant)[:, 0])
+        return result
+
+    parts = {name: nn.Linear(3, 3) for name in ("first", "inner", "last")}
+    problem = classification(Net(forward, **parts), (3, 3))
+    problem.inputs[0].requires_grad_(reentrant)
+    with pytest.raises(SampleMixingError):
+        problem.run(extension())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BridgeError, UsageError
-from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.errors import BridgeError, UnsupportedError, UsageError
+from backpack_core.extensions import GGNMP, HMP, BatchGrad, DiagGGNExact
+from backpack_data import accumulate
+from backpack_secondorder.over_data import GGN
 from tests import oracle
 from tests.cases import Problem, classification, mlp
 
@@ -171,3 +173,35 @@ def test_the_model_that_was_compiled_has_every_quantity() -> None:
     plain = problem.lossfunc(fast(*problem.inputs), problem.target)
     plain.backward()
     problem.check()
+
+
+@pytest.mark.parametrize("extension", [GGNMP, HMP])
+def test_products_of_what_was_compiled_are_refused(extension: Any) -> None:
+    problem = classification(mlp(), (3,))
+    model, lossfunc = compiled(problem.model, True), extend(problem.lossfunc)
+    loss = lossfunc(model(*problem.inputs), problem.target)
+    with backpack(extension()):
+        loss.backward(retain_graph=True)
+    first = problem.parameters[0]
+    with pytest.raises(UnsupportedError, match="inside the block"):
+        getattr(first, extension.savefield)(torch.ones(1, *first.shape))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_over_data(backend: str) -> None:
+    """The model runs as it was written."""
+    problem = classification(mlp(), (3,), batch=5)
+    fast = torch.compile(problem.model, backend=backend)
+    problem.lossfunc(fast(*problem.inputs), problem.target).backward()
+    batches = list(zip(problem.inputs[0].split(3), problem.target.split(3), strict=True))
+    of_both = [
+        (accumulate(model, problem.lossfunc, batches, DiagGGNExact(), progress=False), operator)
+        for model in (fast, problem.model)
+        for operator in [GGN(model, problem.lossfunc, batches)]
+    ]
+    (found, ours), (expected, reference) = of_both
+    for ((_, field), value), other in zip(found.items(), expected.values(), strict=True):
+        assert field == "diag_ggn_exact"
+        torch.testing.assert_close(value, other)
+    vector = torch.randn(ours.shape[0])
+    torch.testing.assert_close(ours @ vector, reference @ vector)

@@ -87,6 +87,7 @@ FLAT: dict[str, Forward] = {
     "layer norm": _between(lambda h: F.layer_norm(h, (4,))),
     "variance": _between(lambda h: h - h.var(1, keepdim=True)),
     "product": _between(lambda h: h * h.prod(1, keepdim=True)),
+    "diagonal": _between(lambda h: h * (h.unsqueeze(2) @ h.unsqueeze(1)).diagonal(0, 1, 2)),
     "outer product": _between(lambda h: (h.unsqueeze(2) @ h.unsqueeze(1)).mean(2)),
     "turned": _between(_turned),
     "gate": lambda net, x: net.last(net.a(x) * net.b(x).sigmoid()),
@@ -142,12 +143,16 @@ def test_exact_within_a_small_budget(name: str) -> None:
         _check(_make(name))
 
 
-@pytest.mark.parametrize("name", ["gate", "softmax", "eager attention", "attention"])
+@pytest.mark.parametrize("name", ["gate", "softmax", "diagonal", "eager attention", "attention"])
 def test_chosen_samples(name: str) -> None:
     problem = _make(name)
     expected = _expected(problem)
     problem.run(BatchDiagHessian(subsampling=[2, 0, 2]))
     problem.compare("diag_h_batch", [d[[2, 0, 2]] for d in expected])
+
+
+def test_the_only_sample_lies_wherever_it_does() -> None:
+    _check(_make("turned", 1), subsampling=[0])
 
 
 def test_chosen_samples_that_may_lie_anywhere() -> None:

@@ -51,14 +51,20 @@ class NodeResidual:
         self._derivative, self._batch_size = derivative, batch_size
         self._subsampling = subsampling
         self._places = _involved(derivative)
-        is_known = all(has_samples_in_front(place, batch_size) for place in self._places)
-        self._samples = batch_size if is_known else 1
-        if not is_known and subsampling is not None:
+        self._samples = batch_size if self._is_known() else 1
+        if self._samples != batch_size and subsampling is not None:
             raise nodes.refuse(
                 derivative.node,
                 "it is nonlinear, and it is not known where the samples of subsampling lie there",
                 "Leave subsampling out, or give the model those samples only.",
             )
+
+    def _is_known(self) -> bool:
+        """Whether samples are in front in all operands; what meets row by row is of one sample."""
+        positions, node = self._derivative.positions, self._derivative.node
+        known = [has_samples_in_front(place, self._batch_size) for place in self._places]
+        meet = (nodes.keeps_rows(node, 0, positions[place][0]) for place in self._places)
+        return all(known) or (any(known) and all(meet))
 
     @cached_property
     def whole(self) -> Hessian | None:

@@ -326,6 +326,12 @@ def explained() -> Iterator[None]:
                 "Parameters were frozen since the backward pass, and what it left differentiates "
                 "them: freeze them before the forward pass, or when the products are taken."
             ) from error
+        if "double backward" in text:
+            raise UnsupportedError(
+                "The forward pass was compiled by torch.compile, and what is compiled is not "
+                "differentiated twice: run the forward pass inside the block of backpack(...), "
+                "where compiled code runs as it was written."
+            ) from error
         if "derivative for" in text or "not implemented" in text:
             raise UnsupportedError(
                 f"An operation of the net has no second derivative ({text.splitlines()[0]}). "

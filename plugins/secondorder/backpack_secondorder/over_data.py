@@ -21,6 +21,7 @@ from torch.nn import Module
 from backpack_core import disable
 from backpack_core.engine.active import suspended
 from backpack_core.errors import UsageError
+from backpack_core.record.compiled import uncompiled
 from backpack_core.values import without_autocast
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser
 from backpack_secondorder.determinism import Passes, require_deterministic
@@ -137,7 +138,13 @@ class DataOperator(LinearOperator):
     ) -> list[Tensor]:
         total: list[Tensor] | None = None
         divisor = 0.0
-        with self._passes.one() as record, suspended(), without_autocast(), explained():
+        with (
+            self._passes.one() as record,
+            suspended(),
+            without_autocast(),
+            uncompiled,  # what is compiled has one derivative
+            explained(),
+        ):
             for index, batch in enumerate(self._loader):
                 with torch.enable_grad():
                     at, products = of_batch(batch, index)
