@@ -33,7 +33,7 @@ class _Here(NamedTuple):
     site: Site | None
     is_call: bool
     operation: str
-    shape: torch.Size
+    shape: tuple[int, ...]
     length: int | None
 
 
@@ -51,7 +51,7 @@ class _Map(dict[Place, _Here]):
         site = self._survey.site_at(Edge(*place))
         is_call = site is not None and not self._survey.goes_inside(site.call)
         operation = "" if is_call else nodes.operation_of(place[0])
-        shape = nodes.shape_of(*place)
+        shape = nodes.lengths_of(*place)
         here = self[place] = _Here(site, is_call, operation, shape, shape[0] if shape else None)
         return here
 
@@ -270,7 +270,7 @@ class Walk:
         """States have samples elsewhere than what comes in."""
         return self._survey.axes[site.call, site.index] if site is not None else 0
 
-    def _has_none(self, shape: torch.Size, behind: torch.Size) -> bool:
+    def _has_none(self, shape: tuple[int, ...], behind: tuple[int, ...]) -> bool:
         """Whether a tensor may have no samples in front, as what keeps its order has none there."""
         if shape[:1] == behind[:1]:
             return True
