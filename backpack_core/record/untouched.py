@@ -8,6 +8,7 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 from __future__ import annotations
 
 from abc import ABCMeta
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, torch.Size, View])
+_PLAIN = frozenset(
+    [int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, FunctionType, View]
+)
 
 Versions = list[tuple[Tensor, int]]
 
@@ -84,8 +87,10 @@ def _held(value: object) -> Versions:
     """What an object has as its attributes, or in dicts that are its own."""
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
+        if type(item) in _PLAIN:
+            continue
         for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
-            if type(part) not in _PLAIN and isinstance(part, Tensor):
+            if isinstance(part, Tensor):
                 found.append((part, part._version))
     return found
 
