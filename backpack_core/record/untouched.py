@@ -20,9 +20,8 @@ from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset(
-    [int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, FunctionType, View]
-)
+_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, View, FunctionType])
+_PLAIN |= {frozenset, set, list, tuple, torch.Size}
 
 Versions = list[tuple[Tensor, int]]
 
@@ -44,7 +43,9 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     """
     # This runs several times per call of a module, so it is all in one place.
     noted, made = [*(view.counted or _counted(view))], []
-    for value in [v for v in given if type(v) not in _PLAIN]:
+    for value in given:
+        if type(value) in _PLAIN:
+            continue
         if isinstance(value, Tensor):
             noted.append((value, value._version))
         else:
@@ -87,10 +88,11 @@ def _held(value: object) -> Versions:
     """What an object has as its attributes, or in dicts that are its own."""
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
-        if type(item) in _PLAIN:
+        kind = type(item)
+        if kind in _PLAIN or (kind is dict and not item):
             continue
-        for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
-            if isinstance(part, Tensor):
+        for part in item.values() if kind is dict else (item,):  # results, and what is kept
+            if type(part) not in _PLAIN and isinstance(part, Tensor):
                 found.append((part, part._version))
     return found
 
