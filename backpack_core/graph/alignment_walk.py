@@ -134,10 +134,8 @@ class Walk:
         is_picked = is_owned and above.operation in nodes.GATHERS and not entries % self._size
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
-        elif is_picked and not self._origins.of_tables(child[0]):
-            found[child] = shape[0] // self._size
-        elif is_loss:  # it says where samples are
-            found[child] = entries // self._size
+        elif (is_picked and not self._origins.of_tables(child[0])) or is_loss:
+            found[child] = entries // self._size  # a loss says where samples are
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)

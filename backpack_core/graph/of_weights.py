@@ -49,9 +49,7 @@ class Origins:
 
     def _of(self, node: Node) -> int:
         known = self._known
-        if node in known:
-            return known[node]
-        todo = [(node, *self._begin(node))]
+        todo = [] if node in known else [(node, *self._begin(node))]
         while todo:
             this, kind, behind = todo.pop()
             while kind and behind and behind[-1] in known:
@@ -73,9 +71,9 @@ class Origins:
             leaves = [n for call in calls for n in leaves_given_to(call)]
             kind = _ALL if all(map(_knows_its_inputs, calls)) else 0
         else:
-            behind, leaves = [], []
-            for child in children_of(node):
-                (leaves if nodes.is_leaf(child) else behind).append(child)
+            children = children_of(node)
+            behind = [child for child in children if not nodes.is_leaf(child)]
+            leaves = [child for child in children if nodes.is_leaf(child)]
             kind = _ALL if nodes.is_of_its_operands(node) else _CONSTANTS
         is_known = (behind or leaves) and all(map(self._is_weight, leaves))
         return kind if is_known else 0, behind

@@ -56,5 +56,4 @@ def ranks(*starts: Node) -> dict[Node, int]:
             for call in calls_at(node):
                 further += [edge.node for edge in call.edges if edge is not None]
             todo += further[::-1]
-    finished.reverse()
-    return {node: rank for rank, node in enumerate(finished)}
+    return {node: rank for rank, node in enumerate(reversed(finished))}

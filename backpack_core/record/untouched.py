@@ -8,7 +8,6 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 from __future__ import annotations
 
 from abc import ABCMeta
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, View, FunctionType])
-_PLAIN |= {frozenset, set, list, tuple, torch.Size}
+_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
 
@@ -44,11 +42,9 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     # This runs several times per call of a module, so it is all in one place.
     noted, made = [*(view.counted or _counted(view))], []
     for value in given:
-        if type(value) in _PLAIN:
-            continue
         if isinstance(value, Tensor):
             noted.append((value, value._version))
-        else:
+        elif type(value) not in _PLAIN:
             noted += _held(value)
             made.append(getattr(value, "made", ()))
     result = getattr(plugin, method)(*given)
@@ -87,11 +83,9 @@ def _counted(view: View) -> Versions:
 def _held(value: object) -> Versions:
     """What an object has as its attributes, or in dicts that are its own."""
     found: Versions = []
-    for item in getattr(value, "__dict__", NOTHING).values():
-        kind = type(item)
-        if kind in _PLAIN or (kind is dict and not item):
-            continue
-        for part in item.values() if kind is dict else (item,):  # results, and what is kept
+    its = getattr(value, "__dict__", NOTHING).values()
+    for item in [item for item in its if type(item) not in _PLAIN]:
+        for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
             if type(part) not in _PLAIN and isinstance(part, Tensor):
                 found.append((part, part._version))
     return found
