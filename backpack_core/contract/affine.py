@@ -53,15 +53,13 @@ class AffineProduct(SampleProduct):
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
                 that is no mere reshape.
         """
-        fits = out.dim() == 5 and (inp is None or inp.shape[:-1] == out.shape[1:4])
-        size = 1 if inp is None else inp.shape[-1]
-        if not fits or (arrange is None and out.shape[3:].numel() * size != shape.numel()):
+        axes, size = out.shape, 1 if inp is None else inp.shape[-1]
+        fits = len(axes) == 5 and (inp is None or inp.shape[:-1] == axes[1:4])
+        if not fits or (arrange is None and axes[3] * axes[4] * size != shape.numel()):
             of = f", of a parameter {list(shape)}"
             raise misfit(self, f"[V, N, S, G, O] and [N, S, G, I]{of}", out, inp)
-        super().__init__(out.shape[0], out.shape[1], shape, out)
-        self.out = out
-        self.inp = inp
-        self.arrange = arrange
+        super().__init__(axes[0], axes[1], shape, out)
+        self.out, self.inp, self.arrange = out, inp, arrange
 
     @property
     def positions(self) -> int:

@@ -44,6 +44,10 @@ def products_with(
     if torch.is_grad_enabled():
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
         return whole.reshape(columns, samples, groups, features, size), NOTHING
+    if is_column(inp, out) and not (sum_ or square or norm):
+        left = out.reshape(samples, positions, features)
+        whole = torch.bmm(left.mT, inp.reshape(samples, positions, size))
+        return whole.view(1, samples, 1, features, size), NOTHING
     result = out.new_empty(columns, samples, groups, features, size)
     if is_column(inp, out):
         return result, moments_of_column(out, inp, sum_, square, norm, result)

@@ -51,9 +51,6 @@ def moments_of_column(
     left = out.reshape(samples, positions, features).mT
     right = inp.reshape(samples, positions, size)
     target = None if formed is None else formed.view(samples, features, size)
-    if target is not None and not (sum_ or square or norm):
-        torch.bmm(left, right, out=target)
-        return NOTHING
     limit = PIECE if square or norm else CACHE  # what only one reads may be larger
     few = even_size(samples, max(1, min(limit, memory_budget()) // single))
     place = out.new_empty(few, features, size) if target is None else target

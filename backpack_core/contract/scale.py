@@ -21,9 +21,8 @@ class ScaleProduct(SampleProduct):
         """Store the factors; ``D`` is the number of entries of the parameter."""
         if out.dim() != 4 or (inp is not None and inp.shape != out.shape[1:]):
             raise misfit(self, "[V, N, S, D] and [N, S, D]", out, inp)
-        super().__init__(len(out), out.shape[1], shape, out)
-        self.out = out
-        self.inp = inp
+        super().__init__(out.shape[0], out.shape[1], shape, out)
+        self.out, self.inp = out, inp
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """A sum over positions."""
@@ -47,9 +46,7 @@ def batch_sum_scale(product: ScaleProduct) -> Tensor:
 
 
 def _summed(out: Tensor, inp: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """``Σ out[v] ⊙ inp`` over some axes of a column; as a batched product it takes ten times."""
-    if not len(out):
-        return out.sum([1 + axis for axis in axes])
-    if len(out) == 1:
-        return (out[0] * inp).sum(axes).unsqueeze(0)
+    """``Σ out[v] ⊙ inp`` over some axes of a column; of all at once it takes ten times."""
+    if out.shape[0] < 2:
+        return (out * inp).sum([1 + axis for axis in axes])
     return torch.stack([(column * inp).sum(axes) for column in out])

@@ -27,12 +27,33 @@ class _Here(NamedTuple):
         is_call: Whether that is stepped over, and not gone through by nodes.
         operation: The operation; empty where a call is stepped over, or nothing is known.
         shape: The shape of the tensor.
+        length: That of its axis 0; ``None`` of a number.
     """
 
     site: Site | None
     is_call: bool
     operation: str
-    shape: torch.Size
+    shape: tuple[int, ...]
+    length: int | None
+
+
+class _Map(dict[Place, _Here]):
+    """What stands at places, looked at once: the graph stays as it is while it is walked through.
+
+    Asked for several times for every way that leads there, so that is a plain look-up.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+
+    def __missing__(self, place: Place) -> _Here:
+        """Look."""
+        site = self._survey.site_at(Edge(*place))
+        is_call = site is not None and not self._survey.goes_inside(site.call)
+        operation = "" if is_call else nodes.operation_of(place[0])
+        shape = nodes.lengths_of(*place)
+        here = self[place] = _Here(site, is_call, operation, shape, shape[0] if shape else None)
+        return here
 
 
 class Walk:
@@ -63,7 +84,7 @@ class Walk:
         self._sorted: set[Place] = set()
         self._guessed: set[Place] = set()
         self._dropped: set[Place] = set()
-        self._known: dict[Place, _Here] = {}
+        self._at = _Map(survey)
         self._ways: dict[Place, list[tuple[Place, int]]] = {}
 
     def run(self, roots: list[Edge]) -> None:
@@ -72,7 +93,7 @@ class Walk:
         start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
         outputs: dict[Node, dict[int, None]] = {}
         for place in start:
-            self._found.positions[place] = int(self._at(place).shape[:1] == (self._size,))
+            self._found.positions[place] = int(self._at[place].length == self._size)
             if not self._found.positions[place]:
                 self._before.add(place)
             outputs.setdefault(place[0], {})[place[1]] = None
@@ -90,19 +111,9 @@ class Walk:
             for place in self._ways if self._found.apart else ():
                 self._stay_apart(place)
 
-    def _at(self, place: Place) -> _Here:
-        """What stands at a place: the graph stays as it is as long as it is walked through."""
-        here = self._known.get(place)
-        if here is None:
-            site = self._survey.site_at(Edge(*place))
-            is_call = site is not None and not self._survey.goes_inside(site.call)
-            operation = "" if is_call else nodes.operation_of(place[0])
-            here = self._known[place] = _Here(site, is_call, operation, nodes.shape_of(*place))
-        return here
-
     def _behind(self, place: Place) -> list[tuple[Place, int]]:
         """Where what arrives goes on to, and by which way out of the node."""
-        here, beside = self._at(place), self._survey.beside
+        here, beside = self._at[place], self._survey.beside
         if here.site is not None and here.is_call:
             edges = here.site.call.edges
             return [((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None]
@@ -116,17 +127,15 @@ class Walk:
         found = self._found.positions
         if found.get(child) or child in self._found.owned:
             return
-        above, shape = self._at(place), self._at(child).shape
+        above, (*_, shape, length) = self._at[place], self._at[child]
         is_before, is_owned = place in self._before, place in self._found.owned
         is_loss = above.site is not None and above.site.call.rule.is_loss
-        is_picked = is_owned and above.operation in nodes.GATHERS
-        is_picked &= not shape[:1].numel() % self._size
+        entries = 1 if length is None else length
+        is_picked = is_owned and above.operation in nodes.GATHERS and not entries % self._size
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
-        elif is_picked and not self._origins.of_tables(child[0]):
-            found[child] = shape[0] // self._size
-        elif is_loss:  # it says where samples are
-            found[child] = shape[:1].numel() // self._size
+        elif (is_picked and not self._origins.of_tables(child[0])) or is_loss:
+            found[child] = entries // self._size  # a loss says where samples are
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)
@@ -137,10 +146,10 @@ class Walk:
         elif is_before and nodes.is_stack_of_numbers(child[0]):
             found[child] = 0
             self._before.add(child)
-        elif shape[:1] == (self._size,) and self._is_certain(place, child, position):
+        elif length == self._size and self._is_certain(place, child, position):
             found[child] = 1
-        elif shape and not shape[0] % self._size and self._keeps_rows(place, child, position):
-            found[child] = shape[0] // self._size
+        elif shape and not entries % self._size and self._keeps_rows(place, child, position):
+            found[child] = entries // self._size
         else:
             found[child] = 0
             if is_before:
@@ -154,15 +163,15 @@ class Walk:
 
     def _is_owned(self, place: Place, child: Place, position: int) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
-        of_loss, above = place not in self._before, self._at(place)
+        of_loss, above = place not in self._before, self._at[place]
         is_loss = above.site is not None and above.site.call.rule.is_loss
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_as_long = self._at(child).shape[:1] == (self._size,)
+        is_as_long = self._at[child].length == self._size
         is_usual = is_as_long and (is_loss or is_picked)
         if is_usual or not self._found.is_readable or self._origins.of_tables(child[0]):
             return False
-        is_same = place in self._found.owned and above.shape[:1] == self._at(child).shape[:1]
+        is_same = place in self._found.owned and above.length == self._at[child].length
         if is_same and (above.is_call or nodes.keeps_rows(*place, position)):
             self._found.owned[child] = self._found.owned[place]
             return True
@@ -173,7 +182,7 @@ class Walk:
             is_table = self._origins.of_constants if is_as_long else is_table
             known = owners_of_rows(child[0], self._size, child[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
-        is_needed = self._at(child).is_call and not is_loss
+        is_needed = self._at[child].is_call and not is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed
         if known is None or not (known.are_sure or is_other):
             return False
@@ -189,14 +198,14 @@ class Walk:
 
         Or samples are sorted, as packed sequences are: there, rows of any number are in that order.
         """
-        operation, is_sorted = self._at(place).operation, place in self._sorted
+        operation, is_sorted = self._at[place].operation, place in self._sorted
         if place not in self._picked or operation in nodes.GATHERS:
             is_sorted = operation == "IndexSelect" and nodes.selected(*place) == self._size
             if is_sorted and self._found.positions[place]:
                 is_sorted = not nodes.keeps_rows(*place, position)
             is_picked = is_sorted or (operation in nodes.SCATTERS and position == 1)
         else:
-            is_picked = is_sorted or self._at(place).shape[:1] == self._at(child).shape[:1]
+            is_picked = is_sorted or self._at[place].length == self._at[child].length
         if is_sorted:
             self._sorted.add(child)
         return is_picked
@@ -205,7 +214,7 @@ class Walk:
         """Whether a child may be a table, and no sample is made of it without repeating entries."""
         if not self._origins.of_tables(child[0]):
             return False
-        above, below = self._at(place), self._at(child)
+        above, below = self._at[place], self._at[child]
         operation = above.operation
         if operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}:
             return True
@@ -216,8 +225,8 @@ class Walk:
 
     def _is_certain(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0, as long as the batch, holds the samples as far as is known."""
-        if self._survey.is_declared and is_doubtful(self._at(child).shape, self._size):
-            site = self._at(child).site
+        if self._survey.is_declared and is_doubtful(self._at[child].shape, self._size):
+            site = self._at[child].site
             is_first = site is not None and not declared_axis(site.call)
             known = self._found.positions.get(place) and self._keeps_rows(place, child, position)
             return is_first or bool(known)
@@ -225,14 +234,14 @@ class Walk:
 
     def _is_other(self, place: Place, child: Place, position: int) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        above, below = self._at(place), self._at(child)
+        above, below = self._at[place], self._at[child]
         operation = above.operation
         is_broadcast = len(below.shape) < len(above.shape)
         if is_broadcast and operation in nodes.ELEMENTWISE:
             return True
         has_samples = bool(self._found.positions[place])
         if not operation or place in self._before:
-            is_as_long = above.is_call and above.shape[:1] == (self._size,)
+            is_as_long = above.is_call and above.length == self._size
             is_other = is_as_long and not (has_samples or self._axis(above.site))
             is_other &= place not in self._before and not self._origins.of_constants(place[0])
             return is_other or place in self._dropped
@@ -259,7 +268,7 @@ class Walk:
         """Where an output of a call has its samples: states have them elsewhere than on axis 0."""
         return self._survey.axes[site.call, site.index] if site is not None else 0
 
-    def _has_none(self, shape: torch.Size, behind: torch.Size) -> bool:
+    def _has_none(self, shape: tuple[int, ...], behind: tuple[int, ...]) -> bool:
         """Whether a tensor may have no samples in front, as what keeps its order has none there."""
         if shape[:1] == behind[:1]:
             return True
@@ -276,8 +285,8 @@ class Walk:
             return not self._survey.is_declared or self._size == 1
         if not self._found.positions.get(place):
             return False
-        if self._at(place).is_call:
-            return self._at(place).shape[:1] == self._at(child).shape[:1]
+        if self._at[place].is_call:
+            return self._at[place].length == self._at[child].length
         return nodes.keeps_rows(*place, position)
 
     # Upwards -----------------------------------------------------------------------------------
@@ -285,7 +294,7 @@ class Walk:
     def _keep_apart(self, place: Place) -> None:
         """Whether samples have to be told apart at a place that has none, for what is behind."""
         found, survey = self._found, self._survey
-        node, (site, is_call, *_) = place[0], self._at(place)
+        node, (site, is_call, *_) = place[0], self._at[place]
         needs = bool(found.apart) and any(child in found.apart for child, _ in self._ways[place])
         for leaf, parameter in () if is_call else self._targets_at(node):
             needs = True
@@ -323,7 +332,7 @@ class Walk:
 
         for this in reached([place], further):
             found.beside += [(parameter, this[0]) for _, parameter in self._targets_at(this[0])]
-            site = self._at(this).site
+            site = self._at[this].site
             if site is not None and this != place:
                 trained = self._survey.trained[site.call]
                 found.beside += [(own.parameter, this[0]) for own in trained]

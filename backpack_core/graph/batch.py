@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from backpack_core.record.call import Call
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 
@@ -20,7 +18,7 @@ def declared_axis(call: Call) -> int:
     return owner.axis_of(attributes.get(PATH_ATTRIBUTE, ""))
 
 
-def is_doubtful(shape: torch.Size, samples: int) -> bool:
+def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
     """Whether axis 0 is not the only one that is as long as the batch, of several samples."""
     return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]
 

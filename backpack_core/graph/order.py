@@ -42,20 +42,18 @@ def ranks(*starts: Node) -> dict[Node, int]:
     """
     finished: list[Node] = []
     opened: set[Node] = set()
-    todo = [(start, False) for start in reversed(starts)]
+    path: list[Node] = []
+    todo: list[Node | None] = [*reversed(starts)]
     while todo:  # what lies deepest is finished first
-        node, is_through = todo.pop()
-        if is_through:
-            finished.append(node)
+        node = todo.pop()
+        if node is None:  # all that the last one on the path leads to is through
+            finished.append(path.pop())
         elif node not in opened:
             opened.add(node)
-            todo.append((node, True))
-            todo += [(child, False) for child in reversed(_behind(node)) if child not in opened]
+            path.append(node)
+            todo.append(None)
+            further = children_of(node)
+            for call in calls_at(node):
+                further += [edge.node for edge in call.edges if edge is not None]
+            todo += further[::-1]
     return {node: rank for rank, node in enumerate(reversed(finished))}
-
-
-def _behind(node: Node) -> list[Node]:
-    found = children_of(node)
-    for call in calls_at(node):
-        found += [edge.node for edge in call.edges if edge is not None]
-    return found

@@ -29,7 +29,7 @@ class Use:
     """A parameter, and at how many sites calls use it."""
 
     parameter: Tensor
-    count: int = 0
+    count: int
 
 
 class Region(NamedTuple):
@@ -192,14 +192,15 @@ class Survey:
             trained = self.trained[call] = trained_in(call)
         for name, parameter, _, _ in trained:
             number = id(parameter)
-            use = self.uses.get(number) or self.uses.setdefault(number, Use(parameter))
-            if use.count:
-                self.is_shared = True
+            use = self.uses.get(number)
+            if use is not None:
+                self.is_shared |= use.count > 0
+                use.count += 1
             elif parameter.is_complex():
                 raise complex_parameter(f"{name!r} of {call.path}")
             else:
+                self.uses[number] = Use(parameter, 1)
                 self.weights += parameter.nbytes
-            use.count += 1
 
     def _pass(self, node: Node, region: Region | None) -> list[tuple[Edge, Region | None]]:
         """Go through a node between calls; returns where to go on."""

@@ -301,7 +301,8 @@ def site_at(edge: Edge) -> Site | None:
         return Site(call, index, edge, layout)
     table = None if level == INSIDE else node.metadata.get(SITES)  # type: ignore[attr-defined]
     found = None if table is None else table.get(output_nr)
-    return None if found is None else Site(found[0], found[1], edge)
+    # Much faster than Site(...).
+    return None if found is None else tuple.__new__(Site, (*found, edge, None))
 
 
 def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:

@@ -19,7 +19,7 @@ from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
 # What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
-_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, torch.Size, View])
+_PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
 
@@ -41,10 +41,10 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     """
     # This runs several times per call of a module, so it is all in one place.
     noted, made = [*(view.counted or _counted(view))], []
-    for value in [v for v in given if type(v) not in _PLAIN]:
+    for value in given:
         if isinstance(value, Tensor):
             noted.append((value, value._version))
-        else:
+        elif type(value) not in _PLAIN:
             noted += _held(value)
             made.append(getattr(value, "made", ()))
     result = getattr(plugin, method)(*given)
@@ -83,7 +83,8 @@ def _counted(view: View) -> Versions:
 def _held(value: object) -> Versions:
     """What an object has as its attributes, or in dicts that are its own."""
     found: Versions = []
-    for item in getattr(value, "__dict__", NOTHING).values():
+    its = getattr(value, "__dict__", NOTHING).values()
+    for item in [item for item in its if type(item) not in _PLAIN]:
         for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
             if type(part) not in _PLAIN and isinstance(part, Tensor):
                 found.append((part, part._version))
