@@ -21,7 +21,6 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import refuse
-from backpack_core.record.call import Layout
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
@@ -261,8 +260,3 @@ def loss_behind_a_loss(view: View) -> UnsupportedError:
         "model's output, and compute the rest by plain functions that are linear in it; or extend "
         "the last one only."
     )
-
-
-def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
-    """A quantity at a view, from that at the tensor that it looks at."""
-    return propagator.map(quantity, layout.look_through)
