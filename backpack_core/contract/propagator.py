@@ -203,8 +203,8 @@ class Propagator(ABC):
         """The reverse, at a tensor that has samples; zero positions where it has none."""
         return quantity
 
-    def narrow(self, quantity: Any, axis: int = 0) -> Any:
-        """A quantity of the whole batch, on some axis of the tensor, as one of the samples."""
+    def narrow(self, quantity: Any) -> Any:
+        """A quantity of the whole batch as one of the chosen samples."""
         return quantity
 
     def map(self, quantity: Any, function: Callable[[Tensor], Tensor]) -> Any:
