@@ -1,4 +1,4 @@
-"""Modules without a rule, and what rules and extensions return: errors say who, where and what."""
+"""Modules without a rule, and what rules and extensions return: errors say who and where."""
 
 from __future__ import annotations
 
