@@ -71,9 +71,9 @@ class ColumnPropagator(Propagator):
         """Zeros for the samples that were left out."""
         return quantity.widened(self.subsampling, batch_size)
 
-    def narrow(self, quantity: Columns, axis: int = 0) -> Columns:
+    def narrow(self, quantity: Columns) -> Columns:
         """The chosen samples."""
-        return quantity.chosen(self.subsampling, axis)
+        return quantity.chosen(self.subsampling)
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Crossing

@@ -139,17 +139,17 @@ class Columns:
 
         return self.like({root: widen(mat) for root, mat in self.blocks.items()})
 
-    def chosen(self, chosen: tuple[int, ...] | None, axis: int = 0) -> Columns:
-        """The reverse of :meth:`widened`, where the samples lie on some axis of the tensor."""
+    def chosen(self, chosen: tuple[int, ...] | None) -> Columns:
+        """The reverse of :meth:`widened`."""
         if chosen is None:
             return self
 
         def pick(mat: Tensor) -> Tensor:
-            samples = mat.shape[1 + axis]
+            samples = mat.shape[1]
             turns = _occurrences(chosen, samples)
-            parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2 + axis, 1)
+            parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2, 1)
             found: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
-            return found.movedim(0, 1 + axis)
+            return found.transpose(0, 1)
 
         return self.like({root: pick(mat) for root, mat in self.blocks.items()})
 

@@ -21,7 +21,6 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import refuse
-from backpack_core.record.call import Layout
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
@@ -205,8 +204,8 @@ class Propagator(ABC):
         """The reverse, at a tensor that has samples; zero positions where it has none."""
         return quantity
 
-    def narrow(self, quantity: Any, axis: int = 0) -> Any:
-        """A quantity of the whole batch, on some axis of the tensor, as one of the samples."""
+    def narrow(self, quantity: Any) -> Any:
+        """A quantity of the whole batch as one of the chosen samples."""
         return quantity
 
     def map(self, quantity: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -262,8 +261,3 @@ def loss_behind_a_loss(view: View) -> UnsupportedError:
         "model's output, and compute the rest by plain functions that are linear in it; or extend "
         "the last one only."
     )
-
-
-def see_through(propagator: Propagator, quantity: Any, layout: Layout) -> Any:
-    """A quantity at a view, from that at the tensor that it looks at."""
-    return propagator.map(quantity, layout.look_through)

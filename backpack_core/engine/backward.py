@@ -265,13 +265,10 @@ class BackwardPass:
 
     def _view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
-        call, index, (node, *_), _ = site
         is_reached = grad is not None or self.is_alone
         if not is_reached:
-            grad = torch.zeros_like(call.stored.outputs[index])
-        axis = self.survey.axes.get((call, index), 0)
-        kept, positions = self._kept.setdefault(call, {}), self.survey.alignment.positions_of(site)
-        view = self.visiting = View(call, index, grad, node, axis, kept, positions)
+            grad = torch.zeros_like(site.call.stored.outputs[site.index])
+        view = self.visiting = self.survey.view(site, self._kept, grad)
         view.is_reached = is_reached
         return view
 

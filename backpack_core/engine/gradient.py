@@ -25,6 +25,8 @@ from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
+from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph.order import children_of, reached
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
@@ -246,15 +248,9 @@ def leaves_to_narrow(
     elif not survey.is_readable:
         _say("autograd saves tensors through hooks (a checkpoint does)")
     else:
-        nodes = {edge.node: type(edge.node) for edge in edges}
-        todo = list(nodes)
-        for node in todo:
-            for child, _ in node.next_functions:
-                if child is not None and child not in nodes:
-                    nodes[child] = type(child)
-                    todo.append(child)
-        if _torch.REENTRANT not in nodes.values():
-            return [node for node, kind in nodes.items() if kind is _torch.LeafNode]
+        nodes = [*reached((edge.node for edge in edges), children_of)]
+        if not any(type(node) is _torch.REENTRANT for node in nodes):
+            return [node for node in nodes if is_leaf(node)]
         _say("re-entrant checkpoints take no inputs=")
     return None
 

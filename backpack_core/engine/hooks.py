@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from backpack_core import _torch
@@ -167,11 +168,7 @@ class Announcer(TorchFunctionMode):
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    """One thing, several, or none, as a tuple."""
-    if isinstance(value, Sequence) and not isinstance(value, (Tensor, *_EDGES)):
+    """One thing, several, or none, as a tuple; an edge is a named one, and as such a sequence."""
+    if isinstance(value, Sequence) and not isinstance(value, (Tensor, GradientEdge)):
         return tuple(value)
     return () if value is None else (value,)
-
-
-# An edge is a named tuple, and as such a sequence.
-_EDGES = (torch.autograd.graph.GradientEdge,)

@@ -21,7 +21,6 @@ from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
 from backpack_core.record.structure import iter_tensors
-from backpack_core.record.view import View
 from backpack_core.tuning import column_budget, memory_budget
 
 
@@ -77,15 +76,12 @@ class Chunks:
 
     def _visit(self, traversal: Traversal, lane: int, site: Site) -> None:
         call = site.call
-        kept = self.kept.setdefault(call, {})
-        axis = self.survey.axes[call, site.index]
-        positions = self.survey.alignment.positions_of(site)
-        view = View(call, site.index, None, site.edge.node, axis, kept, positions)
+        view = self.survey.view(site, self.kept)
         if call not in self.survey.opened:
             call.rule.check(view)
         traversal.visit(lane, site, view)
         # What depends on the call alone serves the next chunk, too, as far as memory allows; where
         # hooks took what it is made of, it is made anew.
-        held = sum(t.nbytes for t in iter_tensors(list(kept.values())))
+        held = sum(t.nbytes for t in iter_tensors(list(view.kept.values())))
         if view.taken is not None or held > memory_budget():
-            kept.clear()
+            view.kept.clear()

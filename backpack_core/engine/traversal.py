@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier, Found
-from backpack_core.contract.propagator import Propagator, see_through
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.groups import Group
 from backpack_core.engine.inside import Later, read_here
@@ -148,7 +148,7 @@ class Traversal:
         if wide is None:
             return own
         if site.layout is not None:
-            wide = see_through(propagator, wide, site.layout)
+            wide = propagator.map(wide, site.layout.look_through)
         if view.axis:
             wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
         if view.positions or self.survey.alignment.is_apart(site.edge):

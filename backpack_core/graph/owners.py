@@ -18,7 +18,6 @@ from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 
 Test = Callable[[Node], bool]
-_NO_NODE: Test = frozenset[Node]().__contains__
 # Some entries of axis 0 are picked, or else the rows are kept.
 _PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
@@ -35,9 +34,7 @@ class Owners(NamedTuple):
     are_sure: bool
 
 
-def owners_of_rows(
-    node: Node | None, samples: int, number: int = 0, is_table: Test = _NO_NODE
-) -> Owners | None:
+def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test) -> Owners | None:
     """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
 
     Samples lie one after the other on axis 0 of what they were picked from, each with one entry or
@@ -85,7 +82,7 @@ def owners_of_rows(
     return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
 
 
-def owners_behind_loss(node: Node | None, samples: int, is_table: Test = _NO_NODE) -> Owners | None:
+def owners_behind_loss(node: Node | None, samples: int, is_table: Test) -> Owners | None:
     """The same where an extended loss received the tensor.
 
     Its terms are those of its rows, which may be all of them, in another order, or merged.

@@ -20,7 +20,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import Call, Edge, Layout, Site, is_noted, site_at, viewed_at
+from backpack_core.record.call import Call, Edge, Kept, Layout, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
 
 
@@ -105,7 +105,7 @@ class Survey:
         """Walk everything behind some edges; what is known already is not walked again."""
         self._walk([(edge, None) for edge in edges])
         for place in self._inner.keys() & self.viewed.keys():
-            self._fault(faults.changed_output(self._inner[place]))
+            self.faults.append((faults.changed_output(self._inner[place]), None))
         if not self.batch_size:
             self.batch_size = batch_of(self.received)
 
@@ -244,6 +244,12 @@ class Survey:
             self.bare[id(parameter)] = (parameter, node)
             self.bare_edges[node, position] = parameter
 
+    def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
+        """What rules see at an output, with the gradient there and what calls have computed."""
+        call, index, (node, *_), _ = site
+        axis, positions = self.axes.get((call, index), 0), self.alignment.positions_of(site)
+        return View(call, index, grad, node, axis, kept.setdefault(call, {}), positions)
+
     def goes_inside(self, call: Call) -> bool:
         """Whether what arrives at a call goes on through the nodes that made its output."""
         return call.goes_inside or call in self.opened
@@ -292,7 +298,7 @@ class Survey:
         self.axes[call, index] = axis = rule.batch_axis(view, index)
         self.is_declared |= declared_axis(call) > 0
         if rule.mixes_samples(view):
-            self._fault(faults.mixing_call(call))
+            self.faults.append((faults.mixing_call(call), None))
         size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
         if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
             size = -1
@@ -301,10 +307,6 @@ class Survey:
             raise fault
         if module._modules or None in call.edges:
             self.unusual.append(site)
-
-    def _fault(self, error: BackpackError | None) -> None:
-        if error is not None:
-            self.faults.append((error, None))
 
     @property
     def is_readable(self) -> bool:

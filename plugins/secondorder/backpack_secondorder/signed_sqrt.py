@@ -180,11 +180,11 @@ class SignedSqrt(Propagator):
         assert formed.columns is not None
         return replace(formed, columns=formed.columns.widened(self.subsampling, batch_size))
 
-    def narrow(self, quantity: Hessian, axis: int = 0) -> Hessian:
+    def narrow(self, quantity: Hessian) -> Hessian:
         """The chosen samples."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
-        return replace(quantity, columns=quantity.columns.chosen(self.subsampling, axis))
+        return replace(quantity, columns=quantity.columns.chosen(self.subsampling))
 
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
         """As columns."""
