@@ -188,12 +188,12 @@ class OfStarted(Extension):
     [
         (
             torch.zeros(1, 4, 3),
-            r"Started\.start returned a Tensor at .*Columns\.start\(name, mat\)",
+            r"Started\.start has to return Columns: it gave .*Tensor.* at MSELoss",
         ),
-        (None, r"Started\.start returned a NoneType at "),
+        (None, r"Started\.start has to return Columns: it gave .*NoneType"),
         (
             Columns.start("narrow", torch.zeros(1, 4, 2)),
-            r"start returned columns of shape \[1, 4, 2\] at .*expected a tensor \[V, 4, 3\]",
+            r"it gave shape \[1, 4, 2\] at MSELoss, expected a tensor \[V, 4, 3\]",
         ),
     ],
 )
