@@ -240,8 +240,7 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
         if next(iter(begun), now) != now:  # a pass inside of this one
             return
         handle.remove()
-        found = this()
-        if found is not None:
+        if (found := this()) is not None:
             guarded(passes, function, found, grads)
 
     handle = node.register_prehook(reached)

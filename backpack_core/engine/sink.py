@@ -165,10 +165,9 @@ class FieldSink(Sink):
         """
         super().__init__(survey)
         self.partial: Values = {}
-        whole = outer if is_part else None
-        self.deferred: dict[Extension, dict[Tensor, Any]] = {} if whole is None else whole.deferred
-        self._owners: dict[int, object] = {} if whole is None else whole._owners
-        self._outside: dict[int, object] = {} if outer is whole or outer is None else outer._owners
+        self.deferred: dict[Extension, Any] = outer.deferred if outer and is_part else {}
+        self._owners: dict[int, object] = outer._owners if outer and is_part else {}
+        self._outside: dict[int, object] = outer._owners if outer and not is_part else {}
         self._token = object()  # a reference to this sink would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
 
