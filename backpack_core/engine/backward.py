@@ -99,7 +99,7 @@ class BackwardPass:
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part and outer is not None
-        self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer and is_part else None)
+        self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer else None, is_part)
         self._walked: list[Edge] = []
         chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
         self.schedule = HookSchedule(chunks, context.passes)

@@ -235,11 +235,12 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
     this, task = weakref.ref(owner), _torch.graph_task_id()
 
     def reached(grads: Any) -> None:
-        if task not in (-1, _torch.graph_task_id()):  # a pass inside of this one
+        now = _torch.graph_task_id()
+        begun = (t for t, p in passes.items() if p.is_outermost) if task < 0 else (task,)
+        if next(iter(begun), now) != now:  # a pass inside of this one
             return
         handle.remove()
-        found = this()
-        if found is not None:
+        if (found := this()) is not None:
             guarded(passes, function, found, grads)
 
     handle = node.register_prehook(reached)

@@ -155,23 +155,27 @@ class FieldSink(Sink):
         deferred: Values of extensions that finish when the pass is through.
     """
 
-    def __init__(self, survey: Survey, outer: FieldSink | None) -> None:
+    def __init__(self, survey: Survey, outer: FieldSink | None, is_part: bool) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
-            outer: That of the pass that this one is a part of.
+            outer: That of the pass that this one is inside of.
+            is_part: Whether it belongs to that; else what that has stored is left alone.
         """
         super().__init__(survey)
         self.partial: Values = {}
-        self.deferred: dict[Extension, dict[Tensor, Any]] = {} if outer is None else outer.deferred
-        self._owners: dict[int, object] = {} if outer is None else outer._owners
+        self.deferred: dict[Extension, Any] = outer.deferred if outer and is_part else {}
+        self._owners: dict[int, object] = outer._owners if outer and is_part else {}
+        self._outside: dict[int, object] = outer._owners if outer and not is_part else {}
         self._token = object()  # a reference to this sink would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
+        if key in self._outside:
+            return
         if self._owners.setdefault(key, self._token) is not self._token:
             raise UnsupportedError(
                 f"A parameter of shape {list(parameter.shape)} is used in a backward pass of its "
@@ -195,16 +199,15 @@ class FieldSink(Sink):
         """
         if seen == uses:
             return True
-        missing = self.look_ahead()[id(parameter)]
-        is_all = bool(self._missing[1]) and seen + missing == uses
+        is_all = seen + self.look_ahead()[id(parameter)] == uses
         return is_all and _torch.will_get_gradient(parameter)
 
     def look_ahead(self) -> Counter[int]:
         """How many uses of each parameter autograd does not get to, by ``id``."""
         survey = self.survey
         if self._missing[0] != len(survey.sites):
-            found = [s for s in survey.sites.values() if not _is_reached(s)]
-            calls = [site.call for site in found if not site.call.is_released]
+            sites = survey.sites.values()
+            calls = [s.call for s in sites if not (s.call.is_released or _is_reached(s))]
             uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
             self._missing = len(survey.sites), uses
         return self._missing[1]

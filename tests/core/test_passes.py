@@ -179,3 +179,35 @@ def test_gradient_hook_inside_a_pass_may_run_another_pass() -> None:
         loss.backward()
     outer.compare("grad_batch", expected[0])
     inner.compare("grad_batch", expected[1])
+
+
+def _with_table() -> Net:
+    """What is sent to the table is kept apart by sample from before the pass begins."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        rows = net.table(torch.arange(4)) * 2
+        out: Tensor = net.head(torch.tanh(net.first(x) + rows)).sum(1)
+        return out
+
+    parts = {"first": nn.Linear(3, 5), "table": nn.Embedding(4, 5), "head": nn.Linear(5, 3)}
+    return Net(forward, **parts)
+
+
+@pytest.mark.parametrize("wanted", ["table", "first"])
+@pytest.mark.parametrize("check", ["never", "always"])
+def test_a_pass_inside_by_the_same_graph_changes_nothing(wanted: str, check: Any) -> None:
+    """A hook behind the head asks for gradients of something else: results stay those outside."""
+    problem = classification(_with_table(), (4, 3))
+    expected = problem.expected(oracle.individual_gradients)
+    model, lossfunc = extend(problem.model), extend(problem.lossfunc)
+    out = model(*problem.inputs)
+    loss, other = lossfunc(out, problem.target), out.square().sum()
+
+    def ask(_: Tensor) -> None:
+        torch.autograd.grad(other, model.get_parameter(f"{wanted}.weight"), retain_graph=True)
+
+    handle = model.get_parameter("head.weight").register_hook(ask)
+    with backpack(BatchGrad(), check=check):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    problem.compare("grad_batch", expected)

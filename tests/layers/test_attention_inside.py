@@ -158,3 +158,26 @@ def test_a_pass_inside_is_another_one() -> None:
         loss.backward(retain_graph=True)
     handle.remove()
     torch.testing.assert_close(weight.grad_batch.sum(0), weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_cast_on_the_way(carried: list[str], dtype: torch.dtype, bias: bool) -> None:
+    """Autocast casts parameters first: what arrives there is not the projection's gradient."""
+    net = Net(bias=bias).float()
+    model, lossfunc = extend(net), extend(nn.CrossEntropyLoss(reduction="sum"))
+    x, y = torch.randn(2, 3, WIDTH, dtype=torch.float32), torch.tensor([0, 1])
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            out = model(x)
+        value: Tensor = lossfunc(out.float(), y)
+        return value
+
+    with backpack(BatchGrad(), check="never"):
+        loss(x, y).backward()
+    assert carried
+    weight = net.attention.in_proj_weight
+    for n in range(2):
+        expected = torch.autograd.grad(loss(x[n : n + 1], y[n : n + 1]), weight)[0]
+        torch.testing.assert_close(weight.grad_batch[n], expected, rtol=0.05, atol=0.05)

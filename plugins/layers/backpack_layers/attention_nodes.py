@@ -41,7 +41,8 @@ def _transposed(node: Node) -> Node | None:
 def projection(view: View, weight: str, bias: str) -> Node | None:
     """The first node that wants a gradient of one of two parameters, seen from the output.
 
-    The bias is added behind the product, or along with it.
+    The bias is added behind the product, or along with it. ``None`` where the parameter was made
+    into something else before, as by autocast: what arrives there is the gradient of a parameter.
     """
     owned = view.stored.owned
     names = [name for name in (bias, weight) if name in owned and owned[name][0].requires_grad]
@@ -49,7 +50,8 @@ def projection(view: View, weight: str, bias: str) -> Node | None:
         return None
     leaf, is_weight = get_gradient_edge(owned[names[0]][0]).node, names[0] == weight
     for node in _inside(view.call, view.node):
-        for child, _ in node.next_functions:
+        children = [child for child, _ in node.next_functions]
+        for child in children if len(children) > 1 else ():
             if child is leaf or (is_weight and child is not None and _transposed(child) is leaf):
                 return node
     return None
