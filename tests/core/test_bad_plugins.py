@@ -37,8 +37,7 @@ from backpack_core.errors import (
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack_core.testing import temporary_plugin
 from tests.cases import classification
-from tests.core.test_bad_rules import Shift
-from tests.core.test_bad_use import message
+from tests.core.test_bad_use import Shift, message
 
 
 @pytest.mark.parametrize(
