@@ -63,7 +63,11 @@ class NodeResidual:
         """Whether samples are in front in all operands; what meets row by row is of one sample."""
         positions, node = self._derivative.positions, self._derivative.node
         known = [has_samples_in_front(place, self._batch_size) for place in self._places]
-        meet = (nodes.keeps_rows(node, 0, positions[place][0]) for place in self._places)
+        rows = nodes.shape_of(node, 0)[:1]
+        meet = (
+            nodes.shape_of(*place)[:1] == rows and nodes.keeps_rows(node, 0, positions[place][0])
+            for place in self._places
+        )
         return all(known) or (any(known) and all(meet))
 
     @cached_property
@@ -144,7 +148,8 @@ class NodeResidual:
         # a² = ‖h_d‖: of two halves of one size, what cancels is least.
         unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
         found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
-        rows = {p: mat.reshape(*unit.shape[:2], -1) for p, mat in found.items()}
+        # What couples an operand to a parameter is in no block of the diagonal.
+        rows = {p: found[p].reshape(*unit.shape[:2], -1) for p in self._places if p in found}
         for other in self._started:  # what is met from both sides
             if other in rows:
                 rows[other] = rows[other] / 2
