@@ -176,22 +176,22 @@ def subsampling(case: RuleCase) -> None:
     names = {type(extension) for extension in usable(case)}
     extensions = [e for e in installed_extensions(chosen) if type(e) in names]
     try:
-        _, values = given.run(extensions)
+        given.run(extensions)
     except UnsupportedError:
-        extensions = [extension for extension in extensions if _chooses(given, extension)]
-        _, values = given.run(extensions)
+        extensions = [e for e in extensions if not _refuses(given, e, "subsampling")]
+    _, values = given.run(extensions)
     reference = given.reference.restricted(chosen)
     _exact(case, given, values, extensions, reference=reference)
 
 
-def _chooses(given: Problem, extension: Extension) -> bool:
-    """Whether an extension can choose samples on a net; one that cannot has to say so."""
+def _refuses(given: Problem, extension: Extension, word: str) -> bool:
+    """Whether an extension has no value on a net, and says why."""
     try:
         given.run([extension])
     except UnsupportedError as error:
-        require("subsampling" in str(error), f"{type(extension).__name__} refuses, but: {error}")
-        return False
-    return True
+        require(word in str(error), f"{type(extension).__name__} refuses, but: {error}")
+        return True
+    return False
 
 
 def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
@@ -343,12 +343,7 @@ def mixing_is_refused(case: RuleCase) -> None:
     """Every extension raises and says that samples mix, but those that read the loss as a whole."""
     given = problem(case)
     for extension in installed_extensions():
-        name = type(extension).__name__
-        try:
-            _, values = given.run([extension])
-        except UnsupportedError as error:
-            require("sample" in str(error), f"{name} refuses, but: {error}")
-            continue
-        whole = not extension.propagator.per_sample
-        require(whole, f"{name} gave a value, though samples mix.")
-        _exact(case, given, values, [extension])
+        if not _refuses(given, extension, "sample"):
+            whole = not extension.propagator.per_sample
+            require(whole, f"{type(extension).__name__} gave a value, though samples mix.")
+            _exact(case, given, given.run([extension])[1], [extension])
