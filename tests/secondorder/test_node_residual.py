@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,6 +21,7 @@ from backpack_core.graph.alignment import Crossing
 from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net, Problem, classification
 from tests.contract.products import budget
+from tests.core.functional import Cube
 from tests.secondorder.problems import hessians
 from tests.secondorder.test_diag_hessian import diagonals
 
@@ -225,19 +225,6 @@ def test_kernel_without_second_derivative() -> None:
     problem = _make("attention", forward=_fused(SDPBackend.FLASH_ATTENTION))
     with pytest.raises(UnsupportedError, match="has no second derivative"):
         problem.run(DiagHessian())
-
-
-class Cube(Function):
-    """Nothing says that its backward has a derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] ** 2 * grad
 
 
 @pytest.mark.parametrize(
