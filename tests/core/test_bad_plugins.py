@@ -40,6 +40,16 @@ from tests.cases import classification
 from tests.core.test_bad_use import Shift, message
 
 
+class OfShift(ParametricRule):
+    """What rules of a shift have in common: those here are wrong about its parameter only."""
+
+    module_types = (Shift,)
+    params = ("shift",)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat
+
+
 @pytest.mark.parametrize(
     ("form", "factors", "found"),
     [
@@ -60,13 +70,7 @@ from tests.core.test_bad_use import Shift, message
     ],
 )
 def test_factors_that_do_not_fit_are_the_rule_s(form: Any, factors: Any, found: str) -> None:
-    class OfFactors(ProductRule):
-        module_types = (Shift,)
-        params = ("shift",)
-
-        def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-            return mat
-
+    class OfFactors(OfShift, ProductRule):
         def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
             product: SampleProduct = form(*factors(mat, view.input), view.parameter(name).shape)
             return product
@@ -81,13 +85,7 @@ def test_factors_that_do_not_fit_are_the_rule_s(form: Any, factors: Any, found: 
 
 @pytest.mark.parametrize("pair", [None, 1, (1, 2, 3)])
 def test_a_pair_that_is_none(pair: Any) -> None:
-    class OfPairs(AffinePairsRule):
-        module_types = (Shift,)
-        params = ("shift",)
-
-        def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-            return mat
-
+    class OfPairs(OfShift, AffinePairsRule):
         def affine_pair(self, view: View, name: str, mat: Tensor) -> Any:
             return pair
 
@@ -136,13 +134,7 @@ def test_declarations_of_a_class_that_nobody_registered() -> None:
 # What else rules and extensions do.
 
 
-class BadShift(ParametricRule):
-    module_types = (Shift,)
-    params = ("shift",)
-
-    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat
-
+class BadShift(OfShift):
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         return mat.sum(1)
 
