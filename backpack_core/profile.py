@@ -27,9 +27,10 @@ class Row(NamedTuple):
         extension: Name of the extension; of the propagator where a quantity is sent on.
         way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), ``"sent"``, or
             ``"check"`` (the library's own, in the first passes of a structure).
-        calls: How often, chunks of columns and passes included.
+        calls: How often, chunks of columns and passes included; parameters of one call are read
+            together.
         seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
-        bytes: Size of what was stored, or sent, last.
+        bytes: Size of what was read, or sent, last.
     """
 
     module: str
@@ -72,7 +73,7 @@ class Profile:
         finally:
             found[0] += 1
             found[1] += perf_counter() - begin
-        found[2] = result.nbytes if isinstance(result, Tensor) else _bytes(result)
+        found[2] = _bytes(result)
         return result
 
     def rows(self) -> Iterator[Row]:
@@ -97,7 +98,10 @@ def _bytes(value: Any) -> int:
         return value.nbytes
     if not isinstance(value, (list, tuple)):
         value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
-    return sum(map(_bytes, value))
+    size = 0
+    for part in value:
+        size += part.nbytes if isinstance(part, Tensor) else _bytes(part)
+    return size
 
 
 class Summary:

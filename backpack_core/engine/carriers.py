@@ -12,7 +12,7 @@ from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.parametric import ParametricRule
-from backpack_core.contract.product import Reading, SampleProduct
+from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.groups import Group
@@ -32,7 +32,7 @@ class RuleCarrier(Carrier):
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
         self._survey = survey
-        self._product = _asked(group.propagator, "product")
+        self._products = _asked(group.propagator, "products")
         self._propagate = _asked(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
@@ -45,26 +45,41 @@ class RuleCarrier(Carrier):
 
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
         """By the propagator; of parameters that no rule covers, by automatic differentiation."""
+        readings: dict[bool, dict[str, Any]] = {True: {}, False: {}}  # by whether one covers them
+        for name, _, _, is_covered in trained:
+            readings[is_covered][name] = None
+        for is_covered, some in readings.items():
+            if some:
+                self._fill(some, view.call.rule if is_covered else _AUTODIFF, view, quantity)
         found: list[Found] = []
-        used: dict[str, Reading] = {}
         beside: dict[Any, Any] = {}
         for name, parameter, tensor, is_covered in trained:
-            reading = used.get(name)
-            if reading is None:
-                rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
-                reading = self._product(rule, view, name, quantity)
-                if view.positions > 1 and isinstance(reading, SampleProduct):
-                    roots, samples = reading.roots, self._survey.batch_size
-                    reading = regrouped(reading, reading.columns, samples, view.kept)
-                    reading.roots = roots
-                used[name] = reading
-                reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
-                reading.is_linear = is_covered and name in rule.linear_in_params
+            reading = readings[is_covered][name]
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
-            found.append(Found(name, parameter, reading, is_covered, view))
+            found += (Found(name, parameter, reading, is_covered),)
         return found
+
+    def _fill(
+        self, readings: dict[str, Any], rule: ParametricRule, view: View, quantity: Any
+    ) -> None:
+        """Put there what the propagator finds by a rule, and say where each stands."""
+        names, module, kind = [*readings], view.call.module, type(rule)
+        found = self._products(rule, view, names, quantity)
+        if len(found) != len(names):
+            raise errors.ShapeError(
+                f"{type(self._propagator).__name__}.products returned {len(found)} readings at "
+                f"{view.path}, expected one for each of {names}."
+            )
+        for name, reading in zip(names, found, strict=True):
+            if view.positions > 1 and isinstance(reading, SampleProduct):
+                roots, samples = reading.roots, self._survey.batch_size
+                reading = regrouped(reading, reading.columns, samples, view.kept)
+                reading.roots = roots
+            reading.name, reading.module, reading.rule = name, module, kind
+            reading.is_linear = name in rule.linear_in_params
+            readings[name] = reading
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""

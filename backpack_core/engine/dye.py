@@ -161,7 +161,9 @@ class DyePropagator(Propagator):
             if p is not None
         }
 
-    def product(self, rule: ParametricRule, view: View, name: str, quantity: Dye) -> Any:
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Dye
+    ) -> Sequence[Any]:
         """Nobody reads it."""
         raise AssertionError("no extension reads the dye")
 

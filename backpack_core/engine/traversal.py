@@ -65,7 +65,7 @@ class Traversal:
         try:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
-            carrier = self._carrier(lane, view)
+            carrier = self._carriers.get(lane) or self._carrier(lane, view)
             arrived = self.schedule.take(lane, site)
             waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
@@ -276,7 +276,7 @@ class Traversal:
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def _carrier(self, lane: int, view: View) -> Carrier:
-        """Who answers for the module."""
+        """Who answers for the module; the rules, for all modules, where nobody else may."""
         group = self.groups[lane]
         if group.has_overrides:  # then the group has one extension
             extension = group.extensions[0]
@@ -286,9 +286,8 @@ class Traversal:
                 if fault is not None:
                     raise fault
                 return found(extension, group.propagator)
-        known = self._carriers.get(lane)
-        if known is None:
-            known = self._carriers[lane] = RuleCarrier(group, self.survey)
+            return RuleCarrier(group, self.survey)
+        known = self._carriers[lane] = RuleCarrier(group, self.survey)
         return known
 
     # Reading -------------------------------------------------------------------------------------
@@ -311,8 +310,7 @@ class Traversal:
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)
-        for found in everything:
-            self.sink.note(lane, group, found)
+        self.sink.note(lane, group, view, everything)
 
     def _refuse_shared(self, found: Found) -> None:
         number = id(found.parameter)
