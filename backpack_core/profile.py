@@ -98,10 +98,7 @@ def _bytes(value: Any) -> int:
         return value.nbytes
     if not isinstance(value, (list, tuple)):
         value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
-    size = 0
-    for part in value:
-        size += part.nbytes if isinstance(part, Tensor) else _bytes(part)
-    return size
+    return sum(part.nbytes if isinstance(part, Tensor) else _bytes(part) for part in value)
 
 
 class Summary:

@@ -134,21 +134,14 @@ def _values(extension: Extension, view: View, complete: list[list[Found]]) -> li
 
 
 def _whole(uses: list[Found]) -> Any:
-    """The reading of all uses of a parameter, added up when it is first asked for."""
+    """One reading from those of all uses of a parameter, joined when it is first asked for."""
     if len(uses) > 1:
-        uses[-1].value = join(uses)
+        readings = [use.value for use in uses]
+        whole = uses[-1].value = readings[0].join(readings[1:])
+        Reading.placed_as(whole, readings[-1])  # its roots are those of all
+        whole.is_linear = all(reading.is_linear for reading in readings)
         del uses[:-1]
     return uses[0].value
-
-
-def join(found: list[Found]) -> Any:
-    """One reading from those of all uses of a parameter."""
-    readings = [use.value for use in found]
-    first, *others = readings
-    whole = first.join(others)
-    Reading.placed_as(whole, readings[-1])  # its roots are those of all
-    whole.is_linear = all(reading.is_linear for reading in readings)
-    return whole
 
 
 class ChunkSink(Sink):

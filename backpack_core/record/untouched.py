@@ -63,14 +63,11 @@ def held(value: object) -> Versions:
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
         kind = type(item)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind is dict and not item):
             continue
-        if kind is dict:  # results, and what is kept
-            for part in item.values() if item else ():
-                if Tensor in type(part).__mro__:
-                    found += ((part, part._version),)
-        elif kind is Tensor or Tensor in kind.__mro__:
-            found += ((item, item._version),)
+        for part in item.values() if kind is dict else (item,):  # results, and what is kept
+            if Tensor in type(part).__mro__:
+                found += ((part, part._version),)
     return found
 
 
@@ -92,14 +89,9 @@ def see_unchanged(view: View, seen: Versions, plugin: object, method: str) -> No
 def _shown(view: View) -> list[Tensor]:
     """Every tensor that a rule may come by at a view, of all samples; nobody's to change."""
     stored, gradient = view.stored, (view._whole or view).grad_output
-    found = [*stored.inputs, *stored.outputs]
-    for tensor, _ in stored.owned.values():
-        found += (tensor,)
-    if view.taken is not None:
-        found += view.taken.found.values()
-    if gradient is not None:
-        found += (gradient,)
-    return found
+    taken = () if view.taken is None else view.taken.found.values()
+    tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *taken]
+    return tensors if gradient is None else [*tensors, gradient]
 
 
 def _counted(view: View) -> Versions:
