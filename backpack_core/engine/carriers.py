@@ -67,10 +67,10 @@ class RuleCarrier(Carrier):
         """Put there what the propagator finds by a rule, and say where each stands."""
         names, module, kind = [*readings], view.call.module, type(rule)
         found = self._products(rule, view, names, quantity)
-        if len(found) != len(names):
+        if not isinstance(found, (list, tuple)) or len(found) != len(names):
             raise errors.ShapeError(
-                f"{type(self._propagator).__name__}.products returned {len(found)} readings at "
-                f"{view.path}, expected one for each of {names}."
+                f"{type(self._propagator).__name__}.products returned {found!r} at {view.path}, "
+                f"expected a list with a reading for each of {names}."
             )
         for name, reading in zip(names, found, strict=True):
             if view.positions > 1 and isinstance(reading, SampleProduct):

@@ -107,18 +107,17 @@ def _counted(view: View) -> Versions:
 
 
 def _name(tensor: Tensor, view: View) -> str:
-    stored, gradient = view.stored, view.full.grad_output
-    shape, path = list(tensor.shape), view.path
-    if any(tensor is other for other in stored.inputs):
-        return f"an input of {path}, of shape {shape},"
-    if any(tensor is other for other in stored.outputs):
-        return f"an output of {path}, of shape {shape},"
+    """What a tensor is, for messages."""
+    stored, shape = view.stored, f"of shape {list(tensor.shape)}"
+    gradient = () if view.full.grad_output is None else (view.full.grad_output,)
+    at_output = ("the gradient at the output", gradient)
+    for what, some in (("an input", stored.inputs), ("an output", stored.outputs), at_output):
+        if any(tensor is other for other in some):
+            return f"{what} of {view.path}, {shape},"
     for name, (other, _) in stored.owned.items():
         if tensor is other:
-            return f"{name!r} of {path}"
-    if tensor is gradient:
-        return f"the gradient at the output of {path}, of shape {shape},"
-    return f"a tensor of shape {shape} that it was given at {path}"
+            return f"{name!r} of {view.path}"
+    return f"a tensor {shape} that it was given at {view.path}"
 
 
 _TAKEN = "memory of results"
