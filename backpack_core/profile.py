@@ -25,8 +25,9 @@ class Row(NamedTuple):
     Attributes:
         module: Path of the module.
         extension: Name of the extension; of the propagator where a quantity is sent on.
-        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), ``"sent"``, or
-            ``"check"`` (the library's own, in the first passes of a structure).
+        way: ``"rule"``, ``"autodiff"`` (where any parameter takes it), ``"graph"`` (from the graph
+            of the loss), ``"sent"``, or ``"check"`` (the library's own, in the first passes of a
+            structure).
         calls: How often, chunks of columns and passes included; parameters of one call are read
             together.
         seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
