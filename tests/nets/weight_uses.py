@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.nets.kinds import Shapes, axes, module, need
 from tests.nets.own_functions import Dot
@@ -101,8 +101,8 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "temperature": lambda p, x: (x / F.softplus(p.v.sum())).softmax(-1) + p.w.mean(),
     "grouped": _per_row,
     "bilinear": lambda p, x: F.bilinear(x, x.tanh(), torch.stack([p.a, p.b]), p.v[:2]),
-    "checked": lambda p, x: (
-        torch.utils.checkpoint.checkpoint(lambda y, a: (y @ a).tanh() @ p.b, x, p.a, use_reentrant=False)
+    "checkpoint": lambda p, x: checkpoint(
+        lambda y, a: (y @ a).tanh() @ p.b, x, p.a, use_reentrant=False
     ),
 }
 
@@ -132,22 +132,24 @@ OF_SEQUENCES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "queries": _learned_queries,
     "pooling": lambda p, x: ((x @ p.v).softmax(1)[..., None] * x).sum(1),
     "scores": lambda p, x: (x @ p.a @ x.mT).softmax(-1) @ x,
-    "relative": lambda p, x: (x @ x.mT + p.a[0, 0] * torch.ones(x.shape[1]).tril()) @ x,
+    "relative": lambda p, x: (x @ x.mT + p.a[0, 0] * torch.ones(x.shape[1], x.shape[1]).tril()) @ x,
     "depthwise": lambda p, x: F.conv1d(x.mT, p.narrow.T[:, None], groups=x.shape[2]).mT,
     "conv": lambda p, x: F.conv1d(x.mT, torch.stack([p.a, p.b], 2), p.v, padding=1).mT,
     "conv_transpose": lambda p, x: F.conv_transpose1d(x.mT, torch.stack([p.a, p.b], 2)).mT,
     "scanned": _scanned,
     "state_space": _decaying_scan,
     "sequence_first": lambda p, x: (x.transpose(0, 1) @ p.a + p.v).tanh().transpose(0, 1),
-    "sequence_last": lambda p, x: torch.einsum("oc,tcn->ton", p.a, x.permute(1, 2, 0)).permute(2, 0, 1),
+    "sequence_last": lambda p, x: torch.einsum("oc,tcn->not", p.a, x.permute(1, 2, 0)).mT,
     "bmm": lambda p, x: torch.bmm(x, p.a.expand(len(x), -1, -1)) + p.v,
     "baddbmm": lambda p, x: torch.baddbmm(p.w, x, p.b.expand(len(x), -1, -1), beta=0.5),
     "table": lambda p, x: x + torch.outer(torch.linspace(-1, 1, x.shape[1]), p.v).sin(),
     "begin": lambda p, x: torch.cat([p.narrow.expand(len(x), -1, -1), x], 1),
     "rotated": lambda p, x: (
-        torch.complex(x, x.roll(1, 2))
-        * torch.polar(p.v.abs() + 1, torch.outer(torch.arange(x.shape[1]) * 1.0, p.w))
-    ).real,
+        (
+            torch.complex(x, x.roll(1, 2))
+            * torch.polar(p.v.abs() + 1, torch.outer(torch.arange(x.shape[1]) * 1.0, p.w))
+        ).real
+    ),
     "group_norm": lambda p, x: F.group_norm(x.mT, 1, p.v, p.w, 0.1).mT,
     "instance_norm": lambda p, x: F.instance_norm(x.mT, weight=p.v, bias=p.w, eps=0.1).mT,
 }
@@ -172,16 +174,15 @@ module(
 )
 
 
-class Wrapped(nn.Module):
+class Wrapped(Weights):
     """The same by a module of its own, in whose forward pass parameters are used."""
 
     def __init__(self, width: int, settings: Settings) -> None:
-        super().__init__()
-        self.p = Weights(width)
+        super().__init__(width)
         self.settings = settings
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_use(self.p, self.settings, x)
+        return _run_use(self, self.settings, x)
 
 
 module("Wrapped", lambda s, shapes: Wrapped(shapes[0][-1], s), _draw_use, weight=4)
@@ -226,11 +227,6 @@ def _decoded(part: Any, x: Tensor) -> Tensor:
     return F.linear(torch.tanh(part(x)), part.weight.T)
 
 
-def _scaled_weights(part: Any, x: Tensor) -> Tensor:
-    found: Tensor = functional_call(part, {"weight": 0.5 * part.weight}, (x,))
-    return found
-
-
 # Ways to call a linear layer.
 CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one_by_one": lambda part, x: torch.stack([part(row) for row in x]),
@@ -242,7 +238,6 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "relaxed": _relaxed,
     "implicit": _implicit,
     "decoded": _decoded,
-    "scaled": _scaled_weights,
     "mapped": lambda part, x: torch.vmap(part)(x),
     "batch_last": lambda part, x: part(x.movedim(0, -2)).movedim(-2, 0),
     "merged": lambda part, x: part(x.reshape(-1, x.shape[-1])).reshape(x.shape),

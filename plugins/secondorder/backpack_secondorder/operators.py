@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
+from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.errors import OverwrittenInputError, UnsupportedError, UsageError
@@ -167,7 +168,7 @@ class CurvatureOperator(Operator):
     @cached_property
     def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``u`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of these."""
-        dummies = [torch.zeros_like(term.like, requires_grad=True) for term in self._terms]
+        dummies = [somewhere(term.like) for term in self._terms]
         return dummies, _grad(self._edges, self._graph.parameters, dummies, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
