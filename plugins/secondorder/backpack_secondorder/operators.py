@@ -50,10 +50,15 @@ class Term:
 
 
 class Operator(ABC):
-    """A symmetric matrix over all parameters of a pass."""
+    """A symmetric matrix over all parameters of a pass.
+
+    Attributes:
+        used: The ids of parameters that layers have used for certain.
+    """
 
     def __init__(self, graph: LossGraph) -> None:
         """Keep the graph."""
+        self.used: frozenset[int] = frozenset()
         self._graph = graph
         self._places = {id(p): i for i, p in enumerate(graph.parameters)}
         self._is_differentiable = torch.is_grad_enabled()  # with create_graph=True
@@ -71,6 +76,23 @@ class Operator(ABC):
 
     def _place(self, parameter: Tensor) -> int:
         return self._places[id(parameter)]
+
+    def _constant(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        """Zeros, where the gradient in a parameter is a constant.
+
+        Raises:
+            UsageError: The parameter is no part of the graph, though a layer has used it.
+        """
+        roots = self._graph.roots  # tensors, or edges
+        nodes = behind(r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots)
+        is_there = any(getattr(node, "variable", None) is parameter for node in nodes)
+        if id(parameter) in self.used and parameter.is_leaf and not is_there:
+            raise UsageError(
+                f"A parameter of shape {list(parameter.shape)} was frozen in the forward pass and "
+                "is trained now, so it is a constant in the graph that products are made of. Set "
+                "requires_grad before the forward pass."
+            )
+        return torch.zeros_like(vector)
 
     def __repr__(self) -> str:
         """How many parameters."""
@@ -109,8 +131,8 @@ class HessianOperator(Operator):
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         gradient = self._gradients[self._place(parameter)]
-        if not gradient.requires_grad:
-            return torch.zeros_like(vector)
+        if gradient.grad_fn is None:
+            return self._constant(parameter, vector)
         return _grad((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
 
     def diagonal(self, parameter: Tensor, chunk_size: int) -> Tensor:
@@ -176,8 +198,8 @@ class CurvatureOperator(Operator):
             return torch.zeros_like(vector)
         dummies, images = self._transposed
         image = images[self._place(parameter)]
-        if not image.requires_grad:
-            return torch.zeros_like(vector)
+        if image.grad_fn is None:
+            return self._constant(parameter, vector)
         # The transposed product is linear in the dummies: its derivative is the product.
         forward = _grad((image,), dummies, (vector,), self._is_differentiable)
         with torch.set_grad_enabled(self._is_differentiable):
