@@ -216,9 +216,8 @@ class Walk:
             return False
         above, below = self._at[place], self._at[child]
         operation = above.operation
-        if operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}:
-            return True
-        if not self._found.positions.get(place):
+        is_moved = operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}
+        if is_moved or not self._found.positions.get(place):
             return True
         is_longer = len(above.shape) > len(below.shape)
         return is_longer and not (operation and nodes.keeps_rows(*place, position))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.refusals import nothing_arrived
-from backpack_core.errors import OverwrittenInputError, UnsupportedError, UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
@@ -32,6 +31,7 @@ from backpack_secondorder.residual import (
     require_one_input,
     unit_vectors,
 )
+from backpack_secondorder.torch_errors import explained
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,36 +330,3 @@ def _grad(
         retain_graph=True,
         materialize_grads=True,
     )
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Say what torch's own errors mean here."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if "modified by an inplace operation" in text:
-            raise OverwrittenInputError(
-                "Parameters, or tensors of the graph, changed since the backward pass that made "
-                "this product: run another one."
-            ) from error
-        if "does not require grad" in text:
-            raise UsageError(
-                "Parameters were frozen since the backward pass, and what it left differentiates "
-                "them: freeze them before the forward pass, or when the products are taken."
-            ) from error
-        if "double backward" in text:
-            raise UnsupportedError(
-                "The forward pass was compiled by torch.compile, and what is compiled is not "
-                "differentiated twice: run the forward pass inside the block of backpack(...), "
-                "where compiled code runs as it was written."
-            ) from error
-        if "derivative for" in text or "not implemented" in text:
-            raise UnsupportedError(
-                f"An operation of the net has no second derivative ({text.splitlines()[0]}). "
-                "Write it with operations that have one: for attention, choose such a kernel by "
-                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward pass; for "
-                "torch.cdist, (x[:, None] - y).square().sum(2)."
-            ) from error
-        raise
