@@ -156,9 +156,9 @@ class Walk:
                 self._before.add(child)
         if found[child] or child in self._found.owned:
             self._before.discard(child)
-            # A sum of everything says nothing of what it was of.
-            is_guessed = place in self._guessed and not above.is_call
-            if is_guessed or (is_before and above.operation in nodes.REDUCTIONS):
+            # A sum of everything, or of a vector, says nothing of what it was of.
+            is_sum = is_before and (above.operation in nodes.REDUCTIONS or len(shape) == 1)
+            if is_sum or (place in self._guessed and not above.is_call):
                 self._guessed.add(child)
 
     def _is_owned(self, place: Place, child: Place, position: int) -> bool:
@@ -216,9 +216,8 @@ class Walk:
             return False
         above, below = self._at[place], self._at[child]
         operation = above.operation
-        if operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}:
-            return True
-        if not self._found.positions.get(place):
+        is_moved = operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}
+        if is_moved or not self._found.positions.get(place):
             return True
         is_longer = len(above.shape) > len(below.shape)
         return is_longer and not (operation and nodes.keeps_rows(*place, position))
@@ -236,10 +235,10 @@ class Walk:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
         above, below = self._at[place], self._at[child]
         operation = above.operation
-        is_broadcast = len(below.shape) < len(above.shape)
-        if is_broadcast and operation in nodes.ELEMENTWISE:
-            return True
         has_samples = bool(self._found.positions[place])
+        is_repeated = has_samples and operation in {"Expand", "Repeat"}
+        if len(below.shape) < len(above.shape) and (is_repeated or operation in nodes.ELEMENTWISE):
+            return True
         if not operation or place in self._before:
             is_as_long = above.is_call and above.length == self._size
             is_other = is_as_long and not (has_samples or self._axis(above.site))
@@ -256,6 +255,8 @@ class Walk:
         is_picked = operation in nodes.GATHERS and not has_samples
         is_less = operation in nodes.REDUCTIONS and place not in self._guessed
         is_less &= len(below.shape) > len(above.shape)
+        if place in self._guessed and below.site is not None and not self._axis(below.site):
+            return False  # a module's output, one sample after the other
         if is_picked or operation in nodes.SELECTIONS or is_less:
             kept = above.shape[is_picked:]
             is_other = any(length % self._size == 0 for length in kept)

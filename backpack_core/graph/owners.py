@@ -105,11 +105,8 @@ def owners_behind_loss(node: Node | None, samples: int, is_table: Test) -> Owner
             if before is None and shape[0] % samples:
                 continue
             if not rows % len(picked):  # views may have merged more
-                picked = picked % shape[0]
-                if before is None:
-                    owners = picked // (shape[0] // samples)
-                else:
-                    owners = before.rows.to(picked.device)[picked]
+                picked, each = picked % shape[0], shape[0] // samples
+                owners = picked // each if before is None else before.rows.to(picked.device)[picked]
                 return Owners(owners.repeat_interleave(rows // len(picked)), True)
             continue
         for position, (child, number, _) in edges_behind(this):
