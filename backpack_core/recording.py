@@ -75,6 +75,9 @@ class _Hook(partial[Any]):
         return self.func.__name__
 
 
+_detach = Tensor.detach  # to look it up takes as long as to call it
+
+
 class _Computing(local):
     """Of this thread: for which execution what computes a parameter does, and under which name.
 
@@ -186,11 +189,10 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     """Make the call; returns what takes the place of the result, or ``None``."""
     traits = _traits(module)
     resolved = traits.resolved
-    node = simple_node(args, result, execution)
-    if node is not None:
+    simple = simple_node(args, result, execution)
+    if simple is not None:
         kept: Any = (args, {}, args, (result,))
-        call = _call(module, traits, resolved, kept, execution, execution)
-        _attach(call, 0, result, node, execution)
+        _attach(_call(module, traits, resolved, kept, execution, execution), 0, result, *simple)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -213,7 +215,8 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
         if is_made(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
-            _attach(call, index, shown, shown.grad_fn, execution)
+            base = new_base(shown, execution.tensors) if shown._is_view() else None
+            _attach(call, index, shown, shown.grad_fn, base)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
@@ -250,7 +253,7 @@ def _call(
         owned, parameters, computed = _tensors(module, resolved, of)
         if module._modules and _runs_again(module, resolved):
             inside = states_inside(module, owned)
-    detached = tuple(map(Tensor.detach, outputs))
+    detached = tuple(map(_detach, outputs))
     counts = versions_of((*detached, *owned.values()))
     noted: Any
     noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
@@ -276,12 +279,12 @@ def _call(
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, node: Node, execution: Execution) -> None:
+def _attach(call: Call, index: int, output: Tensor, node: Node, base: Tensor | None) -> None:
     output_nr = output.output_nr
     attach(call, index, node, output_nr)
     hook = OutputHook(call, index, output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
-    if output._is_view() and (base := new_base(output, execution.tensors)) is not None:
+    if base is not None:
         attach_viewed(call, index, output, base)
 
 
