@@ -10,7 +10,7 @@ from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.of_weights import leaves_given_to
+from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_inside
@@ -91,7 +91,7 @@ def _hand_to_nodes(survey: Survey) -> None:
         if call.rule.is_loss or call.is_released or call in survey.opened:
             continue
         if not survey.goes_inside(call):
-            if leaves_given_to(call):
+            if has_parameters_given(call):
                 look_inside(survey, site)
         elif survey.viewed:
             continue  # of views that were changed in place, nodes show another shape

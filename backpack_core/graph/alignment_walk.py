@@ -58,16 +58,15 @@ class Walk:
         found.positions.update((tensor.place, tensor.positions) for tensor in tensors)
         found.owned.update((t.place, t.owned) for t in tensors if t.owned is not None)
         found.before = {tensor.place for tensor in tensors if tensor.is_before}
-        is_growing = True
-        while is_growing:
-            known = len(found.leaves), sum(tensor.is_apart for tensor in tensors)
+        before = -1
+        while before < len(found.apart):
+            before = len(found.apart)
             for tensor in reversed(tensors):
                 self._keep_apart(tensor)
-            for tensor in tensors:  # as far as the next samples, where it is seen to fit
+            for tensor in tensors if found.apart else ():
                 for below, _ in tensor.ways if tensor.is_apart else ():
-                    below.is_apart |= not below.positions
-            is_growing = known != (len(found.leaves), sum(tensor.is_apart for tensor in tensors))
-        found.apart.update(tensor.place for tensor in tensors if tensor.is_apart)
+                    if not below.positions:  # as far as the next samples, where it is seen to fit
+                        self._stay_apart(below)
 
     # Downwards -----------------------------------------------------------------------------------
 
@@ -177,7 +176,7 @@ class Walk:
     def _keep_apart(self, this: Known) -> None:
         """Whether samples have to be told apart at a tensor that has none, for what is behind."""
         found, node = self._found, this.node
-        needs = any(below.is_apart for below, _ in this.ways)
+        needs = bool(found.apart) and True in [below.is_apart for below, _ in this.ways]
         for leaf, parameter in () if this.is_call else self._tensors.targets.get(node, ()):
             needs = True
             found.leaves[leaf] = parameter
@@ -193,9 +192,13 @@ class Walk:
             if not this.is_call:  # else the call sees to it
                 found.starts[node] = None
         elif not this.is_before:
-            this.is_apart = True
+            self._stay_apart(this)
         elif not this.is_loss:
             self._note_beside(this)
+
+    def _stay_apart(self, this: Known) -> None:
+        this.is_apart = True
+        self._found.apart.add(this.place)
 
     def _note_beside(self, number: Known) -> None:
         """What is kept apart behind a number that has no samples is no function of any."""

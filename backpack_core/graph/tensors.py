@@ -53,7 +53,7 @@ class Known:
         """Look at it; ``ways`` are for the walk to find."""
         node, number = self.place = place
         self.node = node
-        self.site = site = survey.site_at(Edge(node, number))
+        self.site = site = survey.site_at(tuple.__new__(Edge, (node, number, 0)))  # the quick way
         self.is_call = site is not None and not survey.goes_inside(site.call)
         self.is_loss = site is not None and site.call.rule.is_loss
         self.axis = 0 if site is None else survey.axes.get((site.call, site.index), 0)
@@ -61,7 +61,7 @@ class Known:
         self.shape = shape = nodes.lengths_of(node, number)
         self.length = shape[0] if shape else None
         self.ways: list[tuple[Known, int]] = []
-        found = survey.alignment
+        found = survey.alignment  # of what was walked before, if any was
         self.positions, self.owned = found.positions.get(place, 0), found.owned.get(place)
         self.is_before, self.is_apart = place in found.before, place in found.apart
         self.is_picked = self.is_sorted = self.is_guessed = self.is_dropped = False
@@ -94,7 +94,8 @@ class Way(NamedTuple):
     @property
     def keeps_rows(self) -> bool:
         """Whether the operation gives entry ``i`` of axis 0 from entry ``i`` of the operand."""
-        return nodes.keeps_rows(*self.above.place, self.position)
+        above, below, position = self
+        return nodes.keeps_rows_of(above.node, position, above.shape, below.shape)
 
     @property
     def keeps_length(self) -> bool:
