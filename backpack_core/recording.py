@@ -247,8 +247,8 @@ def _call(
     args, kwargs, inputs, outputs = kept
     inside: tuple[State, ...] = ()
     if traits.is_whole and not module._modules:
-        owned, parameters = tensors_of(module)
-        computed = NOTHING
+        parameters: int | tuple[str, ...]
+        (owned, parameters), computed = tensors_of(module), NOTHING
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
         if module._modules and _runs_again(module, resolved):
@@ -290,14 +290,14 @@ def _attach(call: Call, index: int, output: Tensor, node: Node, base: Tensor | N
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
-) -> tuple[dict[str, Tensor | None], tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
-    """Tensors of a module; which are parameters; and those that were computed, from what."""
+) -> tuple[dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
+    """Tensors of a module; which are parameters, or how many of the first; what some come from."""
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []
         more = tuple(n for n in inside if n.startswith("parametrizations."))
         return *tensors_of(module, more), NOTHING
-    owned, parameters = tensors_of(module, _nested(resolved.params))
+    owned, count = tensors_of(module, _nested(resolved.params))
     found = computed_in_hooks(module, resolved.params)
     for name in computing:
         tensor = (execution.computed or {}).get(name, cached_tensor(module, name))
@@ -305,8 +305,9 @@ def _tensors(
             found[name] = tensor
     computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
+    names = tuple(owned)[:count]
     owned.update(found)
-    remaining = tuple(n for n in parameters if id(owned[n]) not in behind)
+    remaining = [n for n in names if id(owned[n]) not in behind]
     return owned, (*remaining, *computed), computed
 
 
