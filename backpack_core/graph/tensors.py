@@ -70,13 +70,6 @@ class Known:
         """Whether it is known which entries of axis 0 each sample has."""
         return bool(self.positions) or self.owned is not None
 
-    @property
-    def edges(self) -> list[tuple[int, Edge]]:
-        """Where what arrives goes on to, leaves included, by position."""
-        if self.site is None or not self.is_call:
-            return edges_behind(self.node)
-        return [(i, edge) for i, edge in enumerate(self.site.call.edges) if edge is not None]
-
 
 class Way(NamedTuple):
     """From a tensor to one of those that it was made of.
@@ -188,8 +181,11 @@ class Tensors(dict[Place, Known]):
 
     def further(self, above: Known) -> list[Known]:
         """Find the ways on from a tensor; returns where they lead."""
-        beside, ways = self._survey.beside, above.ways
-        for position, (node, number, _) in above.edges:
-            if above.is_call or not (nodes.is_leaf(node) or (node, number) in beside):
-                ways.append((self[node, number], position))
-        return [below for below, _ in ways]
+        site, beside = above.site, self._survey.beside
+        if site is not None and above.is_call:
+            edges = [(i, edge) for i, edge in enumerate(site.call.edges) if edge is not None]
+        else:
+            ways = edges_behind(above.node)
+            edges = [(i, e) for i, e in ways if not (nodes.is_leaf(e.node) or e[:2] in beside)]
+        above.ways += [(self[edge.node, edge.output_nr], i) for i, edge in edges]
+        return [below for below, _ in above.ways]
