@@ -54,7 +54,8 @@ class Walk:
         tensors = consumers_first(starts, self._tensors.further)
         for tensor in tensors:
             for below, position in tensor.ways:
-                self._derive(Way(tensor, below, position))
+                # Much faster than Way(...).
+                self._derive(tuple.__new__(Way, (tensor, below, position)))
         found.positions.update((tensor.place, tensor.positions) for tensor in tensors)
         found.owned.update((t.place, t.owned) for t in tensors if t.owned is not None)
         found.before = {tensor.place for tensor in tensors if tensor.is_before}
