@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 def tensors_of(
     module: Module, nested: tuple[str, ...] = ()
-) -> tuple[dict[str, Tensor | None], tuple[str, ...]]:
+) -> tuple[dict[str, Tensor | None], int]:
     """Parameters and buffers of a module, as this forward pass used them.
 
     Args:
@@ -39,15 +39,15 @@ def tensors_of(
         nested: Parameters of modules inside that belong to it, as ``"out_proj.weight"``.
 
     Returns:
-        The tensors, and which of them are parameters.
+        The tensors, and how many of them, from the first one on, are parameters.
     """
     owned: dict[str, Tensor | None] = {**module._parameters}
     if nested:
         owned.update({name: _nested(module, name) for name in nested})
-    names = tuple(owned)
+    count = len(owned)
     if module._buffers:
         owned.update(module._buffers)
-    return owned, names
+    return owned, count
 
 
 def states_inside(module: Module, owned: dict[str, Tensor | None]) -> tuple[State, ...]:
