@@ -57,7 +57,8 @@ class LookupProduct(SampleProduct):
 def square_sum_lookup(product: LookupProduct) -> Tensor:
     """Of the rows that are not zero."""
     sums, _, row = product.segments()
-    return scattered(sums.square().sum(0), row, 0, product.shape)
+    squares = sums[0].square() if len(sums) == 1 else sums.square().sum(0)
+    return scattered(squares, row, 0, product.shape)
 
 
 @batch_sum.register
@@ -82,4 +83,7 @@ def scattered(values: Tensor, where: Tensor, axis: int, shape: Sequence[int]) ->
     zeros = values.new_zeros(shape)
     if torch.is_grad_enabled():
         return zeros.index_add(axis, where, values)
+    if axis == len(values) == 1:  # of one column: adding whole rows is twice as fast
+        zeros[0].index_add_(0, where, values[0])
+        return zeros
     return zeros.index_add_(axis, where, values)

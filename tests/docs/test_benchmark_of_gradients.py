@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import gradient, measure
+from backpack_core import SampleProduct
+from backpack_core.contract.operations import batch_sum
+from benchmarks import gradient, measure, shares
 from benchmarks.limit import limit, shared_limit
 from benchmarks.peers import FIRST_ORDER
 from benchmarks.problems import PROBLEMS, Problem
@@ -105,3 +107,26 @@ def test_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert float(row["vmap"]) > 0
     assert row["incumbent"] == row["ghost"] == "-"
     assert float(row["less"]) <= float(row["limit"])
+
+
+@pytest.mark.parametrize("quantity", ["BatchGrad", "ClippedSumGrad"])
+def test_shares_add_up(quantity: str) -> None:
+    found = shares.line(SMALL, QUANTITIES[quantity], 0.0, "cpu")
+    whole = found["bare"] + found["hooks"] + found["kernels"] + found["rest"]
+    assert whole == pytest.approx(found["ours"])
+    forms = {name: spent for name, spent in found.items() if name not in shares._HEAD}
+    assert found["kernels"] == pytest.approx(sum(forms.values()))
+    assert ("finish" in forms) == (quantity == "ClippedSumGrad")
+
+
+def test_shares_read_sums_where_a_pass_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+
+    def noted(product: SampleProduct) -> Tensor:
+        seen.append(product.shape)
+        return batch_sum(product)
+
+    monkeypatch.setattr(shares, "batch_sum", noted)
+    read = shares.reading(SMALL, QUANTITIES["BatchGrad"], SMALL.batch)
+    read(lambda: 0.0)
+    assert seen == [torch.Size([3]), torch.Size([2])]  # weights have few positions

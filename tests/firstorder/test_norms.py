@@ -112,3 +112,47 @@ def test_scale_is_a_constant() -> None:
     out = torch.randn(1, 3, 4, 1, 5, requires_grad=True)
     inp = torch.randn(3, 4, 1, 6, requires_grad=True)
     assert torch.autograd.gradcheck(product_norm, (out, inp))
+
+
+def _single(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32)
+
+
+def test_groups_far_apart() -> None:
+    """A group whose factors lie at the ends of single precision, beside one whose do not."""
+    for positions in (1, 3):
+        out, inp = _single(2, 4, positions, 3, 5), _single(4, positions, 3, 6)
+        out[:, :, :, 0], inp[:, :, 0] = 1e20 * out[:, :, :, 0], 1e-23 * inp[:, :, 0]
+        out[:, :, :, 1:] *= 1e-5
+        exact = products(out.double(), inp.double()).flatten(2).norm(dim=2)
+        for some in (inp, Lazy(inp)):
+            assert_close(product_norm(out, some).double() / exact, torch.ones_like(exact), 1e-5)
+
+
+def test_positions_far_apart() -> None:
+    """Gram matrices lose the digits of the one position, and of the other."""
+    out, inp = _single(2, 4, 2, 2, 50), _single(4, 2, 2, 60)
+    out[:, :, 0], inp[:, 0] = 1e-24 * out[:, :, 0], 1e2 * inp[:, 0]
+    inp[:, 1] *= 1e-22
+    exact = products(out.double(), inp.double()).flatten(2).norm(dim=2)
+    for some in (inp, Lazy(inp)):
+        assert_close(product_norm(out, some).double() / exact, torch.ones_like(exact), 1e-5)
+
+
+def test_zeros_beside_tiny_inputs() -> None:
+    """What a position or a group of zeros is scaled by says nothing about the others."""
+    out, inp = _single(1, 3, 3, 2, 5), 1e-25 * _single(3, 3, 2, 6)
+    inp[:, 1], inp[1, :, 1] = 0, 0
+    out[0, 0, :, 1], out[:, 2] = 0, 1e-10 * out[:, 2]
+    exact = products(out.double(), inp.double()).flatten(2).norm(dim=2)
+    assert_close(product_norm(out, inp).double() / exact, torch.ones_like(exact), 1e-5)
+
+
+def test_derivative_beside_a_group_of_zeros() -> None:
+    out = torch.randn(1, 3, 1, 2, 5, dtype=torch.float64)
+    inp = torch.randn(3, 1, 2, 6, dtype=torch.float64)
+    out[:, :, :, 1] = 0
+    out.requires_grad_()
+    (found,) = torch.autograd.grad(product_norm(out, inp).sum(), out)
+    expected = products(out, inp).flatten(2).square().sum(2).sqrt().sum()
+    assert_close(found, torch.autograd.grad(expected, out)[0])

@@ -31,7 +31,15 @@ from backpack_core.contract.operations import (
 from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
-from backpack_firstorder.norms import are_in_range, in_single, is_seen, norm, scale_of
+from backpack_firstorder.norms import (
+    are_exact,
+    are_in_range,
+    in_single,
+    is_seen,
+    norm,
+    scale_of,
+)
+from backpack_firstorder.products import LEAST
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 
@@ -49,12 +57,15 @@ class Handle:
         squares: Their squared norms ``[N]``, where it is seen later whether they left the range.
         norms: Their norms ``[N]``, where nobody may look. If both are missing, few numbers were
             formed, which are read together with others.
+        least: The least squares that have all of their digits, ``[N]``, if they are made of
+            factors' squares, which may have lost some.
     """
 
     product: SampleProduct
     module: Module | None
     squares: Tensor | None = None
     norms: Tensor | None = None
+    least: Tensor | None = None
 
     @property
     def is_small(self) -> bool:
@@ -163,7 +174,10 @@ class ClippedSumGrad(FirstOrderExtension):
         if is_there and prod(product.shape) <= _SMALL:
             return Handle(kept, product.module)
         squares = kept.results[(squared_norm,)] = squared_norm(single)
-        return Handle(kept, product.module, squares.squeeze(0))
+        least = single.results.get(LEAST)
+        return Handle(
+            kept, product.module, squares.squeeze(0), least=None if least is None else least[0]
+        )
 
     def _form(self, product: SampleProduct) -> None:
         """Form individual gradients to be kept, where that costs less and there is room."""
@@ -213,8 +227,15 @@ class ClippedSumGrad(FirstOrderExtension):
         known += [] if table is None else [square_norm_of(table)]
         is_known = all(handle.norms is None for handle in handles) and known[0].numel()
         squares = _stacked(known) if is_known else None
-        if squares is not None and are_in_range(squares, len(squares)):
-            quotients = bound / squares.sum(0).sqrt()
+        total = None if squares is None else squares.sum(0)
+        least = [handle.least for handle in handles if handle.least is not None]
+        if (
+            squares is not None
+            and total is not None
+            and are_in_range(squares, len(squares))
+            and are_exact(total, _stacked(least).sum(0) if least else None)
+        ):
+            quotients = bound / total.sqrt()
         else:
             each = _stacked([handle.norm() for handle in handles])
             # Squares of large or tiny norms leave the range of single precision.

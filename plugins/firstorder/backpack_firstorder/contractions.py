@@ -55,28 +55,31 @@ def moments(
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
+    return weighed_norm(out, inp)[0]
+
+
+def weighed_norm(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor | None]:
+    """The same, and what squares of factors weigh in it, if it is made of any.
+
+    They may leave the range of numbers where the norm does not. What is lost of each of them counts
+    this many times, at most, in the norm. Shape ``[V, N]`` both.
+    """
     if is_empty(out, inp):
-        return out.new_zeros(out.shape[:2])
+        return out.new_zeros(out.shape[:2]), None
     if out.shape[2] == 1:
-        return by_group(*squares_of_factors(out, inp))
+        left = square_norm_of(out.squeeze(2))  # [V, N, G]
+        right = square_norm_of(inp[:].squeeze(1))  # [N, G]
+        squares, larger = left * right, torch.maximum(left.detach(), right.detach())
+        if squares.shape[2] == 1:
+            return squares.squeeze(2), larger.squeeze(2)
+        return squares.sum(2), larger.amax(2)
     if is_gram_cheaper(out, inp):
-        return inner(out, inp, out, inp).clamp(min=0)  # rounding, where positions cancel
+        return _norm_by_gram(out, inp)
     if torch.is_grad_enabled():  # whose graph has all pieces anyway
-        return products(out, inp).flatten(2).square().sum(2)
+        return products(out, inp).flatten(2).square().sum(2), None
     norms = moments(out, inp, sum_=False, square=False, norm=True).norms
     assert norms is not None
-    return norms
-
-
-def squares_of_factors(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
-    """``‖out[v, n, g]‖²``, ``[V, N, G]``, and ``‖inp[n, g]‖²``, ``[N, G]``, for one position."""
-    return square_norm_of(out.squeeze(2)), square_norm_of(inp[:].squeeze(1))
-
-
-def by_group(left: Tensor, right: Tensor) -> Tensor:
-    """``‖M[v, n]‖²`` from squares of factors. Shape ``[V, N]``."""
-    squares = left * right
-    return squares.squeeze(2) if squares.shape[2] == 1 else squares.sum(2)
+    return norms, None
 
 
 def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
@@ -111,6 +114,30 @@ def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
             norms.append(pairs.view(len(column), -1).sum(1))
         parts.append(torch.stack(norms))
     return torch.cat(parts, 1)
+
+
+def _norm_by_gram(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
+    """:func:`weighed_norm` from inner products of a product with itself."""
+    squares, weights = [], []
+    for rows in row_steps(inp, out.element_size()):
+        right = _by_group(inp[rows])
+        seen = torch.bmm(right, right.mT)  # [n·G, S, S]
+        most, found, heaviest = _largest(seen), [], []
+        for column in out[:, rows]:
+            left = _by_group(column)
+            pairs, count = torch.bmm(left, left.mT), len(column)
+            heaviest.append((_largest(pairs) + most).view(count, -1).amax(1))
+            pairs = pairs * seen if torch.is_grad_enabled() else pairs.mul_(seen)
+            found.append(pairs.view(count, -1).sum(1))
+        squares.append(torch.stack(found))
+        weights.append(torch.stack(heaviest))
+    # Rounding may leave a negative number, where positions cancel.
+    return torch.cat(squares, 1).clamp(min=0), torch.cat(weights, 1) * out.shape[2] ** 2
+
+
+def _largest(grams: Tensor) -> Tensor:
+    """The largest entry of positive semidefinite matrices, ``[K, S, S]``."""
+    return grams.detach().diagonal(dim1=1, dim2=2).amax(1)
 
 
 def _by_group(mat: Tensor) -> Tensor:

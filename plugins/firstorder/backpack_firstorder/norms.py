@@ -1,19 +1,21 @@
 """Norms that neither overflow nor underflow: open functions of a product, as the core's operations.
 
 ``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
-half precision beyond 256: norms are taken of numbers that were divided by the largest of them. On a
-CPU the usual contraction comes first, and the careful one where it is not good enough. On other
+half precision beyond 256; and so may squares of the factors of ``M``, which a norm in the middle of
+the range is made of. Norms are taken of numbers that were divided by the largest of them. On a CPU
+the usual contraction comes first, and the careful one where it is not good enough. On other
 devices, to look at values means to wait for them: there the careful one is the only one.
 """
 
 from __future__ import annotations
 
-from functools import cache, singledispatch
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct, for_weights
+from backpack_core.contract.contractions import row_steps
 from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import OpenFunction, Operation, squared_norm
 from backpack_core.contract.product import DenseProduct, PlacedProduct, SampleProduct, SumProduct
@@ -21,9 +23,7 @@ from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
 from backpack_firstorder import contractions, products
-
-# Numbers smaller than this times the smallest normal one have lost digits.
-_MARGIN = 1e7
+from backpack_firstorder.squares import bounds
 
 
 @Operation
@@ -45,18 +45,17 @@ def _is_doubtful(product: SampleProduct) -> bool:
     """Whether a square is not finite, or tiny where the product need not be zero."""
     if not is_seen(product.like):
         return not is_symbolic(product.like) and bool(product.columns * product.samples)
-    squares = squared_norm(product)
-    factors: tuple[Tensor, ...] = product.results.get(products.FACTORS, ())
-    least = _bounds(squares.dtype)[0]
-    if not squares.numel() or (
-        are_in_range(squares) and all(factor.min().item() >= least for factor in factors)
-    ):
+    squares, least = squared_norm(product).detach(), product.results.get(products.LEAST)
+    if not squares.numel() or (are_in_range(squares) and are_exact(squares, least)):
         return False
-    squares = squares.detach()
-    if any(any_of((factor > 0) & (factor < least)) for factor in factors):
-        return True  # a product with a large one is in range, and has no more digits
-    small = squares < least
+    lowest = bounds(squares.dtype)[0]
+    small = squares < (lowest if least is None else least.clamp(min=lowest))
     return any_of(~squares.isfinite() | (small & _may_differ_from_zero(product)))
+
+
+def are_exact(squares: Tensor, least: Tensor | None) -> bool:
+    """Whether squares on a CPU have all of their digits, if those do that are at least so large."""
+    return least is None or bool((squares >= least).all())
 
 
 def is_seen(like: Tensor) -> bool:
@@ -66,16 +65,9 @@ def is_seen(like: Tensor) -> bool:
 
 def are_in_range(squares: Tensor, count: int = 1) -> bool:
     """Whether no square on a CPU is tiny, and ``count`` of them add up to a finite number."""
-    least, most = _bounds(squares.dtype)
+    least, most = bounds(squares.dtype)
     low, high = torch.aminmax(squares)
     return low.item() >= least and high.item() * count <= most
-
-
-@cache
-def _bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest number that has all of its digits, and the largest one."""
-    numbers = torch.finfo(dtype)
-    return numbers.tiny * _MARGIN, numbers.max
 
 
 def _may_differ_from_zero(product: SampleProduct) -> Tensor:
@@ -189,9 +181,39 @@ def product_norm(out: Tensor, inp: Rows) -> Tensor:
     out = at_least_single(out)
     if not out.numel() or not inp.shape.numel():
         return out.new_zeros(out.shape[:2])
-    scale, rows = scale_of(out, 2), ScaledRows(inp, out)
-    squares = contractions.squared_norm(out / _spread(scale, out.dim()), rows)
-    return squares.sqrt() * (scale * rows.scale)
+    whole = isinstance(inp, Tensor) and out.shape[2] == 1
+    steps = [slice(0, out.shape[1])] if whole else row_steps(inp, out.element_size())
+    return torch.cat([_norm_of(out[:, rows], at_least_single(inp[rows])) for rows in steps], 1)
+
+
+def _norm_of(out: Tensor, inp: Tensor) -> Tensor:
+    """The same where inputs are there: each group by itself, and each position's inputs."""
+    samples, positions, groups = inp.shape[:3]
+    out = out.transpose(2, 3).flatten(1, 2).unsqueeze(3)  # [V, n·G, S, 1, O]
+    inp = inp.transpose(1, 2).flatten(0, 1).unsqueeze(2)  # [n·G, S, 1, I]
+    largest = _largest(inp, 2)
+    heights = _divisor(largest)
+    scale, left = _scaled(out)
+    if positions > 1:  # what a position weighs is then in its columns, of zeros nothing
+        heavy = heights * (largest != 0)
+        highest = _divisor(heavy.amax(1))
+        peaks, left = _scaled(left * _spread(heavy / highest.unsqueeze(1), 4))
+        # Neither product leaves the range where all three together do not.
+        scale = torch.maximum(scale, highest) * peaks * torch.minimum(scale, highest)
+    else:
+        scale = scale * heights.squeeze(1)
+    squares = contractions.squared_norm(left, inp / _spread(heights, 4))
+    scale = scale * (squares.detach() != 0)  # of a group of zeros it says nothing
+    squares, scale = (mat.unflatten(1, (samples, groups)) for mat in (squares, scale))
+    highest = _divisor(scale.amax(2))
+    sums: Tensor = (squares * (scale / highest.unsqueeze(2)).square()).sum(2)
+    return sums.sqrt() * highest
+
+
+def _scaled(mat: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale of each column of each sample, ``[V, N]``, and ``[V, N, *]`` divided by it."""
+    scale = scale_of(mat, 2)
+    return scale, mat / _spread(scale, mat.dim())
 
 
 def scale_of(mat: Tensor, lead: int) -> Tensor:
@@ -199,28 +221,16 @@ def scale_of(mat: Tensor, lead: int) -> Tensor:
 
     One where that is zero or not finite. It is a constant: the norm does not depend on it.
     """
+    return _divisor(_largest(mat, lead))
+
+
+def _largest(mat: Tensor, lead: int) -> Tensor:
     flat = mat.detach().flatten(lead).abs()
-    found = flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+    return flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+
+
+def _divisor(found: Tensor) -> Tensor:
     return torch.where(found.isfinite() & (found > 0), found, torch.ones_like(found))
-
-
-class ScaledRows:
-    """Inputs ``[N, S, G, I]``, each sample divided by its largest entry.
-
-    Attributes:
-        scale: What samples were divided by, ``[N]``, once they have been asked for.
-    """
-
-    def __init__(self, inp: Rows, out: Tensor) -> None:
-        """Store the inputs, for columns ``[V, N, *]`` of the same device."""
-        self._inp, self.shape = inp, inp.shape
-        self.scale = out.new_ones(out.shape[1])
-
-    def __getitem__(self, rows: slice, /) -> Tensor:
-        """The scaled inputs of some samples."""
-        part = at_least_single(self._inp[rows])
-        self.scale[rows] = scale = scale_of(part, 1)
-        return part / _spread(scale, part.dim())
 
 
 def _spread(scale: Tensor, dims: int) -> Tensor:

@@ -34,9 +34,10 @@ from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.tuning import SUMMED
 from backpack_firstorder import contractions
+from backpack_firstorder.squares import bounds
 
-# Under which squares of factors are kept, for who asks whether they have all of their digits.
-FACTORS = "squares of factors"
+# Under which the least square is kept, [V, N], that has all of its digits in spite of its factors'.
+LEAST = "least exact square"
 
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
@@ -87,12 +88,13 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
     """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
-    if product.positions == 1 and product.samples * product.columns and inp.shape[3]:
-        factors = contractions.squares_of_factors(*product.factors(inp))
-        product.results[FACTORS] = factors
-        return contractions.by_group(*factors)
-    norms = read_together(product).get(squared_norm)
-    return contractions.squared_norm(*product.factors(inp)) if norms is None else norms
+    along = read_together(product).get(squared_norm)
+    if along is not None:
+        return along
+    squares, weights = contractions.weighed_norm(*product.factors(inp))
+    if weights is not None:
+        product.results[LEAST] = weights * bounds(weights.dtype)[0]
+    return squares
 
 
 @squared_norm.register
@@ -110,6 +112,9 @@ def squared_norm_sum(product: SumProduct) -> Tensor:
     total = reduce(torch.add, map(squared_norm, product.parts))
     for first, second in combinations(product.parts, 2):
         total = total + 2 * inner(first, second)
+    known = [part.results[LEAST] for part in product.parts if LEAST in part.results]
+    if known:
+        product.results[LEAST] = len(product.parts) * reduce(torch.add, known)
     return total.clamp(min=0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,17 @@ from backpack_core.values import is_symbolic
 
 # Flags on their way from another device: the flag, what tells that it arrived, key and message.
 _pending: list[tuple[Tensor, torch.cuda.Event, object, str]] = []
+
+
+# Numbers smaller than this times the smallest normal one have lost digits.
+_MARGIN = 1e7
+
+
+@cache
+def bounds(dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest number that has all of its digits, and the largest one."""
+    numbers = torch.finfo(dtype)
+    return numbers.tiny * _MARGIN, numbers.max
 
 
 class SquaresExtension(FirstOrderExtension):
