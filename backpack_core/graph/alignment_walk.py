@@ -135,7 +135,7 @@ class Walk:
         if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
             found[child] = 0
         elif (is_picked and not self._origins.of_tables(child[0])) or is_loss:
-            found[child] = entries // self._size  # a loss says where samples are
+            found[child] = self._each(entries)  # a loss says where samples are
         elif self._is_picked(place, child, position):
             found[child] = 0
             self._picked.add(child)
@@ -149,7 +149,7 @@ class Walk:
         elif length == self._size and self._is_certain(place, child, position):
             found[child] = 1
         elif shape and not entries % self._size and self._keeps_rows(place, child, position):
-            found[child] = entries // self._size
+            found[child] = self._each(entries)
         else:
             found[child] = 0
             if is_before:
@@ -160,6 +160,10 @@ class Walk:
             is_guessed = place in self._guessed and not above.is_call
             if is_guessed or (is_before and above.operation in nodes.REDUCTIONS):
                 self._guessed.add(child)
+
+    def _each(self, entries: int) -> int:
+        """How many entries each sample has; of no samples, none of the entries are one's."""
+        return entries // self._size if self._survey.batch_size else int(not entries)
 
     def _is_owned(self, place: Place, child: Place, position: int) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
