@@ -116,18 +116,14 @@ def _of_nothing(
     node: Node, quantities: Mapping[int, Columns], there: Crossing, keeps_all: bool
 ) -> list[tuple[int, Columns]]:
     """Columns of no samples: nothing has to be pushed to know what arrives."""
+    started = [pair for columns in quantities.values() for pair in columns.blocks.items()]
     crossed: list[tuple[int, Columns]] = []
     for position, (child, number) in enumerate(node.next_functions):
         is_apart = position in there.apart
         if child is not None and (is_apart or keeps_all):
-            lead, kind = ((0,), ApartColumns) if is_apart else ((), Columns)
-            shape = (*lead, *nodes.shape_of(child, number))
-            blocks = {
-                root: columns.blocks[root].new_zeros(len(columns.blocks[root]), *shape)
-                for columns in quantities.values()
-                for root in columns.blocks
-            }
-            crossed.append((position, kind(blocks)))
+            shape = [0] * is_apart + [*nodes.shape_of(child, number)]
+            blocks = {root: mat.new_zeros(len(mat), *shape) for root, mat in started}
+            crossed.append((position, (ApartColumns if is_apart else Columns)(blocks)))
     return crossed
 
 
