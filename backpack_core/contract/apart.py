@@ -86,6 +86,8 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
+    if not there.batch_size:
+        return _of_nothing(node, quantities, there, keeps_all)
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
     factored = _factored(node, quantities, there)
     crossed: list[tuple[int, Columns]] = [*factored.items()]
@@ -107,6 +109,21 @@ def cross_apart(
                     found.setdefault(position, {})[root] = together
     for position, blocks in found.items():
         crossed.append((position, (ApartColumns if position in there.apart else Columns)(blocks)))
+    return crossed
+
+
+def _of_nothing(
+    node: Node, quantities: Mapping[int, Columns], there: Crossing, keeps_all: bool
+) -> list[tuple[int, Columns]]:
+    """Columns of no samples: nothing has to be pushed to know what arrives."""
+    started = [pair for columns in quantities.values() for pair in columns.blocks.items()]
+    crossed: list[tuple[int, Columns]] = []
+    for position, (child, number) in enumerate(node.next_functions):
+        is_apart = position in there.apart
+        if child is not None and (is_apart or keeps_all):
+            shape = [0] * is_apart + [*nodes.shape_of(child, number)]
+            blocks = {root: mat.new_zeros(len(mat), *shape) for root, mat in started}
+            crossed.append((position, (ApartColumns if is_apart else Columns)(blocks)))
     return crossed
 
 

@@ -74,10 +74,11 @@ def _positions(
 ) -> tuple[Tensor, Tensor | None]:
     """``[V, N, positions, *]`` and ``[N, positions, *]``, from what a rule took for samples."""
     is_apart = out.shape[0] != columns
-    out = out.reshape(columns, samples, -1, *out.shape[3:])
+    count = out.shape[2] * (out.shape[1] if is_apart else out.shape[1] // max(1, samples))
+    out = out.reshape(columns, samples, count, *out.shape[3:])
     whole = None if rows is None else rows[slice(0, rows.shape[0])].flatten(0, 1)
     if not is_apart:
-        return out, None if whole is None else whole.unflatten(0, (samples, -1))
+        return out, None if whole is None else whole.unflatten(0, (samples, count))
     layout = _layout(_reached(out, kept))
     if layout is None:
         return out, None if whole is None else whole.expand(samples, *whole.shape)
@@ -105,7 +106,7 @@ def _layout(reached: Tensor) -> tuple[int, int] | None:
     """
     samples, rows = reached.shape
     used = reached.any(0).nonzero().flatten()
-    if rows % samples or not len(used) or reached.sum(0).max() > 1:
+    if not len(used) or rows % samples or reached.sum(0).max() > 1:
         return None
     share, owner = rows // samples, reached.int().argmax(0)[used]
     for after in range(share, 0, -1):

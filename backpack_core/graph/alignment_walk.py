@@ -49,7 +49,7 @@ class Walk:
         found.beside.clear()
         starts = [self._tensors[edge.node, edge.output_nr] for edge in roots]
         for root in starts:
-            root.positions = int(root.length == self._size)
+            root.positions = int(root.length == self._survey.batch_size)
             root.is_before |= not root.positions
         tensors = consumers_first(starts, self._tensors.further)
         for tensor in tensors:
@@ -75,6 +75,9 @@ class Walk:
         """How many entries of axis 0 each sample has at an operand, as this way tells."""
         above, below, _ = way
         if below.is_settled():
+            return
+        if not self._survey.batch_size:  # of no sample, every entry is
+            below.positions = int(below.length == 0)
             return
         is_before, is_loss, is_owned = above.is_before, above.is_loss, above.owned is not None
         entries = 1 if below.length is None else below.length

@@ -43,6 +43,8 @@ def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
     if not candidates or ({*sizes} == {sizes[0]} and sizes[0] in candidates):
         return sizes[0]
     losses = {size for (call, _), size in received.items() if call.rule.is_loss}
-    possible = [n for n in candidates if losses == {n}] if losses else []
-    possible = possible or [n for n in candidates if not any(rows % n for rows in losses)]
+    fitting = [n for n in candidates if not any(rows % n for rows in losses)]
+    if next(iter(candidates)) not in fitting:  # the first has many for one sample, as graphs have
+        fitting = [n for n in fitting if n in sizes]  # nodes, and edges on axis 0 come in pairs
+    possible = [n for n in fitting if losses == {n}] or fitting
     return max(possible or candidates, key=sizes.count)  # the first of several

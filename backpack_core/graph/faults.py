@@ -98,21 +98,19 @@ def uncovered(call: Call) -> BackpackError | None:
 
 def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     """A call received something else than the samples on axis 0."""
-    if call.rule.is_loss and size % batch_size:
-        return ShapeError(
-            f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
-            "samples. Of entries that one index or mask has picked, logits[mask], it is known "
-            "whose they are, if samples are on axis 0 of the logits; where that is not enough "
-            "(subsampling, DiagHessian, KFRA), select the losses instead: reduction='none', then "
-            "[mask]. Keep positions as an extra dimension: CrossEntropyLoss takes [N, C, T]. A "
-            "single sample needs an axis, too: [1, D]. If the model turns many entries into one "
-            "sample (nodes of graphs), give it one tensor with an entry for each."
-        )
+    found = (
+        "Of entries that one index or mask has picked, logits[mask], it is known whose they are, "
+        "if samples are on axis 0 of the logits; where that is not enough (subsampling, KFRA), "
+        "select the losses instead: reduction='none', then [mask]."
+        if call.rule.is_loss and size % batch_size
+        else "They are something else, or positions were merged (as in logits.flatten(0, 1))."
+    )
     return ShapeError(
-        f"{call.path} received {size} entries on axis 0, where the model received "
-        f"{batch_size} samples: they are something else, or positions were merged into the "
-        "batch (as in logits.flatten(0, 1)). Keep those as extra dimensions: Linear takes "
-        "[N, T, D], CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]."
+        f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
+        f"samples. {found} Keep positions as an extra dimension: Linear takes [N, T, D], "
+        "CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]. If the model "
+        "turns many entries into one sample (nodes of graphs), give it one tensor with an entry "
+        "for each."
     )
 
 

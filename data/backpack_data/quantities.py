@@ -29,7 +29,7 @@ class Quantities(Mapping[Place, Any]):
     one by one, as they define it: Kronecker factors say themselves what their sum is.
 
     Attributes:
-        samples: How many samples there were, where that is one number.
+        batches: How many batches there were.
         normaliser: What the loss of all samples divides by; ``None`` for a sum.
     """
 

@@ -16,6 +16,7 @@ from backpack_core.errors import SampleMixingError, ShapeError, UnsupportedError
 from backpack_core.extensions import (
     HMP,
     KFAC,
+    KFRA,
     BatchDiagGGNExact,
     BatchGrad,
     BatchL2Grad,
@@ -214,7 +215,7 @@ def test_samples_that_mix_where_they_are_kept_apart(extension: Any) -> None:
 
 def test_a_quantity_that_cannot_be_kept_apart() -> None:
     with pytest.raises(ShapeError, match=r"Embedding 'positions' received 1 .* 3 samples"):
-        Run(("looked_up", "module"), 3, by_position).backward(DiagHessian())
+        Run(("looked_up", "module"), 3, by_position).backward(KFRA())
 
 
 def test_merged_samples_cannot_be_chosen() -> None:

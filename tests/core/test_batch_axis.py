@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UsageError
-from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagHessian
+from backpack_core.extensions import KFRA, BatchDiagGGNExact, BatchGrad
 from tests import oracle
 
 D, C = 3, 2
@@ -125,7 +125,7 @@ def test_a_part_that_has_samples_in_front() -> None:
     for i, parameter in enumerate(model.parameters()):
         oracle.assert_close(parameter.grad_batch, torch.stack([g[i] for g in expected]))
     with pytest.raises(ShapeError, match="has its samples on axis 1"):
-        run(model, x, y, DiagHessian())
+        run(model, x, y, KFRA())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from backpack_core.errors import (
     NotExtendedError,
     UnsupportedError,
 )
-from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Problem
 
@@ -81,7 +81,7 @@ def test_what_is_no_column_needs_a_model_that_is_extended(change: Any) -> None:
     change(model)
     problem = Problem(model, (torch.randn(4, 3),), nn.MSELoss(), torch.randn(4, 3))
     with pytest.raises(UnsupportedError, match="is no extended part"):
-        run_as_it_is(problem, DiagHessian())
+        run_as_it_is(problem, KFRA())
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])

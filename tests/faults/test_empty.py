@@ -62,7 +62,7 @@ PRODUCTS = [GGNMP, HMP, PCHMP]
 FACTORS: list[Any] = [KFAC, KFLR, KFRA, lambda: KFLR(weight_sharing="expand"),
                       lambda: KFLR(weight_sharing="reduce")]  # fmt: skip
 # What a Hessian, or a chain of averages, is not known for.
-NO_HESSIAN = {"recurrent", "attention", "no_rule", "embedding_bag", "tied"}
+NO_HESSIAN = {"recurrent", "attention", "no_rule", "embedding_bag", "tied", "table"}
 
 
 class Shift(nn.Module):
@@ -89,6 +89,12 @@ def _attention(net: Net, x: Tensor) -> Tensor:
 def _bridged(net: Net, x: Tensor) -> Tensor:
     hidden = F.relu(net.first(x)).transpose(1, 2)
     return net.last((hidden * 2 + hidden[:, :1]).sum(2) - 1)
+
+
+def _table(net: Net, x: Tensor) -> Tensor:
+    """A table that has no samples, and a layer that has them on axis 1."""
+    hidden = net.first(x) + net.table(torch.arange(5))
+    return net.last(torch.tanh(net.second(hidden.transpose(0, 1))).transpose(0, 1).sum(1))
 
 
 Made = tuple[Callable[[], nn.Module], tuple[int, ...]]
@@ -142,6 +148,13 @@ MODELS: dict[str, Made] = {
         (3, 4),
     ),
     "bridged": (lambda: Net(_bridged, first=nn.Linear(3, 4), last=nn.Linear(4, 3)), (5, 3)),
+    "table": (
+        lambda: Net(
+            _table, first=nn.Linear(3, 4), table=nn.Embedding(5, 4), second=nn.Linear(4, 4),
+            last=nn.Linear(4, 3),
+        ),
+        (5, 3),
+    ),
     "no_rule": (lambda: nn.Sequential(nn.Linear(3, 4), Shift(), nn.Linear(4, 3)), (3,)),
     "tied": (_tied, (4,)),
 }  # fmt: skip

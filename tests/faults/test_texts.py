@@ -18,7 +18,7 @@ from backpack_core.errors import (
     UncoveredParameterWarning,
     UnsupportedError,
 )
-from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian, SumGradSquared
+from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
 from tests.cases import Net, classification
 
@@ -70,7 +70,7 @@ def _hidden() -> nn.Module:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], type[Warning]]] = {
     "no_rule": (_hidden, BatchGrad, AutodiffFallbackWarning),
     "left_out": (_hidden, lambda: BatchGrad(fail_mode="warning"), BackpackWarning),
-    "uncovered": (Bare, lambda: DiagHessian(fail_mode="warning"), UncoveredParameterWarning),
+    "uncovered": (Bare, lambda: KFRA(fail_mode="warning"), UncoveredParameterWarning),
     "second_order": (_hidden, DiagGGNExact, AutodiffFallbackWarning),
 }
 
@@ -107,7 +107,7 @@ def test_an_uncovered_parameter_is_named_by_its_path() -> None:
 
     deep = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(2, 3)))
     with pytest.raises(UnsupportedError, match=r"The parameter deep\.1\.0\.bias"):
-        _caught(Net(forward, deep=deep), DiagHessian())
+        _caught(Net(forward, deep=deep), KFRA())
 
 
 def test_a_parameter_that_is_used_twice_is_named_by_its_path() -> None:
@@ -116,7 +116,7 @@ def test_a_parameter_that_is_used_twice_is_named_by_its_path() -> None:
 
     model = Net(forward, block=nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(UnsupportedError, match=r"block\.0\.weight"):
-        _caught(model, DiagHessian())
+        _caught(model, KFRA())
 
 
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")

@@ -82,3 +82,13 @@ def test_what_is_refused(blocks: BlockDiagonal) -> None:
         blocks + 1.0  # type: ignore[operator]
     with pytest.raises(ShapeError):
         blocks.solve(torch.ones(3))
+
+
+def test_a_damping_for_each_parameter(blocks: BlockDiagonal) -> None:
+    with pytest.raises(UsageError, match="go by blocks"):
+        blocks.logdet(dict.fromkeys(blocks, 1.0))  # type: ignore[arg-type]
+
+
+def test_of_what_is_no_model(blocks: BlockDiagonal) -> None:
+    with pytest.raises(UsageError, match=r"found\.field\('kflr'\)"):
+        BlockDiagonal.of(dict(blocks), "kflr")  # type: ignore[arg-type]

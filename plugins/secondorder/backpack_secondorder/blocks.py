@@ -48,8 +48,14 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             field: The extension's ``savefield``: ``"kfac"``, ``"ekfac"``, ``"diag_ggn_exact"``.
 
         Raises:
-            UsageError: A trained parameter has no such attribute.
+            UsageError: A trained parameter has no such attribute, or there is no model.
         """
+        if not isinstance(model, Module):
+            raise UsageError(
+                f"BlockDiagonal.of takes what a backward pass left on a model. Got "
+                f"{type(model).__name__}; of what accumulate found, or any mapping, take "
+                f"BlockDiagonal(found.field({field!r}))."
+            )
         blocks = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

@@ -47,9 +47,9 @@ class DiagHessian(HessianExtension):
     nonlinear operation between modules up to twice as many; they go through the rest of the net in
     chunks. Nonlinear modules need a rule with second derivatives, operations need what autograd
     needs to differentiate twice (fused attention has none), and parameters must enter linearly (as
-    they do in affine and normalisation layers): one that is used several times on one path does
-    not. A term in ``backpack(..., beside=[...])``, whose curvature would belong to it, raises.
-    Dangel et al. (2020), BackPACK, appendix A.3.
+    they do in affine and normalisation layers, or in a product that a function computes): one that
+    is used several times on one path does not. A term in ``backpack(..., beside=[...])``, whose
+    curvature would belong to it, raises. Dangel et al. (2020), BackPACK, appendix A.3.
     """
 
     savefield = "diag_h"

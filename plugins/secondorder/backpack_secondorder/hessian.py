@@ -11,8 +11,9 @@ from einops import rearrange
 from torch import Tensor
 
 from backpack_core import Columns
-from backpack_core.contract.columns import Root
+from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.contractions import slices
+from backpack_core.contract.operands import FactoredColumns
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 
@@ -72,6 +73,11 @@ class Hessian:
     branched: frozenset[Root] = frozenset()
 
     @property
+    def is_apart(self) -> bool:
+        """Whether it is that of every sample apart, at a tensor that has no samples."""
+        return isinstance(self.columns, ApartColumns)
+
+    @property
     def formed(self) -> int:
         """How many columns there are."""
         return 0 if self.columns is None else sum(self.columns.sizes.values())
@@ -88,6 +94,15 @@ class Hessian:
         """``S`` of every root, ``[V, N, *]``; the root has the signs."""
         yield from () if self.columns is None else self.columns.blocks.items()
 
+    def by_root(self) -> Iterator[tuple[Root, Columns]]:
+        """The columns of every root, in their form."""
+        columns = self.columns
+        if isinstance(columns, FactoredColumns):
+            for root, products in columns.products.items():
+                yield root, FactoredColumns({root: products})
+        elif columns is not None:
+            yield from ((root, columns.like({root: mat})) for root, mat in columns.blocks.items())
+
     def to(self, dtype: torch.dtype) -> Hessian:
         """The same in another precision: under autocast, neighbouring layers differ in theirs."""
         columns = None if self.columns is None else self.columns.to(dtype)
@@ -100,7 +115,7 @@ class Hessian:
         if self.columns is None:
             return self
         blocks = {root: function(mat) for root, mat in self.columns.blocks.items()}
-        return replace(self, columns=Columns(blocks))
+        return replace(self, columns=self.columns.like(blocks))
 
     def scaled(self, scale: Tensor) -> Hessian:
         """``diag(a) · diag(a)`` around all of it, for ``a`` of shape ``[N, *]``."""

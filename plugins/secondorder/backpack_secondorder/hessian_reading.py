@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from backpack_core import AffineRule, ParametricRule, View
+from backpack_core import AffineRule, Columns, ParametricRule, View
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.columns import Root
+from backpack_core.contract.bare import BareRule
+from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.product import Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.order import behind
@@ -29,9 +31,11 @@ class Use(NamedTuple):
     name: str
     hessian: Hessian
 
-    def product(self, mat: Tensor) -> SampleProduct:
-        """``J_θᵀ mat``."""
-        return self.rule.param_product(self.view, self.name, mat)
+    def product(self, columns: Columns) -> SampleProduct:
+        """``J_θᵀ mat`` for the columns of one root."""
+        if isinstance(columns, ApartColumns):
+            return self.rule.apart_product(self.view, self.name, columns)
+        return self.rule.param_product(self.view, self.name, columns.mat)
 
 
 class HessianReading(Reading):
@@ -57,9 +61,8 @@ class HessianReading(Reading):
                 parameter although each layer is.
         """
         uses = [use for reading in (self, *others) for use in reading._uses]
-        nodes = {use.view.node for use in uses}
         for use in uses:
-            if not nodes.isdisjoint(behind([use.view.node])):
+            if _leads_to_another(use, uses):
                 raise UnsupportedError(
                     f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
                     "its own use there, so the loss has second derivatives in both together, which "
@@ -83,7 +86,8 @@ class HessianReading(Reading):
                 total = add(total, _squares(root, products, per_sample))
             for use in uses:
                 if use.hessian.diagonal is not None:
-                    product = use.product(use.hessian.diagonal.unsqueeze(0))
+                    column = Columns.start("diagonal", use.hessian.diagonal.unsqueeze(0))
+                    product = use.product(column)
                     assert isinstance(product, AffineProduct)
                     total = add(total, diagonal_square_sum(product, per_sample))
         if total is None:
@@ -93,11 +97,26 @@ class HessianReading(Reading):
         return total
 
 
+def _leads_to_another(use: Use, uses: Sequence[Use]) -> bool:
+    """Whether what a layer works on depends on the parameter already.
+
+    At a function that uses it, that is seen where the function is crossed.
+    """
+    if isinstance(use.rule, BareRule):
+        return False
+    own: set[Node | None] = {u.view.node for u in uses if not isinstance(u.rule, BareRule)}
+    bare = {u.view.node for u in uses if isinstance(u.rule, BareRule)}
+    before: list[Node] = [edge.node for edge in use.view.call.edges if edge is not None]
+    return not (
+        own.isdisjoint(behind([use.view.node])) and bare.isdisjoint({*before} | behind(before))
+    )
+
+
 def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:
     found: dict[Root, list[SampleProduct]] = {}
     for use in uses:
-        for root, mat in use.hessian.signed_columns():
-            found.setdefault(root, []).append(use.product(mat))
+        for root, columns in use.hessian.by_root():
+            found.setdefault(root, []).append(use.product(columns))
     return found
 
 
@@ -143,6 +162,8 @@ def require_linear(rule: object, view: View, name: str) -> None:
     Raises:
         UnsupportedError: ``∂²f/∂θ²`` is not known to vanish.
     """
+    if isinstance(rule, BareRule):
+        return  # the operations on the way have been looked at
     if not (isinstance(rule, ParametricRule) and name in rule.linear_in_params):
         raise UnsupportedError(
             f"The Hessian in {name!r} of {view.path} needs the layer's second derivative in that "

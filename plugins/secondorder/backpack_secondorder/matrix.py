@@ -337,12 +337,14 @@ def check_scalar(scalar: Any) -> Number:
     return number
 
 
-def check_damping(damping: Number) -> Number:
+def check_damping(damping: Any) -> Number:
     """The damping, if it is not negative.
 
     Raises:
-        UsageError: It is negative.
+        UsageError: It is negative, or no number.
     """
+    if isinstance(damping, Mapping):
+        raise UsageError(f"The damping is one number; of several, go by blocks. Got {damping!r}.")
     if not isinstance(damping, Tensor) and not damping >= 0:
         raise UsageError(f"The damping must not be negative. Got {damping}.")
-    return damping
+    return damping  # type: ignore[no-any-return]

@@ -26,8 +26,8 @@ from backpack_core import (
     Propagator,
     View,
 )
-from backpack_core.contract.apart import cross_columns
-from backpack_core.contract.columns import Root
+from backpack_core._torch import metadata_of
+from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.alignment import Crossing
@@ -35,6 +35,7 @@ from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.node_residual import add_residual
+from backpack_secondorder.propagators import LossSqrt
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -43,6 +44,7 @@ from backpack_secondorder.residual import (
     require_one_input,
     unit_vectors,
 )
+from backpack_secondorder.without_samples import couples_nothing, require_one_entry
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,13 @@ class SignedSqrt(Propagator):
         subsampling: The samples that take part; ``None`` for all.
     """
 
+    keeps_apart = True
     subsampling: tuple[int, ...] | None = None
+
+    @property
+    def _of_columns(self) -> LossSqrt:
+        """What does with columns what is done with columns of any kind."""
+        return LossSqrt(subsampling=self.subsampling)
 
     def start(self, rule: LossRule, view: View) -> Hessian:
         """A square root of the loss Hessian, or an eigendecomposition where there is none."""
@@ -70,20 +78,26 @@ class SignedSqrt(Propagator):
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """In the dtype of the gradient: under autocast, neighbours differ in precision."""
         found: Hessian | None = super().arrive(rule, view, waiting)
+        if found is not None and not rule.is_loss and view.positions > 1:
+            require_one_entry(view, found, "it has several")
         return None if found is None else found.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
         """``J_xᵀ H J_x``; what goes to several inputs has to be columns."""
-        if isinstance(rule, ElementwiseRule):
+        is_apart = quantity.is_apart
+        if is_apart and view.positions:
+            require_one_entry(view, quantity, "an input of it has none")
+        if isinstance(rule, ElementwiseRule) and not is_apart:
             return {0: quantity.scaled(rule.derivative(view))}
         live = live_inputs(view)
-        if len(live) == 1:
+        if len(live) == 1 and view.positions == 1:
             return {live[0]: self._pull_back(rule, view, quantity, live[0])}
-        require_one_input(rule, view)
+        if len(live) > 1:
+            require_one_input(rule, view)
         quantity = self.rooted(quantity)
         if quantity.columns is None:
             return {}
-        products = rule.jac_t_mat_prod(view, quantity.columns.mat)
+        products = rule.jac_t_mat_prod(view, quantity.columns.flat)
         return {
             i: Hessian(quantity.columns.split(p), branched=quantity.branched)
             for i, p in enumerate(products)
@@ -95,6 +109,7 @@ class SignedSqrt(Propagator):
         live = live_inputs(view)
         if rule.hessian_is_zero or not live:
             return {}
+        require_one_entry(view, Hessian(), "it is nonlinear")
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
             return {live[0]: Hessian(diagonal=diagonal)}
@@ -164,13 +179,48 @@ class SignedSqrt(Propagator):
         arrived = {number: quantity.as_columns() for number, quantity in quantities.items()}
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}
         branched = frozenset[Root]().union(*(q.branched for q in arrived.values()))
-        crossed = cross_columns(node, columns)
+        is_apart = any(quantity.is_apart for quantity in arrived.values())
+        if there.batch_size and couples_nothing(node, there, is_apart):
+            there = there._replace(grads=())
+        crossed = self._of_columns.cross(node, columns, there) if columns else []
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
         sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
         if not columns:  # all went through at once; something has to arrive at calls
-            sent = [(i, Hessian()) for i, (child, _) in enumerate(node.next_functions) if child]
+            sent = [
+                (i, _nothing(node, i, there))
+                for i, (child, _) in enumerate(node.next_functions)
+                if child
+            ]
         return add_residual(node, sent, there, self.subsampling) if there.grads else sent
+
+    def take_apart(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
+        """As columns."""
+        formed = quantity.as_columns()
+        if formed.columns is None:
+            return formed
+        return replace(formed, columns=self._of_columns.take_apart(formed.columns, positions))
+
+    def put_together(self, quantity: Hessian, positions: int) -> Hessian:
+        """The sum, where no sample reaches another one."""
+        if quantity.columns is None:
+            return quantity
+        return replace(quantity, columns=self._of_columns.put_together(quantity.columns, positions))
+
+    def split_positions(self, quantity: Hessian, turns: Tensor) -> Hessian:
+        """Each position of a sample in turn, zeros at the others.
+
+        Raises:
+            UnsupportedError: Columns have signs, which are those of positions.
+        """
+        assert quantity.columns is not None
+        if quantity.columns.signs is not None:
+            raise UnsupportedError(
+                "The Hessian of the loss is not known to be positive semi-definite, and the loss "
+                "received several entries of each sample on axis 0: keep positions as an extra "
+                "dimension, CrossEntropyLoss takes [N, C, T]."
+            )
+        return Hessian(self._of_columns.split_positions(quantity.columns, turns))
 
     def widen(self, quantity: Hessian, batch_size: int) -> Hessian:
         """Zeros for the samples that were left out."""
@@ -210,6 +260,18 @@ class SignedSqrt(Propagator):
             factored = _factored(rule, view, quantity.diagonal, position)
             quantity = replace(quantity, diagonal=None)
         return replace(quantity.as_columns().map_columns(push), factored=factored)
+
+
+def _nothing(node: Node, position: int, there: Crossing) -> Hessian:
+    """Zero, at an operand of an operation."""
+    if position not in there.apart:
+        return Hessian()
+    child, number = node.next_functions[position]
+    assert child is not None
+    metadata = metadata_of(child, number)
+    shape = (0, there.batch_size, *metadata.shape)
+    zeros = torch.zeros(shape, dtype=metadata.dtype, device=metadata.device)
+    return Hessian(ApartColumns({Root("nothing"): zeros}))
 
 
 def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
