@@ -16,6 +16,7 @@ from backpack_core.contract.columns import ApartColumns
 from backpack_core.contract.operands import FactoredColumns
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import DenseProduct, SampleProduct
+from backpack_core.contract.rules import LayerRule
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.state import settings_of
 from backpack_core.record.view import View
@@ -39,6 +40,15 @@ class BareRule(ParametricRule):
 
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         raise AssertionError("a parameter has no samples")
+
+
+class NoRule(LayerRule):
+    """Stands where no rule is installed: what arrives goes through the operations inside."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
 
 
 _RULE = BareRule()

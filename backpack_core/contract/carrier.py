@@ -30,14 +30,12 @@ class Found:
         name: What the module calls it.
         parameter: The parameter.
         value: What an extension reads, or what is stored.
-        is_covered: Whether a rule covers it.
         view: Where that was; of a value that is stored as it is, nobody asks.
     """
 
     name: str
     parameter: Tensor
     value: Any
-    is_covered: bool = True
     view: Any = None
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine import refusals
 from backpack_core.engine.active import Context, log_visit
+from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.dyed import Question
 from backpack_core.engine.fields import add_leaves, clear, hand_over
 from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
@@ -122,6 +123,7 @@ class BackwardPass:
             place_between(error, survey, None)
             raise
         refusals.refuse_beside(survey, self.context.extensions)
+        ask_without_rule(survey, self.context)
         fault = fault_in(survey) if self._question.is_per_sample else None
         if fault is not None:
             raise fault

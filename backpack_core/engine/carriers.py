@@ -1,4 +1,4 @@
-"""A layer rule as the carrier of a call, and what there is where no rule covers a parameter."""
+"""A layer rule as the carrier of a call, and what is done where there is none."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
+from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import blocked, missing
+from backpack_core.plugins.registry import registry
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-
-_AUTODIFF = AutodiffRule()
 
 
 class RuleCarrier(Carrier):
@@ -44,14 +42,14 @@ class RuleCarrier(Carrier):
         return self._propagator.arrive(view.call.rule, view, waiting)
 
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
-        """By the propagator; of parameters that no rule covers, by automatic differentiation."""
+        """By the propagator."""
         found: list[Found] = []
+        rule = view.call.rule
         used: dict[str, Reading] = {}
         beside: dict[Any, Any] = {}
-        for name, parameter, tensor, is_covered in trained:
+        for name, parameter, tensor in trained:
             reading = used.get(name)
             if reading is None:
-                rule: ParametricRule = view.call.rule if is_covered else _AUTODIFF
                 reading = self._product(rule, view, name, quantity)
                 if view.positions > 1 and isinstance(reading, SampleProduct):
                     roots, samples = reading.roots, self._survey.batch_size
@@ -59,11 +57,11 @@ class RuleCarrier(Carrier):
                     reading.roots = roots
                 used[name] = reading
                 reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
-                reading.is_linear = is_covered and name in rule.linear_in_params
+                reading.is_linear = name in rule.linear_in_params
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
-            found.append(Found(name, parameter, reading, is_covered, view))
+            found.append(Found(name, parameter, reading, view))
         return found
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
@@ -83,8 +81,33 @@ def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 
 
-def allows_fallback(extension: Extension, view: View) -> bool:
-    """Whether an extension takes a parameter that no rule covers, as its ``fail_mode`` says.
+def ask_without_rule(survey: Survey, context: Context) -> None:
+    """Leave out parameters of modules without a rule that no extension wants.
+
+    Raises:
+        MissingPluginError: An extension does not take them, and says so.
+    """
+    for call, uncovered in survey.uncovered.items():
+        if survey.unruled.keys().isdisjoint(id(own.parameter) for own in uncovered):
+            continue
+        module = call.module
+        wanted = [
+            _takes(extension, View(call))
+            for group in context.groups
+            for extension in group.extensions
+            if not (group.has_overrides and registry.override(extension, module))
+        ]
+        if not (any(wanted) or context.graph_extensions):
+            survey.leave_out(call)
+
+
+def wants_unruled(extension: Extension) -> bool:
+    """Whether an extension has a value for parameters of modules without a rule."""
+    return extension.fail_mode not in ("warning", "silent")
+
+
+def _takes(extension: Extension, view: View) -> bool:
+    """Whether an extension takes the parameters of a module, as its ``fail_mode`` says.
 
     Raises:
         MissingPluginError: It does not, and says so.
@@ -109,8 +132,8 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         return False
     errors.warn_once(
         (kind,),
-        f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
-        "automatically, which is exact but slower. Install a plugin that knows "
+        f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
+        "operations use them, which is exact but may be slower. Install a plugin that knows "
         f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
         errors.AutodiffFallbackWarning,
     )

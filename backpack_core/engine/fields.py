@@ -21,10 +21,10 @@ def add_leaves(survey: Survey) -> None:
     """Have the survey know the parameters at which samples are kept apart."""
     leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
     known = owned_by_models() if leaves else {}
-    for node, parameter in leaves:
+    for place, parameter in leaves:
         module, name = survey.freed.get(id(parameter)) or known[id(parameter)]
         call = bare_call(module, name, parameter, FALLBACK.provenance)
-        survey.add_leaf(Site(call, 0, Edge(node, 0)))
+        survey.add_leaf(Site(call, 0, Edge(*place)))
 
 
 def clear(survey: Survey, extensions: Iterable[Extension]) -> None:

@@ -211,16 +211,17 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
     sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
         dtype = call.stored.outputs[index].dtype
-        for name, parameter, used, is_covered in survey.trained[call]:
+        for name, parameter, used in survey.trained[call]:
             is_plain = parameter is used and parameter.is_leaf
-            if is_covered and is_plain and parameter.dtype is dtype and dtype in _PRECISE:
+            if is_plain and parameter.dtype is dtype and dtype in _PRECISE:
                 key = id(parameter)
                 keys = found[key][1] if key in found else ()
                 found[key] = parameter, (*keys, (number, name))
     return {
         key: (parameter, keys)
         for key, (parameter, keys) in found.items()
-        if len(keys) == survey.uses[key].count and not (key in survey.bare or key in sharded)
+        if len(keys) == survey.uses[key].count
+        and not (key in survey.bare or key in survey.unruled or key in sharded)
     }
 
 

@@ -120,11 +120,14 @@ class Schedule(ABC):
     def _leads_to_readers(self, start: Node) -> bool:
         """Whether a call, or a parameter that is looked at by itself, lies at a node or behind."""
         known, todo = self._is_read, [start]
+        if start in known:
+            return known[start]
+        leaves = {leaf for leaf, _ in self.survey.alignment.leaves}
         while todo:
             node = todo[-1]
             if node not in known:
                 children = children_of(node)
-                is_reader = is_noted(node) or node in self.survey.alignment.leaves
+                is_reader = is_noted(node) or node in leaves
                 if is_reader or any(known.get(child) for child in children):
                     known[node] = True
                 elif new := [child for child in children if child not in known]:
@@ -185,12 +188,12 @@ class Schedule(ABC):
 
     def _send(self, lane: int, edge: Edge, quantity: Any) -> None:
         """Leave what has crossed a node at an edge behind it."""
-        if not nodes.is_leaf(edge.node):
-            self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
+        leaf = self.survey.alignment.leaves.get((edge.node, edge.output_nr))
+        if leaf is None:
+            if not nodes.is_leaf(edge.node):  # of other parameters, calls are read off
+                self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
         elif self.groups[lane].propagator.keeps_apart:
-            leaf = self.survey.alignment.leaves.get(edge.node)
-            # Of other parameters, calls are read off.
-            if leaf is not None and _torch.will_get_gradient(leaf):
+            if _torch.will_get_gradient(leaf):
                 self.leave(lane, edge, wide=quantity)
 
 

@@ -13,7 +13,7 @@ from backpack_core import _torch
 from backpack_core.contract.carrier import Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
-from backpack_core.engine.carriers import allows_fallback, tolerates
+from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.gradient import PlainGradient
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
@@ -63,7 +63,7 @@ class Sink(ABC):
         # The sum over uses comes before anything that is not linear in them.
         _, found = self._pending.pop((lane, number), (group, []))
         for use in found:  # only the last is where it is read
-            new.is_covered, use.view = new.is_covered and use.is_covered, None
+            use.view = None
         found.append(new)
         if self.is_last(new.parameter, len(found), uses):
             self._complete(group, found)
@@ -87,10 +87,12 @@ class Sink(ABC):
             for use in found:
                 use.value.needs = needs
         whole = last.value if len(found) == 1 else None
-        way = "rule" if last.is_covered else "autodiff"
+        is_ruled = id(parameter) not in self.survey.unruled
+        is_left_out = id(parameter) in self.survey.left_out
+        way = "rule" if is_ruled else "autodiff"
         for extension in group.extensions:
             try:
-                if not last.is_covered and not allows_fallback(extension, view):
+                if is_left_out or not (is_ruled or wants_unruled(extension)):
                     continue
                 try:
                     whole = join(found) if whole is None else whole

@@ -299,7 +299,8 @@ class Traversal:
         """Let every extension read off parameters of the call's module."""
         group = self.groups[lane]
         if carrier.gives_values:
-            for found in carrier.find(view, trained, quantity):
+            others = self.survey.uncovered.get(view.call, ())
+            for found in carrier.find(view, (*trained, *others), quantity):
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
@@ -315,9 +316,10 @@ class Traversal:
             self.sink.note(lane, group, found)
 
     def _refuse_shared(self, found: Found) -> None:
-        number = id(found.parameter)
-        used = self.survey.uses.get(number)
-        if (used is not None and used.count > 1) or number in self.survey.bare:
+        number, survey = id(found.parameter), self.survey
+        used = survey.uses.get(number)
+        count = survey.unruled.get(number, 0 if used is None else used.count)
+        if count > 1 or number in (survey.outside if number in survey.unruled else survey.bare):
             raise UnsupportedError(
                 f"The parameter {found.name!r} is used more than once, which a carrier of its "
                 "own cannot account for: write a layer rule instead."

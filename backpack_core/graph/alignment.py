@@ -71,7 +71,8 @@ class Alignment:
             single number.
         apart: Outputs of nodes at which what arrives is kept apart by sample.
         starts: Nodes with samples that send something to such an output.
-        leaves: Parameters that no call reads off, or not all of them, by their node.
+        leaves: Parameters that no call reads off, or not all of them, by the output of a node that
+            they are.
         beside: Parameters that the loss depends on without any sample, with a node on the way.
         is_readable: Whether nodes may be asked for what autograd saved.
     """
@@ -83,7 +84,7 @@ class Alignment:
     before: set[Place] = field(default_factory=set)
     apart: set[Place] = field(default_factory=set)
     starts: dict[Node, None] = field(default_factory=dict)
-    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    leaves: dict[Place, Tensor] = field(default_factory=dict)
     beside: list[tuple[Tensor, Node]] = field(default_factory=list)
     is_readable: bool = False
 

@@ -117,8 +117,13 @@ class Walk:
         if here.site is not None and here.is_call:
             edges = here.site.call.edges
             return [((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None]
-        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(place[0])]
-        return [way for way in ways if not nodes.is_leaf(way[0][0]) and way[0] not in beside]
+        node, targets = place[0], self._targets
+        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(node)]
+        return [
+            (child, i)
+            for child, i in ways
+            if not nodes.is_leaf(child[0]) and child not in beside and (node, i) not in targets
+        ]
 
     # Downwards -----------------------------------------------------------------------------------
 
@@ -299,8 +304,8 @@ class Walk:
         for leaf, parameter in () if is_call else self._targets_at(node):
             needs = True
             found.leaves[leaf] = parameter
-            found.apart.add((leaf, 0))
-            found.positions[leaf, 0] = 0
+            found.apart.add(leaf)
+            found.positions[leaf] = 0
             if place in self._before:
                 found.beside.append((parameter, node))
         if site is not None and not found.positions[place] and not site.call.rule.is_loss:
@@ -337,9 +342,9 @@ class Walk:
                 trained = self._survey.trained[site.call]
                 found.beside += [(own.parameter, this[0]) for own in trained]
 
-    def _targets_at(self, node: Node) -> list[tuple[Node, Tensor]]:
-        """Parameters that a node sends something to and no call reads off, by their nodes."""
+    def _targets_at(self, node: Node) -> list[tuple[Place, Tensor]]:
+        """Parameters that a node sends something to and no call reads off, with their places."""
         if not self._targets:
             return []
-        ways = [(edge.node, self._targets.get((node, i))) for i, edge in edges_behind(node)]
+        ways = [((e.node, e.output_nr), self._targets.get((node, i))) for i, e in edges_behind(node)]
         return [(leaf, parameter) for leaf, parameter in ways if parameter is not None]

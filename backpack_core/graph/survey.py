@@ -54,11 +54,16 @@ class Survey:
         axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
-        bare: Parameters that operations outside of owning modules use, by ``id``; one such node.
+        bare: Parameters that are looked at where operations use them, by ``id``; one such node.
         bare_edges: The same by node, and position of the edge.
-        leaves: Parameters that are looked at as calls, by the node that takes their gradient.
-        disowned: Calls whose parameters are looked at where operations use them.
-        freed: Their modules and names, by ``id``.
+        leaves: Those that are looked at as calls, by the output of a node that they are.
+        disowned: Calls that have parameters of this kind.
+        freed: Modules and names of these, by ``id``.
+        uncovered: The same of calls whose rule, if there is any, does not cover them.
+        unruled: Of modules without a rule, and without modules inside, how many sites use each, by
+            ``id``. The ``fail_mode`` of extensions speaks of these.
+        left_out: Those that no extension wants.
+        outside: What is used outside of the calls that own it, by ``id``.
         opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
@@ -84,10 +89,14 @@ class Survey:
     bare: dict[int, tuple[Tensor, Node]] = field(default_factory=dict)
     bare_edges: dict[tuple[Node, int], Tensor] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
-    leaves: dict[Node, Site] = field(default_factory=dict)
+    leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
     disowned: set[Call] = field(default_factory=set)
     freed: dict[int, tuple[Module, str]] = field(default_factory=dict)
+    uncovered: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
+    unruled: dict[int, int] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
+    outside: set[int] = field(default_factory=set)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
     recursive: set[Call] = field(default_factory=set)
@@ -98,6 +107,7 @@ class Survey:
     _moved: set[tuple[Call, int]] = field(default_factory=set)
     _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     _regions: dict[Call, Region | None] = field(default_factory=dict)
+    _given: dict[Call, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
     _owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
 
@@ -116,7 +126,7 @@ class Survey:
             if self.beside and edge[:2] in self.beside:
                 continue
             if region is not None:
-                if _is_parameter(edge, region):
+                if edge[:2] in self._given_to(region.call):
                     continue
                 region = _leave(edge, region)
             site = None
@@ -127,8 +137,8 @@ class Survey:
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
-        if self.leaves and edge.node in self.leaves:
-            return self.leaves[edge.node]
+        if self.leaves and (leaf := self.leaves.get((edge.node, edge.output_nr))) is not None:
+            return leaf
         if self.viewed and not edge.level:
             edge = self.viewed.get((edge.node, edge.output_nr), edge)
         site = site_at(edge)
@@ -138,7 +148,7 @@ class Survey:
 
     def add_leaf(self, site: Site) -> None:
         """Look at a parameter as at a call that returns it."""
-        self.leaves[site.edge.node] = site
+        self.leaves[site.edge.node, site.edge.output_nr] = site
         self.sites[site.call, site.index] = site
         self.axes[site.call, site.index] = 0
         self._note_uses(site.call)
@@ -189,8 +199,18 @@ class Survey:
         """Note which parameters a call uses."""
         trained = self.trained.get(call)
         if trained is None:
-            trained = self.trained[call] = trained_in(call)
-        for name, parameter, _, _ in trained:
+            trained, others = trained_in(call)
+            self.trained[call] = trained
+            if others:
+                self.uncovered[call] = others
+        for name, parameter, _ in self.uncovered.get(call, ()) if self.uncovered else ():
+            if parameter.is_complex():
+                raise complex_parameter(f"{name!r} of {call.path}")
+            self.disowned.add(call)
+            self.freed[id(parameter)] = call.module, name
+            if not call.module._modules.keys() - {"parametrizations"}:
+                self.unruled[id(parameter)] = self.unruled.get(id(parameter), 0) + 1
+        for name, parameter, _ in trained:
             number = id(parameter)
             use = self.uses.get(number)
             if use is not None:
@@ -217,6 +237,10 @@ class Survey:
             if nodes.is_leaf(edge.node):
                 self._note_parameter(edge.node.variable, node, position, region)  # type: ignore[attr-defined]
                 continue
+            given = None if region is None else self._given_to(region.call).get(edge[:2])
+            if given is not None:
+                self._note_parameter(given, node, position, region)
+                continue
             if edge.level:
                 self._see_through(edge)
                 edge = Edge(edge.node, edge.output_nr)
@@ -224,6 +248,19 @@ class Survey:
                 self._note_use_inside(edge, node, region)
             further.append((edge, region))
         return further
+
+    def _given_to(self, call: Call) -> dict[tuple[Node, int], Tensor]:
+        """Parameters of a call that are results of a computation, by the output of a node.
+
+        They may be so under ``functional_call``: then they get the quantity, as a leaf would.
+        """
+        found = self._given.get(call)
+        if found is None:
+            stored = call.stored
+            used = (stored.owned[name][0] for name in stored.parameters)
+            found = {(n, t.output_nr): t for t in used if (n := t.grad_fn) is not None}
+            self._given[call] = found
+        return found
 
     def _note_use_inside(self, edge: Edge, node: Node, region: Region) -> None:
         """Note what a call computes several outputs from, which may be changed in place later."""
@@ -240,7 +277,11 @@ class Survey:
             if any(parameter is own.parameter for own in self.trained[call]):
                 self._owned.setdefault(call, []).append((node, position, parameter))
                 return
-        if isinstance(parameter, Parameter):
+            if any(parameter is own.parameter for own in self.uncovered.get(call, ())):
+                break
+        else:
+            self.outside.add(id(parameter))
+        if isinstance(parameter, Parameter) or id(parameter) in self.freed:
             self.bare[id(parameter)] = (parameter, node)
             self.bare_edges[node, position] = parameter
 
@@ -273,6 +314,14 @@ class Survey:
         for node, position, parameter in self._owned.get(call, ()):
             self.bare[id(parameter)] = (parameter, node)
             self.bare_edges[node, position] = parameter
+
+    def leave_out(self, call: Call) -> None:
+        """Have nothing read off at the parameters of a call that has no rule."""
+        numbers = {id(own.parameter) for own in self.uncovered[call]}
+        self.left_out |= numbers
+        for number in numbers:
+            self.bare.pop(number, None)
+        self.bare_edges = {e: p for e, p in self.bare_edges.items() if id(p) not in numbers}
 
     def disown_all_of_leaves(self) -> None:
         """Disown calls that are gone through and use a parameter that is looked at by itself.
@@ -323,17 +372,6 @@ def edges_behind(node: Node) -> list[tuple[int, Edge]]:
         child, number, _ = found[0][1]
         found[0] = 0, Edge(child, number, len(viewed_at(child, number)))
     return found
-
-
-def _is_parameter(edge: Edge, region: Region) -> bool:
-    """Whether an edge leads to how a parameter of the enclosing call was computed.
-
-    Under ``functional_call`` a parameter may be the result of a computation: then it is what gets
-    the quantity, as a leaf would.
-    """
-    stored = region.call.stored
-    used = [stored.owned[name][0] for name in stored.parameters]
-    return any((t.grad_fn, t.output_nr) == edge[:2] for t in used)
 
 
 def _calls(region: Region | None) -> Iterator[Call]:
