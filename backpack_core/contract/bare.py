@@ -18,7 +18,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.call import Call, Stored
-from backpack_core.record.state import settings_of
+from backpack_core.record.state import NO_SETTINGS
 from backpack_core.record.view import View
 
 
@@ -66,6 +66,5 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
     owned = {name: (parameter, version_of(parameter))}
     value = parameter.detach()
     stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
-    thread, settings = threading.get_ident(), settings_of(module)
-    training = module.training
-    return Call(module, _RULE, provenance, (), stored, thread, training, settings)
+    thread, training = threading.get_ident(), module.training
+    return Call(module, _RULE, provenance, (), stored, thread, training, NO_SETTINGS)

@@ -192,9 +192,8 @@ class Schedule(ABC):
         if leaf is None:
             if not nodes.is_leaf(edge.node):  # of other parameters, calls are read off
                 self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
-        elif self.groups[lane].propagator.keeps_apart:
-            if _torch.will_get_gradient(leaf):
-                self.leave(lane, edge, wide=quantity)
+        elif self.groups[lane].propagator.keeps_apart and _torch.will_get_gradient(leaf):
+            self.leave(lane, edge, wide=quantity)
 
 
 class HookSchedule(Schedule):

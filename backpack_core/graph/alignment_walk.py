@@ -346,5 +346,7 @@ class Walk:
         """Parameters that a node sends something to and no call reads off, with their places."""
         if not self._targets:
             return []
-        ways = [((e.node, e.output_nr), self._targets.get((node, i))) for i, e in edges_behind(node)]
+        ways = [
+            ((e.node, e.output_nr), self._targets.get((node, i))) for i, e in edges_behind(node)
+        ]
         return [(leaf, parameter) for leaf, parameter in ways if parameter is not None]

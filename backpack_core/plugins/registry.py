@@ -92,7 +92,7 @@ class Registry:
         return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
-        """The rule for a module: that of its type, of a parent type, or what stands where there is none.
+        """The rule for a module: that of its type, or of a parent type; else what stands for none.
 
         A parent's rule counts only if the module computes what the parent does: its ``forward``,
         and everything that looks up, are the parent's own.
