@@ -86,6 +86,8 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
+    if not there.batch_size:
+        return _of_no_sample(node, quantities, there)
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
     factored = _factored(node, quantities, there)
     crossed: list[tuple[int, Columns]] = [*factored.items()]
@@ -108,6 +110,21 @@ def cross_apart(
     for position, blocks in found.items():
         crossed.append((position, (ApartColumns if position in there.apart else Columns)(blocks)))
     return crossed
+
+
+def _of_no_sample(
+    node: Node, quantities: Mapping[int, Columns], there: Crossing
+) -> list[tuple[int, Columns]]:
+    found = []
+    for position, (child, number) in enumerate(node.next_functions):
+        if child is not None:
+            kind = ApartColumns if position in there.apart else Columns
+            lead = (0,) if position in there.apart else ()
+            shape = (*lead, *nodes.shape_of(child, number))
+            known = {r: m for c in quantities.values() for r, m in c.blocks.items()}
+            blocks = {r: m.new_zeros(len(m), *shape) for r, m in known.items()}
+            found.append((position, kind(blocks)))
+    return found
 
 
 def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine import refusals
@@ -97,6 +98,7 @@ class BackwardPass:
         )
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
+        self._looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part and outer is not None
@@ -148,7 +150,8 @@ class BackwardPass:
         refusals.refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
             when_reached(node, self.schedule, HookSchedule.reach, self.context.passes)
-        add_leaves(self.survey)
+        for node in add_leaves(self.survey):
+            when_reached(node, self, BackwardPass._reach_leaf, self.context.passes)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
@@ -288,17 +291,30 @@ class BackwardPass:
 
     # The end -------------------------------------------------------------------------------------
 
+    def _reach_leaf(self, grads: Grads) -> None:
+        node = current_node()
+        for number, gradient in enumerate(grads):
+            site = self.survey.leaves.get((node, number))
+            if site is not None:
+                self._visit_leaf(site, gradient)
+
+    def _visit_leaf(self, site: Site, gradient: Tensor | None) -> None:
+        """Look at a parameter that operations use: all that was sent to it is there."""
+        lanes = self.schedule.waiting_at(site)
+        if lanes:
+            view = self._view(site, gradient)
+            for lane in lanes:
+                self.traversal.visit(lane, site, view)
+            self.visiting, self._looked_at[site.call.module] = None, None
+
     def _visit_leaves(self) -> None:
-        """Parameters that plain functions use: everything that was sent to them is there."""
+        """Those that autograd does not get to, as it only brings their gradients."""
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             for site in self.survey.leaves.values():
-                view = self._view(site, None)
-                # None, where backward(inputs=...) leaves it out.
-                lanes = self.schedule.waiting_at(site)
-                for lane in lanes:
-                    self.traversal.visit(lane, site, view)
-                if lanes and self.context.extension_hook is not None:
-                    self.context.extension_hook(site.call.module)
+                self._visit_leaf(site, None)
+        if self.context.extension_hook is not None:
+            for module in self._looked_at:
+                self.context.extension_hook(module)
 
     def leave(self) -> None:
         """The pass is over, however it ended."""

@@ -15,6 +15,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
+from backpack_core.engine.location import place
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import blocked, missing
@@ -91,13 +92,17 @@ def ask_without_rule(survey: Survey, context: Context) -> None:
         if survey.unruled.keys().isdisjoint(id(own.parameter) for own in uncovered):
             continue
         module = call.module
-        wanted = [
-            _takes(extension, View(call))
-            for group in context.groups
-            for extension in group.extensions
-            if not (group.has_overrides and registry.override(extension, module))
-        ]
-        if not (any(wanted) or context.graph_extensions):
+        is_wanted = bool(context.graph_extensions)
+        for group in context.groups:
+            for extension in group.extensions:
+                if group.has_overrides and registry.override(extension, module):
+                    continue
+                try:
+                    is_wanted |= _takes(extension, View(call))
+                except Exception as error:
+                    place(error, View(call), extension)
+                    raise
+        if not is_wanted:
             survey.leave_out(call)
 
 

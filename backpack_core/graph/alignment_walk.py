@@ -93,7 +93,7 @@ class Walk:
         start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
         outputs: dict[Node, dict[int, None]] = {}
         for place in start:
-            self._found.positions[place] = int(self._at[place].length == self._size)
+            self._found.positions[place] = int(self._at[place].length == self._survey.batch_size)
             if not self._found.positions[place]:
                 self._before.add(place)
             outputs.setdefault(place[0], {})[place[1]] = None
@@ -131,6 +131,9 @@ class Walk:
         """How many entries of axis 0 each sample has at a child, as this way tells."""
         found = self._found.positions
         if found.get(child) or child in self._found.owned:
+            return
+        if not self._survey.batch_size:  # of no sample, every entry is
+            found[child] = int(self._at[child].length == 0)
             return
         above, (*_, shape, length) = self._at[place], self._at[child]
         is_before, is_owned = place in self._before, place in self._found.owned

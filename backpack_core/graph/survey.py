@@ -208,7 +208,7 @@ class Survey:
                 raise complex_parameter(f"{name!r} of {call.path}")
             self.disowned.add(call)
             self.freed[id(parameter)] = call.module, name
-            if not call.module._modules.keys() - {"parametrizations"}:
+            if not {*call.module._modules.keys()} - {"parametrizations"}:
                 self.unruled[id(parameter)] = self.unruled.get(id(parameter), 0) + 1
         for name, parameter, _ in trained:
             number = id(parameter)

@@ -87,7 +87,7 @@ class Traits:
     """What is the same at every call of a module, until an attribute comes, goes or is changed.
 
     Attributes:
-        settings: Names and values of its plain attributes; none where there is no rule to read them.
+        settings: Names and values of its plain attributes, which its rule may read.
         resolved: The rule that speaks for it.
         generation: Of the registry that said so.
         is_whole: None of the parameters that the rule covers is a plain attribute, computed.
