@@ -60,6 +60,7 @@ class Schedule(ABC):
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
         self._started: set[Node] = set()
         self._is_read: dict[Node, bool] = {}
+        self._leaves = 0
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
@@ -120,15 +121,15 @@ class Schedule(ABC):
     def _leads_to_readers(self, start: Node) -> bool:
         """Whether a call, or a parameter that is looked at by itself, lies at a node or behind."""
         known, todo = self._is_read, [start]
-        if start in known:
-            return known[start]
-        leaves = {leaf for leaf, _ in self.survey.alignment.leaves}
+        leaves = self.survey.alignment.leaves
+        if len(leaves) != self._leaves:  # a later walk found more
+            self._leaves = len(leaves)
+            known.update((leaf, True) for leaf, _ in leaves)
         while todo:
             node = todo[-1]
             if node not in known:
                 children = children_of(node)
-                is_reader = is_noted(node) or node in leaves
-                if is_reader or any(known.get(child) for child in children):
+                if is_noted(node) or any(known.get(child) for child in children):
                     known[node] = True
                 elif new := [child for child in children if child not in known]:
                     todo += new

@@ -26,9 +26,6 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         survey: What is known about the graph.
         roots: What ``backward()`` is called on, or more of it than before.
         can_keep_apart: Whether samples can be kept apart where a tensor has none.
-
-    Raises:
-        UnsupportedError: A module calls itself, and returned a view that was changed in place.
     """
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
     for place, size in survey.received.items():
@@ -37,10 +34,6 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
             fault = _fault(survey, *place)
             if fault is not None:
                 alignment.faults[place] = fault
-    for call in survey.recursive:
-        if survey.viewed:  # nodes show another shape
-            raise faults.changed_output(call)
-        survey.disown(call)
     for site in [*survey.sites.values()] if survey.uncovered else ():
         if site.call in survey.uncovered and not survey.goes_inside(site.call):
             survey.open(site)

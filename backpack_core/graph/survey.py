@@ -7,9 +7,8 @@ Calls with a rule are stepped over, so it costs a visit per call and per node be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -20,6 +19,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
+from backpack_core.graph.regions import Region, calls_around, leave
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
 
@@ -30,13 +30,6 @@ class Use:
 
     parameter: Tensor
     count: int
-
-
-class Region(NamedTuple):
-    """The inside of a call that has no rule for propagation, as it is walked through."""
-
-    call: Call
-    parent: Region | None
 
 
 @dataclass
@@ -69,7 +62,6 @@ class Survey:
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
-        recursive: Calls in which their module is called again: to run one again counts both.
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
         is_declared: Whether samples are said to lie on another axis than the first, somewhere.
@@ -99,7 +91,6 @@ class Survey:
     outside: set[int] = field(default_factory=set)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
-    recursive: set[Call] = field(default_factory=set)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
@@ -128,7 +119,7 @@ class Survey:
             if region is not None:
                 if edge[:2] in self._given_to(region.call):
                     continue
-                region = _leave(edge, region)
+                region = leave(edge, region)
             site = None
             if is_noted(edge.node):
                 self._note_views(edge, region)
@@ -166,7 +157,7 @@ class Survey:
         place = (edge.node, edge.output_nr)
         views = () if edge.level or place in self.viewed else viewed_at(*place)
         for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
-            if layout.is_whole and not call.is_released and call not in _calls(region):
+            if layout.is_whole and not call.is_released and call not in calls_around(region):
                 self._see_through(Edge(*place, level))
                 break
 
@@ -186,9 +177,6 @@ class Survey:
             return []
         self.sites[call, index] = site
         self._regions[call] = region
-        for around in _calls(region):
-            if around.module._parameters is call.module._parameters and self.trained[around]:
-                self.recursive.add(around)
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
@@ -266,14 +254,14 @@ class Survey:
         """Note what a call computes several outputs from, which may be changed in place later."""
         for call, *_ in viewed_at(edge.node, edge.output_nr):
             own = site_at(Edge(node, 0))
-            if call in _calls(region) and (own is None or own.call is not call):
+            if call in calls_around(region) and (own is None or own.call is not call):
                 self._inner.setdefault((edge.node, edge.output_nr), call)
 
     def _note_parameter(
         self, parameter: Tensor, node: Node, position: int, region: Region | None
     ) -> None:
         """Note a parameter, and which enclosing call owns it, if any."""
-        for call in _calls(region):
+        for call in calls_around(region):
             if any(parameter is own.parameter for own in self.trained[call]):
                 self._owned.setdefault(call, []).append((node, position, parameter))
                 return
@@ -372,17 +360,3 @@ def edges_behind(node: Node) -> list[tuple[int, Edge]]:
         child, number, _ = found[0][1]
         found[0] = 0, Edge(child, number, len(viewed_at(child, number)))
     return found
-
-
-def _calls(region: Region | None) -> Iterator[Call]:
-    """The calls that a region lies in, innermost first."""
-    while region is not None:
-        yield region.call
-        region = region.parent
-
-
-def _leave(edge: Edge, region: Region | None) -> Region | None:
-    """The enclosing call at an edge: the parent, where the inputs of the call begin."""
-    while region and any(e and e[:2] == edge[:2] for e in region.call.edges):  # from anywhere
-        region = region.parent
-    return region
