@@ -124,6 +124,8 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
+        if survey.sites:
+            self.context.seen.add("ran")
         refusals.refuse_beside(survey, self.context.extensions)
         ask_without_rule(survey, self.context)
         fault = fault_in(survey) if self._question.is_per_sample else None

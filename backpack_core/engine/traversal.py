@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bare import BareRule
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
@@ -278,8 +279,8 @@ class Traversal:
     def _carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module."""
         group = self.groups[lane]
-        if group.has_overrides:  # then the group has one extension
-            extension = group.extensions[0]
+        if group.has_overrides and not isinstance(view.call.rule, BareRule):
+            extension = group.extensions[0]  # the only one
             found = registry.override(extension, view.call.module)
             if found is not None:
                 fault = self.survey.alignment.faults.get((view.call, view.index))
@@ -298,6 +299,9 @@ class Traversal:
     ) -> None:
         """Let every extension read off parameters of the call's module."""
         group = self.groups[lane]
+        is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
+        if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
+            return  # which has looked at the parameter where the module was called
         if carrier.gives_values:
             others = self.survey.uncovered.get(view.call, ())
             for found in carrier.find(view, (*trained, *others), quantity):
