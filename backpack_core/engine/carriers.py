@@ -138,8 +138,8 @@ def _takes(extension: Extension, view: View) -> bool:
     errors.warn_once(
         (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
-        "operations use them, which is exact but may be slower. Install a plugin that knows "
-        f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
+        "operations use them, which is exact, but a rule may be faster. Install a plugin that "
+        f"knows {name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
         errors.AutodiffFallbackWarning,
     )
     return True

@@ -64,11 +64,13 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
     """What uses a parameter, and what to do."""
-    if id(parameter) in survey.unruled:
-        module, name = survey.freed[id(parameter)]
-        where = next(call.path for call in survey.disowned if call.module is module)
-        advice = f"Write a layer rule for {class_of(module).__name__}, or freeze the parameter."
-        return f"{where} has no layer rule, and {nodes.name_of(node)!r} uses its {name!r}", advice
+    for call, uncovered in survey.uncovered.items():
+        for own in uncovered:
+            if own.parameter is parameter:
+                kind, operation = class_of(call.module).__name__, nodes.name_of(node)
+                advice = f"Write a layer rule for {kind}, or freeze the parameter."
+                what = f"No layer rule covers {own.name!r} of {call.path}, which {operation!r} uses"
+                return what, advice
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
