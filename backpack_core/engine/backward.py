@@ -20,7 +20,7 @@ from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.dyed import Question
 from backpack_core.engine.fields import add_leaves, clear, hand_over
-from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
+from backpack_core.engine.gradient import PlainGradient, narrowed
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
@@ -124,8 +124,7 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
-        if survey.sites:
-            self.context.seen.add("ran")
+        self.context.seen.update(["ran"] if survey.sites else ())
         refusals.refuse_beside(survey, self.context.extensions)
         ask_without_rule(survey, self.context)
         fault = fault_in(survey) if self._question.is_per_sample else None
@@ -175,18 +174,11 @@ class BackwardPass:
                 self.schedule.leave(lane, edge, wide=dye.begin(gradient))
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What to tell autograd so that it leaves out gradients, as ``gradient=`` says.
-
-        Args:
-            options: The arguments of ``backward()``.
-        """
-        what = self.context.gradient
-        if what == "autograd" or not self.is_outermost:
+        """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
+        if not self.is_outermost:
             return {}
-        if what in ("none", "skipped"):
-            return without_gradients(self.survey, self.roots, options)
-        plain = self._sink.plain = plan(self.survey, self.context.groups, self.roots, options)
-        return {} if plain is None else plain.inputs
+        found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
+        return found
 
     # Visits --------------------------------------------------------------------------------------
 
@@ -294,16 +286,13 @@ class BackwardPass:
     # The end -------------------------------------------------------------------------------------
 
     def _reach_leaf(self, grads: Grads) -> None:
-        node = current_node()
+        """Autograd is at a parameter that operations use: all that was sent to it is there."""
         for number, gradient in enumerate(grads):
-            site = self.survey.leaves.get((node, number))
-            if site is not None:
-                self._visit_leaf(site, gradient)
+            self._visit_leaf(current_node(), number, gradient)
 
-    def _visit_leaf(self, site: Site, gradient: Tensor | None) -> None:
-        """Look at a parameter that operations use: all that was sent to it is there."""
-        lanes = self.schedule.waiting_at(site)
-        if lanes:
+    def _visit_leaf(self, node: Node, number: int, gradient: Tensor | None) -> None:
+        site = self.survey.leaves.get((node, number))
+        if site is not None and (lanes := self.schedule.waiting_at(site)):
             view = self._view(site, gradient)
             for lane in lanes:
                 self.traversal.visit(lane, site, view)
@@ -312,8 +301,8 @@ class BackwardPass:
     def _visit_leaves(self) -> None:
         """Those that autograd does not get to, as it only brings their gradients."""
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            for site in self.survey.leaves.values():
-                self._visit_leaf(site, None)
+            for place in self.survey.leaves:
+                self._visit_leaf(*place, None)
         if self.context.extension_hook is not None:
             for module in self._looked_at:
                 self.context.extension_hook(module)

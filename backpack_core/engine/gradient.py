@@ -22,6 +22,7 @@ from backpack_core._torch import Node
 from backpack_core.contract import operations
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.product import SampleProduct
+from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
@@ -140,6 +141,18 @@ class _Sums(torch.autograd.Function):
         sums = tuple(ctx.sums)
         ctx.sums.clear()
         return (None, *sums)
+
+
+def narrowed(
+    context: Context, survey: Survey, roots: Sequence[Edge], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], PlainGradient | None]:
+    """What to tell autograd so that it leaves out gradients, and what is done in their place."""
+    if context.gradient == "autograd":
+        return {}, None
+    if context.gradient in ("none", "skipped"):
+        return without_gradients(survey, roots, options), None
+    plain = plan(survey, context.groups, roots, options)
+    return ({} if plain is None else plain.inputs), plain
 
 
 def plan(

@@ -117,13 +117,9 @@ class Walk:
         if here.site is not None and here.is_call:
             edges = here.site.call.edges
             return [((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None]
-        node, targets = place[0], self._targets
-        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(node)]
-        return [
-            (child, i)
-            for child, i in ways
-            if not nodes.is_leaf(child[0]) and child not in beside and (node, i) not in targets
-        ]
+        node, known = place[0], self._targets
+        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(node) if (node, i) not in known]
+        return [way for way in ways if not nodes.is_leaf(way[0][0]) and way[0] not in beside]
 
     # Downwards -----------------------------------------------------------------------------------
 
@@ -349,7 +345,5 @@ class Walk:
         """Parameters that a node sends something to and no call reads off, with their places."""
         if not self._targets:
             return []
-        ways = [
-            ((e.node, e.output_nr), self._targets.get((node, i))) for i, e in edges_behind(node)
-        ]
-        return [(leaf, parameter) for leaf, parameter in ways if parameter is not None]
+        found = ((edge, self._targets.get((node, i))) for i, edge in edges_behind(node))
+        return [((e.node, e.output_nr), own) for e, own in found if own is not None]

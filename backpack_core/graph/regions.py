@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torch import Tensor
+
+from backpack_core._torch import Node
 from backpack_core.record.call import Call, Edge
 
 
@@ -27,3 +30,13 @@ def leave(edge: Edge, region: Region | None) -> Region | None:
     while region and any(e and e[:2] == edge[:2] for e in region.call.edges):  # from anywhere
         region = region.parent
     return region
+
+
+def given_to(call: Call) -> dict[tuple[Node, int], Tensor]:
+    """Parameters of a call that are results of a computation, by the output of a node.
+
+    They may be so under ``functional_call``: then they get the quantity, as a leaf would.
+    """
+    stored = call.stored
+    used = (stored.owned[name][0] for name in stored.parameters)
+    return {(node, t.output_nr): t for t in used if (node := t.grad_fn) is not None}

@@ -19,7 +19,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.graph.regions import Region, calls_around, leave
+from backpack_core.graph.regions import Region, calls_around, given_to, leave
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
 
@@ -49,12 +49,11 @@ class Survey:
         uses: The parameters that they use, by ``id``.
         bare: Parameters that are looked at where operations use them, by ``id``; one such node.
         bare_edges: The same by node, and position of the edge.
-        leaves: Those that are looked at as calls, by the output of a node that they are.
+        leaves: Those that are looked at as calls, as the output of a node.
         disowned: Calls that have parameters of this kind.
         freed: Modules and names of these, by ``id``.
         uncovered: The same of calls whose rule, if there is any, does not cover them.
-        unruled: Of modules without a rule, and without modules inside, how many sites use each, by
-            ``id``. The ``fail_mode`` of extensions speaks of these.
+        unruled: Of modules without a rule or modules inside, how many sites use each; by ``id``.
         left_out: Those that no extension wants.
         outside: What is used outside of the calls that own it, by ``id``.
         opened: Calls that are gone through node by node though they have a rule.
@@ -117,7 +116,7 @@ class Survey:
             if self.beside and edge[:2] in self.beside:
                 continue
             if region is not None:
-                if edge[:2] in self._given_to(region.call):
+                if edge[:2] in self._given[region.call]:
                     continue
                 region = leave(edge, region)
             site = None
@@ -180,6 +179,7 @@ class Survey:
         self._note_uses(call)
         self._check(site)
         if self.goes_inside(call):
+            self._given[call] = given_to(call)
             return [(site.below, Region(call, region))]
         return [(edge, region) for edge in call.edges if edge is not None]
 
@@ -225,7 +225,7 @@ class Survey:
             if nodes.is_leaf(edge.node):
                 self._note_parameter(edge.node.variable, node, position, region)  # type: ignore[attr-defined]
                 continue
-            given = None if region is None else self._given_to(region.call).get(edge[:2])
+            given = None if region is None else self._given[region.call].get(edge[:2])
             if given is not None:
                 self._note_parameter(given, node, position, region)
                 continue
@@ -236,19 +236,6 @@ class Survey:
                 self._note_use_inside(edge, node, region)
             further.append((edge, region))
         return further
-
-    def _given_to(self, call: Call) -> dict[tuple[Node, int], Tensor]:
-        """Parameters of a call that are results of a computation, by the output of a node.
-
-        They may be so under ``functional_call``: then they get the quantity, as a leaf would.
-        """
-        found = self._given.get(call)
-        if found is None:
-            stored = call.stored
-            used = (stored.owned[name][0] for name in stored.parameters)
-            found = {(n, t.output_nr): t for t in used if (n := t.grad_fn) is not None}
-            self._given[call] = found
-        return found
 
     def _note_use_inside(self, edge: Edge, node: Node, region: Region) -> None:
         """Note what a call computes several outputs from, which may be changed in place later."""
@@ -269,7 +256,8 @@ class Survey:
                 break
         else:
             self.outside.add(id(parameter))
-        if isinstance(parameter, Parameter) or id(parameter) in self.freed:
+        is_own = isinstance(parameter, Parameter) or id(parameter) in self.freed
+        if is_own and id(parameter) not in self.left_out:
             self.bare[id(parameter)] = (parameter, node)
             self.bare_edges[node, position] = parameter
 
@@ -288,6 +276,7 @@ class Survey:
         self.opened.add(site.call)
         self.axes.update((place, 0) for place in self.axes if place[0] is site.call)
         self.disown(site.call)
+        self._given[site.call] = given_to(site.call)
         self._walk([(site.below, Region(site.call, self._regions[site.call]))])
 
     def disown(self, call: Call) -> None:
@@ -305,11 +294,10 @@ class Survey:
 
     def leave_out(self, call: Call) -> None:
         """Have nothing read off at the parameters of a call that has no rule."""
-        numbers = {id(own.parameter) for own in self.uncovered[call]}
-        self.left_out |= numbers
-        for number in numbers:
-            self.bare.pop(number, None)
-        self.bare_edges = {e: p for e, p in self.bare_edges.items() if id(p) not in numbers}
+        self.left_out |= {id(own.parameter) for own in self.uncovered[call]}
+        self.bare = {key: use for key, use in self.bare.items() if key not in self.left_out}
+        edges = self.bare_edges.items()
+        self.bare_edges = {edge: p for edge, p in edges if id(p) not in self.left_out}
 
     def disown_all_of_leaves(self) -> None:
         """Disown calls that are gone through and use a parameter that is looked at by itself.

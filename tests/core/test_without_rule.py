@@ -16,8 +16,6 @@ from backpack_core.extensions import (
     KFLR,
     BatchGrad,
     DiagGGNExact,
-    DiagHessian,
-    SumGradSquared,
 )
 from tests import oracle
 from tests.cases import Net, classification
@@ -279,73 +277,6 @@ def test_parameters_that_functional_call_gives(computed: bool) -> None:
         other = w.detach().requires_grad_()
         torch.func.functional_call(model, {"1.w": other}, x[n : n + 1]).sum().backward()
         oracle.assert_close(w.grad_batch[n], other.grad)  # type: ignore[attr-defined]
-
-
-class OtherUse(nn.Module):
-    """The weight of another module, transposed."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.tied = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.tied)
-
-
-@fallback_is_expected
-@pytest.mark.parametrize("gradient", ["autograd", "shared", "none"])
-def test_parameter_that_a_layer_uses_too(gradient: Any) -> None:
-    first = nn.Linear(3, 4)
-    model = nn.Sequential(first, nn.Tanh(), OtherUse(first.weight), nn.Linear(3, 3))
-    problem = classification(model, (3,))
-    for _ in range(3):
-        problem.run(BatchGrad(), DiagGGNExact(), gradient=gradient)
-        problem.compare("grad_batch", problem.expected(oracle.individual_gradients))
-        problem.compare(
-            "diag_ggn_exact", [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
-        )
-        if gradient != "none":
-            problem.compare("grad", [g.sum(0) for g in problem.fields("grad_batch")])
-
-
-def test_parameter_that_is_left_out_is_so_at_every_use() -> None:
-    first = nn.Linear(3, 4)
-    model = nn.Sequential(first, nn.Tanh(), OtherUse(first.weight), nn.Linear(3, 3))
-    problem = classification(model, (3,))
-    for gradient in ("autograd", "shared", "shared", "shared"):
-        problem.run(BatchGrad(fail_mode="silent"), gradient=gradient)
-        assert not hasattr(first.weight, "grad_batch")
-        gradients = [g.sum(0) for g in problem.expected(oracle.individual_gradients)]
-        problem.compare("grad", gradients)
-
-
-@fallback_is_expected
-def test_one_extension_wants_what_another_leaves_out() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), WithBuffer(), nn.Linear(4, 3))
-    problem = classification(model, (3,))
-    problem.run(BatchGrad(fail_mode="silent"), SumGradSquared(), DiagHessian(fail_mode="silent"))
-    gradients = problem.expected(oracle.individual_gradients)
-    problem.compare("sum_grad_squared", [g.square().sum(0) for g in gradients])
-    for field in ("grad_batch", "diag_h"):
-        assert [hasattr(p, field) for p in problem.parameters] == [True, True, False, True, True]
-
-
-@pytest.mark.parametrize("gradient", ["autograd", "shared"])
-def test_curvature_that_needs_a_rule(gradient: Any) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), WithBuffer(), nn.Linear(4, 3))
-    with (
-        pytest.warns(AutodiffFallbackWarning),
-        pytest.raises(UnsupportedError) as error,
-    ):
-        classification(model, (3,)).run(DiagHessian(), gradient=gradient)
-    for word in (
-        "'w'",
-        "WithBuffer '1' has no layer rule",
-        "'Mul'",
-        "DiagHessian",
-        "Write a layer rule",
-    ):
-        assert word in str(error.value)
 
 
 @fallback_is_expected
