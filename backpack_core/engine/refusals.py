@@ -67,10 +67,9 @@ def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
     for call, uncovered in survey.uncovered.items():
         for own in uncovered:
             if own.parameter is parameter:
-                kind, operation = class_of(call.module).__name__, nodes.name_of(node)
+                kind = class_of(call.module).__name__
                 advice = f"Write a layer rule for {kind}, or freeze the parameter."
-                what = f"No layer rule covers {own.name!r} of {call.path}, which {operation!r} uses"
-                return what, advice
+                return f"No layer rule covers {own.name!r} of {call.path}", advice
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (

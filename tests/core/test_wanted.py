@@ -79,10 +79,27 @@ def test_one_extension_wants_what_another_leaves_out() -> None:
 @pytest.mark.parametrize("gradient", ["autograd", "shared"])
 def test_curvature_that_needs_a_rule(gradient: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 3))
-    message = "No layer rule covers 'w' of Scale '1', which 'Mul' uses, where DiagHessian"
+    message = "No layer rule covers 'w' of Scale '1', where DiagHessian"
     with (
         pytest.warns(AutodiffFallbackWarning),
         pytest.raises(UnsupportedError, match=message) as error,
     ):
         classification(model, (3,)).run(DiagHessian(), gradient=gradient)
     assert "Write a layer rule" in str(error.value)
+
+
+@fallback_is_expected
+def test_parameter_that_is_not_used_has_neither_gradient_nor_quantity() -> None:
+    class Partly(Scale):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w
+
+    partly = Partly()
+    classification(nn.Sequential(nn.Linear(3, 4), partly, nn.Linear(4, 3)), (3,)).run(BatchGrad())
+    assert hasattr(partly.w, "grad_batch")
+    assert partly.other.grad is None
+    assert not hasattr(partly.other, "grad_batch")

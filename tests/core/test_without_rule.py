@@ -248,23 +248,6 @@ def test_constant_as_long_as_the_batch() -> None:
 
 
 @fallback_is_expected
-def test_parameter_that_is_not_used_has_neither_gradient_nor_quantity() -> None:
-    class Partly(Noise):
-        def __init__(self) -> None:
-            super().__init__()
-            self.other = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.w
-
-    partly = Partly()
-    classification(nn.Sequential(nn.Linear(3, 4), partly, nn.Linear(4, 3)), (3,)).run(BatchGrad())
-    assert hasattr(partly.w, "grad_batch")
-    assert partly.other.grad is None
-    assert not hasattr(partly.other, "grad_batch")
-
-
-@fallback_is_expected
 @pytest.mark.parametrize("computed", [False, True])
 def test_parameters_that_functional_call_gives(computed: bool) -> None:
     """They need not be leaves, nor parameters."""
