@@ -173,11 +173,15 @@ class _Hook(NamedTuple):
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 
 
+# Asked for every call that is recorded.
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def saving_hook() -> _Hook | None:
     """The hook that autograd's saved tensors go through; ``None`` for none."""
     try:
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    except (AttributeError, TypeError):  # it is not public, and its arguments have changed before
+        hooks = _top_hooks(False)
+    except TypeError:  # it is not public, and its arguments have changed before
         return _Hook(None, None, True)
     if hooks is None:
         return None

@@ -43,7 +43,8 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
     table: Any = output._backward_hooks
     if table is None:
         # What Tensor.register_hook does, without its checks, which take nine tenths of the time.
-        output._backward_hooks = table = _Hooks(((KEY, hook),))
+        output._backward_hooks = table = _Hooks()
+        table[KEY] = hook
         node._register_hook_dict(output)
     else:
         table[KEY] = hook

@@ -153,6 +153,11 @@ def memory_of(tensor: Tensor) -> int:
     return found
 
 
+def memories_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The same of several."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
 def hold_address(tensor: Tensor) -> object:
     """As long as this lives, no other memory has the number of that one, though it may be freed."""
     return StorageWeakRef(tensor.untyped_storage())

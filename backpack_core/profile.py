@@ -25,11 +25,13 @@ class Row(NamedTuple):
     Attributes:
         module: Path of the module.
         extension: Name of the extension; of the propagator where a quantity is sent on.
-        way: ``"rule"``, ``"autodiff"``, ``"graph"`` (from the graph of the loss), ``"sent"``, or
-            ``"check"`` (the library's own, in the first passes of a structure).
-        calls: How often, chunks of columns and passes included.
+        way: ``"rule"``, ``"autodiff"`` (where any parameter takes it), ``"graph"`` (from the graph
+            of the loss), ``"sent"``, or ``"check"`` (the library's own, in the first passes of a
+            structure).
+        calls: How often, chunks of columns and passes included; parameters of one call are read
+            together.
         seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
-        bytes: Size of what was stored, or sent, last.
+        bytes: Size of what was read, or sent, last.
     """
 
     module: str
@@ -72,7 +74,7 @@ class Profile:
         finally:
             found[0] += 1
             found[1] += perf_counter() - begin
-        found[2] = result.nbytes if isinstance(result, Tensor) else _bytes(result)
+        found[2] = _bytes(result)
         return result
 
     def rows(self) -> Iterator[Row]:
@@ -97,7 +99,7 @@ def _bytes(value: Any) -> int:
         return value.nbytes
     if not isinstance(value, (list, tuple)):
         value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
-    return sum(map(_bytes, value))
+    return sum(part.nbytes if isinstance(part, Tensor) else _bytes(part) for part in value)
 
 
 class Summary:

@@ -73,6 +73,9 @@ class _Hook(partial[Any]):
         return self.func.__name__
 
 
+_detach = Tensor.detach  # to look it up takes as long as to call it
+
+
 class _Computing(local):
     """Of this thread: for which execution what computes a parameter does, and under which name.
 
@@ -184,11 +187,10 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     """Make the call; returns what takes the place of the result, or ``None``."""
     traits = _traits(module)
     resolved = traits.resolved
-    node = simple_node(args, result, execution)
-    if node is not None:
+    simple = simple_node(args, result, execution)
+    if simple is not None:
         kept: Any = (args, {}, args, (result,))
-        call = _call(module, traits, resolved, kept, execution, execution)
-        _attach(call, 0, result, node, execution)
+        _attach(_call(module, traits, resolved, kept, execution, execution), 0, result, *simple)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
     live = [o for o in outputs if is_made(o)]
@@ -211,7 +213,8 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
         if is_made(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
-            _attach(call, index, shown, shown.grad_fn, execution)
+            base = new_base(shown, execution.tensors) if shown._is_view() else None
+            _attach(call, index, shown, shown.grad_fn, base)
     return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
 
 
@@ -241,11 +244,11 @@ def _call(
     """
     args, kwargs, inputs, outputs = kept
     if traits.is_whole and not module._modules:
-        owned, parameters = tensors_of(module)
-        computed = NOTHING
+        parameters: int | tuple[str, ...]
+        (owned, parameters), computed = tensors_of(module), NOTHING
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
-    detached = tuple(map(Tensor.detach, outputs))
+    detached = tuple(map(_detach, outputs))
     counts = versions_of((*detached, *owned.values()))
     noted: Any
     noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
@@ -270,25 +273,25 @@ def _call(
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, node: Node, execution: Execution) -> None:
+def _attach(call: Call, index: int, output: Tensor, node: Node, base: Tensor | None) -> None:
     output_nr = output.output_nr
     attach(call, index, node, output_nr)
     hook = OutputHook(call, index, output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
-    if output._is_view() and (base := new_base(output, execution.tensors)) is not None:
+    if base is not None:
         attach_viewed(call, index, output, base)
 
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
-) -> tuple[dict[str, Tensor | None], tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
-    """Tensors of a module; which are parameters; and those that were computed, from what."""
+) -> tuple[dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
+    """Tensors of a module; which are parameters, or how many of the first; what some come from."""
     computing = parametrizations_of(module)
     if resolved.is_fallback:
         inside = [n for n, _ in module.named_parameters()] if computing else []
         more = tuple(n for n in inside if n.startswith("parametrizations."))
         return *tensors_of(module, more), NOTHING
-    owned, parameters = tensors_of(module, _nested(resolved.params))
+    owned, count = tensors_of(module, _nested(resolved.params))
     found = computed_in_hooks(module, resolved.params)
     for name in computing:
         tensor = (execution.computed or {}).get(name, cached_tensor(module, name))
@@ -296,8 +299,9 @@ def _tensors(
             found[name] = tensor
     computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
+    names = tuple(owned)[:count]
     owned.update(found)
-    remaining = tuple(n for n in parameters if id(owned[n]) not in behind)
+    remaining = [n for n in names if id(owned[n]) not in behind]
     return owned, (*remaining, *computed), computed
 
 

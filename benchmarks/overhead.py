@@ -1,7 +1,8 @@
 """What extending a model costs: ``python -m benchmarks.overhead``.
 
 Microseconds for each call of a module, in a chain of ``Linear`` layers of width 4: forward, forward
-and backward, and with individual gradients. Then ratios, of runs that alternate in one process:
+and backward, and with individual gradients; before them, with hooks that do nothing, which is what
+any recording costs. Then ratios, of runs that alternate in one process:
 
 - forward and backward pass of an extended model with no extension active, over those of a plain one
   (the cost of recording; target: at most 1.1), for a perceptron of several widths, with the width
@@ -62,6 +63,10 @@ def calls(rounds: int, clock: str, count: int = 24) -> None:
     """Microseconds for each call, above those of a plain module."""
     plain = nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
     extended, x = extend(copy.deepcopy(plain)), torch.randn(2, 4, requires_grad=True)
+    hooked = copy.deepcopy(plain)
+    for layer in hooked:
+        layer.register_forward_pre_hook(lambda *_: None, with_kwargs=True)
+        layer.register_forward_hook(lambda *_: None, with_kwargs=True)
 
     def individual() -> None:
         output = extended(x).sum()
@@ -69,6 +74,7 @@ def calls(rounds: int, clock: str, count: int = 24) -> None:
             output.backward()
 
     for what, ours, theirs in (
+        ("forward, with two hooks that do nothing", lambda: hooked(x), lambda: plain(x)),
         ("forward", lambda: extended(x), lambda: plain(x)),
         ("forward and backward", lambda: extended(x).sum().backward(), None),
         ("with individual gradients", individual, None),

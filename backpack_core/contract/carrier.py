@@ -30,13 +30,11 @@ class Found:
         name: What the module calls it.
         parameter: The parameter.
         value: What an extension reads, or what is stored.
-        view: Where that was; of a value that is stored as it is, nobody asks.
     """
 
     name: str
     parameter: Tensor
     value: Any
-    view: Any = None
 
 
 class Carrier(ABC):

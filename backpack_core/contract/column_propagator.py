@@ -52,16 +52,18 @@ class ColumnPropagator(Propagator):
         products = rule.jac_t_mat_prod(view, quantity.flat)
         return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
 
-    def product(
-        self, rule: ParametricRule, view: View, name: str, quantity: Columns
-    ) -> SampleProduct:
-        """The product of all columns, side by side."""
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Columns
+    ) -> list[SampleProduct]:
+        """The products of all columns, side by side."""
         if isinstance(quantity, ApartColumns):
-            product = rule.apart_product(view, name, quantity)
+            products = [rule.apart_product(view, name, quantity) for name in names]
         else:
-            product = rule.param_product(view, name, quantity.mat)
-        product.roots = quantity.sizes
-        return product
+            products = rule.param_products(view, names, quantity.mat)
+        roots = quantity.sizes
+        for product in products:
+            product.roots = roots
+        return products
 
     def merge(self, first: Columns, second: Columns) -> Columns:
         """Sum root by root."""

@@ -56,7 +56,7 @@ class Columns:
         blocks = [*self.blocks.values()]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
-    @cached_property
+    @property
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has."""
         return {root: block.shape[0] for root, block in self.blocks.items()}

@@ -149,10 +149,9 @@ class Extension(ABC):
 
     def as_stored(self, value: Any, parameter: Tensor) -> Any:
         """What :meth:`read` returned, in that dtype: under autocast it is computed in another."""
-        if not isinstance(value, Tensor):
-            return value
         dtype = self.dtype_for(parameter)
-        return value if value.dtype is dtype else value.to(dtype)
+        is_so = not isinstance(value, Tensor) or value.dtype is dtype
+        return value if is_so else value.to(dtype)
 
     def combine(self, first: Any, second: Any) -> Any:
         """The value for all columns from those for two disjoint sets; see ``columns_add``."""

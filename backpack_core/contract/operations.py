@@ -104,12 +104,13 @@ class Operation(OpenFunction[R]):
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
         """The result for a product: computed once, and nobody's to change."""
         key, form = (self, *settings), type(product)
-        result: R | None = product.results.get(key)
+        results = product.results
+        result: R | None = results.get(key)
         if result is None:
             version = self._found.get(form) or self._version_for(form)
-            result = product.results[key] = version(product, *settings)
+            result = results[key] = version(product, *settings)
             if isinstance(result, Tensor):
-                product.made.append((result, result._version))
+                product.made += ((result, result._version),)
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from backpack_core.contract.rows import Rows
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError
-from backpack_core.record.untouched import ask
+from backpack_core.record.untouched import ask, noted, see_unchanged
 from backpack_core.record.view import View
 
 
@@ -58,23 +58,33 @@ class ParametricRule(LayerRule):
         Raises:
             ShapeError: ``mat`` or the product has the wrong shape.
         """
+        return self.param_products(view, (name,), mat)[0]
+
+    def param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
+        """The same of several parameters, for the same columns."""
         given = mat.shape
         if given[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
-        product: SampleProduct = ask(view, self, "_param_product", view, name, mat)
-        if SampleProduct not in type(product).__mro__:  # for an abstract class, in half the time
-            raise ShapeError(
-                f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
-                f"{view.path}, expected a SampleProduct."
-            )
-        found = (product.columns, product.samples, *product.shape)
-        expected = (given[0], given[1], *view.parameter_itself(name).shape)
-        if found != expected:
-            raise ShapeError(
-                f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
-                f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
-            )
-        return product
+        seen, owned = noted(view, (mat,)), view.stored.owned
+        products = [self._param_product(view, name, mat) for name in names]
+        see_unchanged(view, seen, self, "_param_product")
+        for name, product in zip(names, products, strict=True):
+            if (
+                SampleProduct not in type(product).__mro__
+            ):  # for an abstract class, in half the time
+                raise ShapeError(
+                    f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
+                    f"{view.path}, expected a SampleProduct."
+                )
+            found = (product.columns, product.samples, *product.shape)
+            its = owned[name][0] if name in owned else view.parameter_itself(name)
+            expected = (given[0], given[1], *its.shape)
+            if found != expected:
+                raise ShapeError(
+                    f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
+                    f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
+                )
+        return products
 
     def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
         """The same of a call that has no samples, for columns of every sample apart.

@@ -53,7 +53,7 @@ class Propagator(ABC):
 
     To write:
         ``start(rule, view)``, ``propagate(rule, view, quantity)`` and
-        ``product(rule, view, name, quantity)``.
+        ``products(rule, view, names, quantity)``.
     """
 
     travels: ClassVar[bool] = True
@@ -98,14 +98,19 @@ class Propagator(ABC):
         """
 
     @abstractmethod
-    def product(self, rule: ParametricRule, view: View, name: str, quantity: Any) -> Reading:
-        """What extensions read at a parameter; the engine says on it where it stands.
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Any
+    ) -> Sequence[Reading]:
+        """What extensions read at parameters; the engine says on it where each stands.
 
         Args:
             rule: The layer's rule.
             view: The forward execution.
-            name: Which parameter.
+            names: Which parameters.
             quantity: The quantity at the call's output.
+
+        Returns:
+            A reading for each of them, in their order.
         """
 
     def arrive(self, rule: LayerRule, view: View, waiting: Any | None) -> Any | None:

@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 
+def somewhere(tensor: Tensor) -> Tensor:
+    """A place like a tensor, to differentiate a linear function at: none of its entries is zero.
+
+    A linear function has one derivative everywhere, but not every formula of it: ``logcumsumexp``
+    sends gradients back by way of their logarithms.
+    """
+    count = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    return (count.cos() + 1.5).to(tensor.dtype).reshape(tensor.shape).requires_grad_()
+
+
 def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor) -> Tensor:
     """The transpose of a linear map, applied to a vector.
 
@@ -24,7 +34,7 @@ def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector
     """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        w = vector.new_zeros(tuple(shape), requires_grad=True)
+        w = somewhere(vector.new_empty(tuple(shape)))
         image = function(w)
         if not image.requires_grad:  # the map is zero
             return vector.new_zeros(tuple(shape))

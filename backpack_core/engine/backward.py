@@ -33,6 +33,7 @@ from backpack_core.engine.trust import Measurement, measurement
 from backpack_core.graph.aligning import align
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
+from backpack_core.graph.surveying import look_behind
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.values import without_autocast
@@ -120,7 +121,7 @@ class BackwardPass:
         survey, viewed = self.survey, {node for node, _ in self.survey.viewed}
         is_first, bare = not survey.sites, set(survey.bare)
         try:
-            survey.add(edges)
+            look_behind(survey, edges)
         except Exception as error:
             place_between(error, survey, None)
             raise

@@ -10,7 +10,7 @@ from backpack_core._torch import class_of
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.product import Reading, SampleProduct
+from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.active import Context
@@ -31,7 +31,7 @@ class RuleCarrier(Carrier):
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
         self._survey = survey
-        self._product = _asked(group.propagator, "product")
+        self._products = _asked(group.propagator, "products")
         self._propagate = _asked(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
@@ -44,26 +44,35 @@ class RuleCarrier(Carrier):
 
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
         """By the propagator."""
+        readings = self._readings([*dict.fromkeys(own.name for own in trained)], view, quantity)
         found: list[Found] = []
-        rule = view.call.rule
-        used: dict[str, Reading] = {}
         beside: dict[Any, Any] = {}
         for name, parameter, tensor in trained:
-            reading = used.get(name)
-            if reading is None:
-                reading = self._product(rule, view, name, quantity)
-                if view.positions > 1 and isinstance(reading, SampleProduct):
-                    roots, samples = reading.roots, self._survey.batch_size
-                    reading = regrouped(reading, reading.columns, samples, view.kept)
-                    reading.roots = roots
-                used[name] = reading
-                reading.name, reading.module, reading.rule = name, view.call.module, type(rule)
-                reading.is_linear = name in rule.linear_in_params
+            reading = readings[name]
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
-            found.append(Found(name, parameter, reading, view))
+            found += (Found(name, parameter, reading),)
         return found
+
+    def _readings(self, names: list[str], view: View, quantity: Any) -> dict[str, Any]:
+        """What the propagator finds at parameters, each with where it stands."""
+        rule, module, readings = view.call.rule, view.call.module, {}
+        found = self._products(rule, view, names, quantity)
+        if not isinstance(found, (list, tuple)) or len(found) != len(names):
+            raise errors.ShapeError(
+                f"{type(self._propagator).__name__}.products returned {found!r} at {view.path}, "
+                f"expected a list with a reading for each of {names}."
+            )
+        for name, reading in zip(names, found, strict=True):
+            if view.positions > 1 and isinstance(reading, SampleProduct):
+                roots, samples = reading.roots, self._survey.batch_size
+                reading = regrouped(reading, reading.columns, samples, view.kept)
+                reading.roots = roots
+            reading.name, reading.module, reading.rule = name, module, type(rule)
+            reading.is_linear = name in rule.linear_in_params
+            readings[name] = reading
+        return readings
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""

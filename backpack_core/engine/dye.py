@@ -9,7 +9,7 @@ known of, or something besides: a term beside the loss, a hook.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,10 @@ class DyePropagator(Propagator):
         positions = view.positions if owned is None else owned
         if owned is None and not positions:  # what arrives is kept apart
             self.settled.add(place)
-            return OPEN
+            if waiting is None or not self._goes_apart((waiting,)):
+                return OPEN
+            self._judge.compare(f"{view.path} and what uses its output", waiting, gradient, 0)
+            return waiting._replace(way=(view.path,))
         is_fitting = self._weights.fit(gradient, positions)
         if waiting is not None and waiting.axis:
             waiting = self._closed(waiting._replace(brought=gradient))
@@ -161,7 +164,9 @@ class DyePropagator(Propagator):
             if p is not None
         }
 
-    def product(self, rule: ParametricRule, view: View, name: str, quantity: Dye) -> Any:
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Dye
+    ) -> Sequence[Any]:
         """Nobody reads it."""
         raise AssertionError("no extension reads the dye")
 
@@ -189,9 +194,13 @@ class DyePropagator(Propagator):
         """Call the node for all columns, if that has no effects; else it ends."""
         ways = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         is_aside = any(dye.positions and nr in there.others for nr, dye in quantities.items())
-        if is_aside or not there.kept.isdisjoint(quantities):
-            return [(i, OPEN) for i, _ in ways]
-        known = self._kept(node, quantities) | dict.fromkeys(there.apart, OPEN)
+        is_apart = is_aside or not there.kept.isdisjoint(quantities)
+        sent = dict.fromkeys((i for i, _ in ways) if is_apart else there.apart, OPEN)
+        if sent and self._goes_apart(quantities.values()):
+            sent |= {i: dye for i, dye in self._through(node, quantities) if i in sent}
+        if is_apart:
+            return [*sent.items()]
+        known = self._kept(node, quantities) | sent
         is_known = all(i in known or nodes.is_leaf(child) for i, child in ways)
         if there.apart or not is_known:
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
@@ -249,12 +258,8 @@ class DyePropagator(Propagator):
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
         """Through the node, or behind it as behind a call."""
-        before, step = history(quantities.values()), nodes.described(node)
-        crossed = self._pushed(node, quantities) if before.is_whole else []
-        for position, columns in crossed:
-            units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
-            way = (*before.way, *(() if step in before.way else (step,)))
-            dye = Dye(columns, size=before.size, unit=max(before.unit, *units), way=way)
+        crossed, step = [*self._through(node, quantities)], nodes.described(node)
+        for position, dye in crossed:
             yield position, self._dyed(dye, *node.next_functions[position])
         if crossed:
             return
@@ -265,6 +270,21 @@ class DyePropagator(Propagator):
             if child is not None:
                 is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
                 yield i, OPEN._replace(way=(step,)) if is_fitting else LOST
+
+    def _through(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
+        """Through the node; nothing where that cannot be."""
+        before, step = history(quantities.values()), nodes.described(node)
+        for position, columns in self._pushed(node, quantities) if before.is_whole else ():
+            units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
+            way = (*before.way, *(() if step in before.way else (step,)))
+            yield position, Dye(columns, True, 0, 0, before.size, max(before.unit, *units), way)
+
+    def _goes_apart(self, dyes: Iterable[Dye]) -> bool:
+        """Whether there is something to learn where samples are kept apart: of hooks, say."""
+        return self._question.is_curvature and all(
+            dye.is_whole and not dye.positions and _DYED_LATER.keys().isdisjoint(dye.columns.blocks)
+            for dye in dyes
+        )
 
     def _pushed(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Columns]]:
         """All columns behind a node; nothing where it may have effects."""
@@ -298,7 +318,7 @@ class DyePropagator(Propagator):
             if self._is_readable and is_before:
                 owners = owners_of_rows(node, len(self._weights), number, self._is_table)
             elif self._is_readable and not self._weights.fit(block[0]):
-                owners = owners_behind_loss(node, len(self._weights), self._is_table)
+                owners = owners_behind_loss(node, len(self._weights), 0, self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -198,7 +198,9 @@ class Judge:
         self._right = {*range(weights.guesses)}
 
     def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: Positions) -> bool:
-        """Compare; false if there is nothing that could be, or all is zero.
+        """Compare; false if there is nothing that could be, or the gradient is zero.
+
+        Where it is, and weighted columns are not, parts of samples have cancelled.
 
         Args:
             where: For messages.
@@ -216,13 +218,13 @@ class Judge:
         plain, *guesses = total
         own = own if self.question.is_curvature else None
         size = max(largest(t) for t in (plain, own) if t is not None)
-        if not size:
+        if not size and not largest(total):
             return False
         units = [torch.finfo(t.dtype).eps for t in (plain, own) if t is not None]
         unit = max(arrived.unit, *units)
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
         besides = 0.0
-        if own is not None and not arrived.positions:
+        if size and own is not None and not arrived.positions:
             besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
         if self.question.is_of_losses:
             of_loss = arrived.columns.blocks.get(OF_LOSS)
@@ -240,7 +242,7 @@ class Judge:
             self._right &= {n for n, excess in over if not bool((excess > 0).any())}
             if not self._right:
                 raise _mixed(where, arrived)
-        return True
+        return bool(size)
 
     def axis(self, dye: Dye) -> int:
         """Where samples lie; another axis than the first only if that is as long as well."""

@@ -42,6 +42,7 @@ class PlainGradient:
 
     Attributes:
         group: The extensions of individual gradients, whose products have the sums.
+        needs: What is asked of a product whose sum may be taken.
         inputs: What to tell autograd, by the names of its arguments.
     """
 
@@ -57,7 +58,7 @@ class PlainGradient:
             leaves: Every leaf that autograd would get to.
         """
         self.group = group
-        self._needs = group.needs | {operations.batch_sum}
+        self.needs = group.needs | {operations.batch_sum}
         self._sums: dict[int, Tensor] = {}
         trust, found = known_of(survey, group.needs), _candidates(survey)
         self._summed = trust.summed
@@ -73,12 +74,12 @@ class PlainGradient:
         ]
         self.inputs = inputs_without(self._left, survey, leaves) if self._left else {}
 
-    def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:
-        """What is asked of a parameter's product, if its sum may be taken; else ``None``."""
+    def wants(self, group: Group, parameter: Tensor) -> bool:
+        """Whether the sum of a parameter's product, as the group reads it, may be taken."""
         if group.extensions[0] is not self.group.extensions[0]:  # what measures may read along
-            return None
+            return False
         number = id(parameter)
-        return self._needs if number in self._left or number in self._judged else None
+        return number in self._left or number in self._judged
 
     def take(self, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
         """Sum a product, which all who asked for it have read.

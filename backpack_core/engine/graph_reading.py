@@ -75,7 +75,7 @@ def _parameters(survey: Survey) -> tuple[Tensor, ...]:
     """What calls use, and what plain functions use of the models that were extended."""
     found = {key: use.parameter for key, use in survey.uses.items()}
     own = owned_by_models() if survey.bare else {}
-    for key, (parameter, _) in survey.bare.items():
+    for key, (parameter, *_) in survey.bare.items():
         if key in own:
             if parameter.is_complex():
                 raise complex_parameter(f"of shape {list(parameter.shape)}")

@@ -53,15 +53,15 @@ class OutputHook:
         hooks = self.hooks()
         # What the user's hooks make of the gradient is what autograd goes on with. They are on the
         # tensor, and then on its node: a hook that is put there now runs last.
-        others = [] if hooks is None else [hook for key, hook in hooks.items() if key != KEY]
+        others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             handle.remove()
-            node = current_node()  # holding it would be a cycle, if a hook before us fails
-            final = grads[self.output_nr]
-            site = Site(self.call, self.index, Edge(node, self.output_nr))
-            found = _pass_under_way(context, site.edge)
-            changed_by = None if final is grad else others
+            # To hold the node, or the pass, would be a cycle, if a hook before us fails.
+            edge = tuple.__new__(Edge, (current_node(), self.output_nr, 0))
+            site = tuple.__new__(Site, (self.call, self.index, edge, None))
+            found = _pass_under_way(context, edge)
+            changed_by = None if grads[self.output_nr] is grad else others
             guarded(context.passes, BackwardPass.reach, found, site, grads, changed_by)
 
         handle = current_node().register_prehook(after)

@@ -44,7 +44,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
     at_leaves = set(map(id, survey.alignment.leaves.values()))
     owned = owned_by_models()
     for key in survey.bare.keys() - {*known}:
-        parameter, node = survey.bare[key]
+        parameter, node, _ = survey.bare[key]
         is_known = key in at_leaves
         missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
         uses = survey.uses[key].count if key in survey.uses else 0
@@ -206,7 +206,7 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
         NotExtendedError: There would be no quantity at all.
     """
     calls = [call for call, _ in survey.sites]
-    if any(nodes.is_compiled(node) for _, node in survey.bare.values()):
+    if any(nodes.is_compiled(bare.node) for bare in survey.bare.values()):
         return  # its modules may well be extended
     if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
         losses = ", ".join(dict.fromkeys(call.path for call in calls))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,8 @@ from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import ask, owned
+from backpack_core.record.untouched import held, noted, owned, see_unchanged
+from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
@@ -37,7 +38,7 @@ class Sink(ABC):
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.plain: PlainGradient | None = None
-        self._pending: dict[tuple[int, int], tuple[Group, list[Found]]] = {}
+        self._pending: dict[tuple[int, int], tuple[Group, View, list[Found]]] = {}
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -53,78 +54,98 @@ class Sink(ABC):
         """
         return False
 
-    def note(self, lane: int, group: Group, new: Found) -> None:
-        """Read, if this is the last use of the parameter; else wait for the others."""
-        number = id(new.parameter)
-        uses = self.survey.uses[number].count
-        if uses == 1:
-            self._complete(group, [new])
-            return
-        # The sum over uses comes before anything that is not linear in them.
-        _, found = self._pending.pop((lane, number), (group, []))
-        for use in found:  # only the last is where it is read
-            use.view = None
-        found.append(new)
-        if self.is_last(new.parameter, len(found), uses):
-            self._complete(group, found)
-        else:
-            for use in found:
-                use.value = use.value.lasting()
-            self._pending[lane, number] = group, found
+    def note(self, lane: int, group: Group, view: View, found: Iterable[Found]) -> None:
+        """Read what no further use is coming of; the rest waits for the others."""
+        complete: list[list[Found]] = []
+        for new in found:
+            number, uses = id(new.parameter), [new]
+            count = self.survey.uses[number].count
+            if count > 1:
+                # The sum over uses comes before anything that is not linear in them.
+                _, _, before = self._pending.pop((lane, number), (group, view, []))
+                uses = [*before, new]
+                if not self.is_last(new.parameter, len(uses), count):
+                    for use in uses:
+                        use.value = use.value.lasting()
+                    self._pending[lane, number] = group, view, uses
+                    continue
+            complete += (uses,)
+        if complete:
+            self._complete(group, view, complete)
 
     def flush(self) -> None:
         """Read what is still waiting: no other use is coming."""
-        for group, found in self._pending.values():
-            self._complete(group, found)
+        for group, view, uses in self._pending.values():
+            self._complete(group, view, [uses])
         self._pending.clear()
 
-    def _complete(self, group: Group, found: list[Found]) -> None:
-        """Let all extensions of a group read off one parameter."""
-        last, plain, watch = found[-1], self.plain, group.watch
-        view, parameter, module = last.view, last.parameter, last.view.call.module
-        needs = None if plain is None else plain.needs(group, parameter)
-        if needs is not None:  # for the sum, too, where the plain gradient is made of it
-            for use in found:
-                use.value.needs = needs
-        whole = last.value if len(found) == 1 else None
-        is_ruled = id(parameter) not in self.survey.unruled
-        is_left_out = id(parameter) in self.survey.left_out
-        way = "rule" if is_ruled else "autodiff"
-        for extension in group.extensions:
+    def _complete(self, group: Group, view: View, complete: list[list[Found]]) -> None:
+        """Let all extensions of a group read off parameters, each in all of its uses."""
+        plain, way, module = self.plain, "rule", view.call.module
+        summed: list[tuple[list[Found], bool]] = []
+        for uses in complete:
+            last = uses[-1]
+            if id(last.parameter) in self.survey.unruled:
+                way = "autodiff"
+            if plain is not None and plain.wants(group, last.parameter):
+                summed += ((uses, len(uses) > 1 or view.is_reached),)
+                for use in uses:  # for their sum, too, where the plain gradient is made of it
+                    use.value.needs = plain.needs
+        try:
+            for extension in group.extensions:
+                kind = type(extension)
+                values = group.watch(module, kind, way, self._read, extension, view, complete)
+                for uses, value in zip(complete, values, strict=True):
+                    if value is not None:
+                        parameter = uses[-1].parameter
+                        value = owned(extension.as_stored(value, parameter), view)
+                        self.store(extension, parameter, value)
+            extension = group.extensions[0]
+            if plain is not None:
+                for uses, is_reached in summed:
+                    plain.take(uses[-1].parameter, _whole(uses), is_reached)
+        except Exception as error:
+            place(error, view, extension)
+            raise
+
+    def _read(self, extension: Extension, view: View, complete: list[list[Found]]) -> list[Any]:
+        """What an extension reads at each parameter; ``None`` where it leaves it out."""
+        seen = noted(view, ())
+        values: list[Any] = []
+        for uses in complete:
+            value = None
             try:
-                if is_left_out or not (is_ruled or wants_unruled(extension)):
-                    continue
-                try:
-                    whole = join(found) if whole is None else whole
-                    shown = whole.lasting() if extension.is_deferred else whole
-                    value = watch(module, type(extension), way, ask, view, extension, "read", shown)
+                if self._is_wanted(extension, id(uses[-1].parameter)):
+                    shown = _whole(uses)
+                    shown = shown.lasting() if extension.is_deferred else shown
+                    seen += held(shown)
+                    value = extension.read(shown)
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
-                except UnsupportedError as error:
-                    if not tolerates(extension, view, last.name, error):
-                        raise
-                    continue
-                self.store(extension, parameter, owned(extension.as_stored(value, parameter), view))
-            except Exception as error:
-                place(error, view, extension)
-                raise
-        if plain is not None and needs is not None:
-            try:
-                whole = join(found) if whole is None else whole
-                plain.take(parameter, whole, len(found) > 1 or view.is_reached)
-            except Exception as error:
-                place(error, view, group.first)
-                raise
+                    seen += shown.made
+            except UnsupportedError as error:
+                if not tolerates(extension, view, uses[-1].name, error):
+                    raise
+            values += (value,)
+        see_unchanged(view, seen, extension, "read")
+        return values
+
+    def _is_wanted(self, extension: Extension, number: int) -> bool:
+        """Whether an extension reads a parameter; of what no rule covers, as it says."""
+        survey = self.survey
+        is_unruled = number in survey.unruled
+        return number not in survey.left_out and (not is_unruled or wants_unruled(extension))
 
 
-def join(found: list[Found]) -> Any:
-    """One reading from those of all uses of a parameter."""
-    readings = [use.value for use in found]
-    first, *others = readings
-    whole = first.join(others)
-    Reading.placed_as(whole, readings[-1])  # its roots are those of all
-    whole.is_linear = all(reading.is_linear for reading in readings)
-    return whole
+def _whole(uses: list[Found]) -> Any:
+    """One reading from those of all uses of a parameter, joined when it is first asked for."""
+    if len(uses) > 1:
+        readings = [use.value for use in uses]
+        whole = uses[-1].value = readings[0].join(readings[1:])
+        Reading.placed_as(whole, readings[-1])  # its roots are those of all
+        whole.is_linear = all(reading.is_linear for reading in readings)
+        del uses[:-1]
+    return uses[0].value
 
 
 class ChunkSink(Sink):

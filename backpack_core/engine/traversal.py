@@ -66,7 +66,7 @@ class Traversal:
         try:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
-            carrier = self._carrier(lane, view)
+            carrier = self._carriers.get(lane) or self._carrier(lane, view)
             arrived = self.schedule.take(lane, site)
             waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
             quantity = carrier.arrive(view, waiting)
@@ -277,7 +277,7 @@ class Traversal:
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def _carrier(self, lane: int, view: View) -> Carrier:
-        """Who answers for the module."""
+        """Who answers for the module; the rules, for all modules, where nobody else may."""
         group = self.groups[lane]
         if group.has_overrides and not isinstance(view.call.rule, BareRule):
             extension = group.extensions[0]  # the only one
@@ -287,9 +287,8 @@ class Traversal:
                 if fault is not None:
                     raise fault
                 return found(extension, group.propagator)
-        known = self._carriers.get(lane)
-        if known is None:
-            known = self._carriers[lane] = RuleCarrier(group, self.survey)
+            return RuleCarrier(group, self.survey)
+        known = self._carriers[lane] = RuleCarrier(group, self.survey)
         return known
 
     # Reading -------------------------------------------------------------------------------------
@@ -316,8 +315,7 @@ class Traversal:
         if self.survey.bare and not group.propagator.keeps_apart:
             for found in everything:
                 self._refuse_bare(found, view, group)
-        for found in everything:
-            self.sink.note(lane, group, found)
+        self.sink.note(lane, group, view, everything)
 
     def _refuse_shared(self, found: Found) -> None:
         number, survey = id(found.parameter), self.survey

@@ -10,9 +10,10 @@ from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.of_weights import leaves_given_to
+from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
+from backpack_core.graph.surveying import look_inside
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import owned_by_models, owner_of
 from backpack_core.record.view import View
@@ -36,7 +37,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
                 alignment.faults[place] = fault
     for site in [*survey.sites.values()] if survey.uncovered else ():
         if site.call in survey.uncovered and not survey.goes_inside(site.call):
-            survey.open(site)
+            look_inside(survey, site)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
@@ -84,11 +85,9 @@ def _hand_to_nodes(survey: Survey) -> None:
         call = site.call
         if call.rule.is_loss or call.is_released or call in survey.opened:
             continue
-        if not survey.goes_inside(call) and leaves_given_to(call):
-            survey.open(site)
-    users: dict[int, set[Node]] = {}
-    for (node, _), parameter in survey.bare_edges.items():
-        users.setdefault(id(parameter), set()).add(node)
+        if not survey.goes_inside(call) and has_parameters_given(call):
+            look_inside(survey, site)
+    users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
         # What is computed inside of a call may be used outside, too, past the output.
         own = survey.trained[site.call]
@@ -97,7 +96,7 @@ def _hand_to_nodes(survey: Survey) -> None:
             if survey.goes_inside(site.call):
                 survey.disown(site.call)
             else:
-                survey.open(site)
+                look_inside(survey, site)
 
 
 def _is_table(survey: Survey, site: Site) -> bool:
@@ -148,13 +147,14 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
         if call.goes_inside:
             survey.disown(call)
         elif not _is_willing(call, index):
-            survey.open(survey.sites[call, index])
+            look_inside(survey, survey.sites[call, index])
 
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads off, by the edge that leads to them."""
-    if not survey.bare_edges or not survey.sites:  # of no call, nothing tells how many samples
+    if not survey.bare or not survey.sites:  # of no call, nothing tells how many samples
         return {}
     # Of the freed ones, some may have been replaced in their module since.
     own = owned_by_models().keys() | survey.freed.keys()
-    return {edge: p for edge, p in survey.bare_edges.items() if id(p) in own}
+    bare = [bare for key, bare in survey.bare.items() if key in own]
+    return {edge: one.parameter for one in bare for edge in one.edges}

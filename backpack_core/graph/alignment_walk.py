@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,47 +12,11 @@ from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Alignment, Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import Origins
-from backpack_core.graph.order import ranks, reached
+from backpack_core.graph.order import consumers_first, reached
 from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
-from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Edge, Site
-
-
-class _Here(NamedTuple):
-    """What stands at a place.
-
-    Attributes:
-        site: The call that is recorded there.
-        is_call: Whether that is stepped over, and not gone through by nodes.
-        operation: The operation; empty where a call is stepped over, or nothing is known.
-        shape: The shape of the tensor.
-        length: That of its axis 0; ``None`` of a number.
-    """
-
-    site: Site | None
-    is_call: bool
-    operation: str
-    shape: tuple[int, ...]
-    length: int | None
-
-
-class _Map(dict[Place, _Here]):
-    """What stands at places, looked at once: the graph stays as it is while it is walked through.
-
-    Asked for several times for every way that leads there, so that is a plain look-up.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        self._survey = survey
-
-    def __missing__(self, place: Place) -> _Here:
-        """Look."""
-        site = self._survey.site_at(Edge(*place))
-        is_call = site is not None and not self._survey.goes_inside(site.call)
-        operation = "" if is_call else nodes.operation_of(place[0])
-        shape = nodes.lengths_of(*place)
-        here = self[place] = _Here(site, is_call, operation, shape, shape[0] if shape else None)
-        return here
+from backpack_core.graph.survey import Survey
+from backpack_core.graph.tensors import Known, Tensors, Way
+from backpack_core.record.call import Edge
 
 
 class Walk:
@@ -64,7 +27,7 @@ class Walk:
         survey: Survey,
         found: Alignment,
         tables: set[Node],
-        targets: Mapping[tuple[Node, int], Tensor],
+        targets: Mapping[Place, Tensor],
     ) -> None:
         """Begin.
 
@@ -77,116 +40,92 @@ class Walk:
         self._survey = survey
         self._found = found
         self._size = max(1, survey.batch_size)
-        self._before = found.before
         self._origins = Origins(survey, tables)
-        self._targets = targets
-        self._picked: set[Place] = set()
-        self._sorted: set[Place] = set()
-        self._guessed: set[Place] = set()
-        self._dropped: set[Place] = set()
-        self._at = _Map(survey)
-        self._ways: dict[Place, list[tuple[Place, int]]] = {}
+        self._tensors = Tensors(survey, targets)
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in what is found."""
-        self._found.beside.clear()
-        start: list[Place] = [(edge.node, edge.output_nr) for edge in roots]
-        outputs: dict[Node, dict[int, None]] = {}
-        for place in start:
-            self._found.positions[place] = int(self._at[place].length == self._survey.batch_size)
-            if not self._found.positions[place]:
-                self._before.add(place)
-            outputs.setdefault(place[0], {})[place[1]] = None
-        for node in ranks(*outputs):
-            for nr in outputs.get(node, ()):
-                ways = self._ways[node, nr] = self._behind((node, nr))
-                for child, position in ways:
-                    self._derive((node, nr), child, position)
-                    outputs.setdefault(child[0], {})[child[1]] = None
+        found = self._found
+        found.beside.clear()
+        starts = [self._tensors[edge.node, edge.output_nr] for edge in roots]
+        for root in starts:
+            root.positions = int(root.length == self._survey.batch_size)
+            root.is_before |= not root.positions
+        tensors = consumers_first(starts, self._tensors.further)
+        for tensor in tensors:
+            for below, position in tensor.ways:
+                # Much faster than Way(...).
+                self._derive(tuple.__new__(Way, (tensor, below, position)))
+        found.positions.update((tensor.place, tensor.positions) for tensor in tensors)
+        found.owned.update((t.place, t.owned) for t in tensors if t.owned is not None)
+        found.before = {tensor.place for tensor in tensors if tensor.is_before}
         before = -1
-        while before < len(self._found.apart):
-            before = len(self._found.apart)
-            for place in reversed(self._ways):
-                self._keep_apart(place)
-            for place in self._ways if self._found.apart else ():
-                self._stay_apart(place)
-
-    def _behind(self, place: Place) -> list[tuple[Place, int]]:
-        """Where what arrives goes on to, and by which way out of the node."""
-        here, beside = self._at[place], self._survey.beside
-        if here.site is not None and here.is_call:
-            edges = here.site.call.edges
-            return [((e.node, e.output_nr), i) for i, e in enumerate(edges) if e is not None]
-        node, known = place[0], self._targets
-        ways = [((e.node, e.output_nr), i) for i, e in edges_behind(node) if (node, i) not in known]
-        return [way for way in ways if not nodes.is_leaf(way[0][0]) and way[0] not in beside]
+        while before < len(found.apart):
+            before = len(found.apart)
+            for tensor in reversed(tensors):
+                self._keep_apart(tensor)
+            for tensor in tensors if found.apart else ():
+                for below, _ in tensor.ways if tensor.is_apart else ():
+                    if not below.positions:  # as far as the next samples, where it is seen to fit
+                        self._stay_apart(below)
 
     # Downwards -----------------------------------------------------------------------------------
 
-    def _derive(self, place: Place, child: Place, position: int) -> None:
-        """How many entries of axis 0 each sample has at a child, as this way tells."""
-        found = self._found.positions
-        if found.get(child) or child in self._found.owned:
+    def _derive(self, way: Way) -> None:
+        """How many entries of axis 0 each sample has at an operand, as this way tells."""
+        above, below, _ = way
+        if below.is_settled():
             return
         if not self._survey.batch_size:  # of no sample, every entry is
-            found[child] = int(self._at[child].length == 0)
+            below.positions = int(below.length == 0)
             return
-        above, (*_, shape, length) = self._at[place], self._at[child]
-        is_before, is_owned = place in self._before, place in self._found.owned
-        is_loss = above.site is not None and above.site.call.rule.is_loss
-        entries = 1 if length is None else length
-        is_picked = is_owned and above.operation in nodes.GATHERS and not entries % self._size
-        if (is_loss or is_before or is_owned) and self._is_owned(place, child, position):
-            found[child] = 0
-        elif (is_picked and not self._origins.of_tables(child[0])) or is_loss:
-            found[child] = entries // self._size  # a loss says where samples are
-        elif self._is_picked(place, child, position):
-            found[child] = 0
-            self._picked.add(child)
-        elif self._origins.of_weights(child[0]) or (
-            not is_before and self._is_table(place, child, position)
-        ):
-            found[child] = 0
-        elif is_before and nodes.is_stack_of_numbers(child[0]):
-            found[child] = 0
-            self._before.add(child)
-        elif length == self._size and self._is_certain(place, child, position):
-            found[child] = 1
-        elif shape and not entries % self._size and self._keeps_rows(place, child, position):
-            found[child] = entries // self._size
+        is_before, is_loss, is_owned = above.is_before, above.is_loss, above.owned is not None
+        entries = 1 if below.length is None else below.length
+        count, rest = divmod(entries, self._size)
+        is_picked = is_owned and above.operation in nodes.GATHERS and not rest
+        if (is_loss or is_before or is_owned) and self._is_owned(way):
+            pass
+        elif (is_picked and not self._origins.of_tables(below.node)) or is_loss:
+            below.positions = count  # a loss says where samples are
+        elif way.is_handed_out(self._size):
+            below.is_picked = True
+        elif self._origins.of_weights(below.node) or (not is_before and self._is_table(way)):
+            pass
+        elif is_before and nodes.is_stack_of_numbers(below.node):
+            below.is_before = True
+        elif below.length == self._size and self._is_certain(way):
+            below.positions = 1
+        elif below.shape and not rest and self._keeps_rows(way):
+            below.positions = count
         else:
-            found[child] = 0
-            if is_before:
-                self._before.add(child)
-        if found[child] or child in self._found.owned:
-            self._before.discard(child)
-            # A sum of everything says nothing of what it was of.
-            is_guessed = place in self._guessed and not above.is_call
-            if is_guessed or (is_before and above.operation in nodes.REDUCTIONS):
-                self._guessed.add(child)
+            below.is_before |= is_before
+        if below.is_settled():
+            below.is_before = False
+            # A sum of everything, or of a vector, says nothing of what it was of.
+            is_reduced = above.operation in nodes.REDUCTIONS or len(below.shape) == 1
+            is_sum = is_before and is_reduced
+            below.is_guessed |= is_sum or (above.is_guessed and not above.is_call)
 
-    def _is_owned(self, place: Place, child: Place, position: int) -> bool:
+    def _is_owned(self, way: Way) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
-        of_loss, above = place not in self._before, self._at[place]
-        is_loss = above.site is not None and above.site.call.rule.is_loss
+        (above, below, _), of_tables = way, self._origins.of_tables
+        is_owned, of_loss = above.owned is not None, not above.is_before
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_as_long = self._at[child].length == self._size
-        is_usual = is_as_long and (is_loss or is_picked)
-        if is_usual or not self._found.is_readable or self._origins.of_tables(child[0]):
+        is_as_long = below.length == self._size
+        is_usual = is_as_long and (above.is_loss or is_picked)
+        if is_usual or not self._found.is_readable or of_tables(below.node):
             return False
-        is_same = place in self._found.owned and above.length == self._at[child].length
-        if is_same and (above.is_call or nodes.keeps_rows(*place, position)):
-            self._found.owned[child] = self._found.owned[place]
+        if is_owned and way.keeps_length and (above.is_call or way.keeps_rows):
+            below.owned = above.owned
             return True
-        is_table = self._origins.of_tables
-        known = owners_behind_loss(child[0], self._size, is_table) if of_loss else None
-        if known is None and (not of_loss or place in self._found.owned):
+        known = owners_behind_loss(below.node, self._size, 0, of_tables) if of_loss else None
+        if known is None and (not of_loss or is_owned):
             # Of as many, data and what a constant made of a table are not told apart.
-            is_table = self._origins.of_constants if is_as_long else is_table
-            known = owners_of_rows(child[0], self._size, child[1], is_table)
+            is_table = self._origins.of_constants if is_as_long else of_tables
+            known = owners_of_rows(below.node, self._size, below.place[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
-        is_needed = self._at[child].is_call and not is_loss
+        is_needed = below.is_call and not above.is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed
         if known is None or not (known.are_sure or is_other):
             return False
@@ -194,156 +133,92 @@ class Walk:
         samples = torch.arange(self._size, device=owners.device)
         if torch.equal(owners, samples.repeat_interleave(len(owners) // self._size)):
             return False
-        self._found.owned[child] = owners == samples[:, None]
+        below.owned = owners == samples[:, None]
         return True
 
-    def _is_picked(self, place: Place, child: Place, position: int) -> bool:
-        """Whether entries of axis 0 are handed out, as tokens to experts, however many they are.
+    def _is_table(self, way: Way) -> bool:
+        """Whether an operand may be a table, and no sample is made of it entry by entry."""
+        return self._origins.of_tables(way.below.node) and way.repeats()
 
-        Or samples are sorted, as packed sequences are: there, rows of any number are in that order.
-        """
-        operation, is_sorted = self._at[place].operation, place in self._sorted
-        if place not in self._picked or operation in nodes.GATHERS:
-            is_sorted = operation == "IndexSelect" and nodes.selected(*place) == self._size
-            if is_sorted and self._found.positions[place]:
-                is_sorted = not nodes.keeps_rows(*place, position)
-            is_picked = is_sorted or (operation in nodes.SCATTERS and position == 1)
-        else:
-            is_picked = is_sorted or self._at[place].length == self._at[child].length
-        if is_sorted:
-            self._sorted.add(child)
-        return is_picked
-
-    def _is_table(self, place: Place, child: Place, position: int) -> bool:
-        """Whether a child may be a table, and no sample is made of it without repeating entries."""
-        if not self._origins.of_tables(child[0]):
-            return False
-        above, below = self._at[place], self._at[child]
-        operation = above.operation
-        if operation in nodes.GATHERS or nodes.TURNS & {operation, below.operation}:
-            return True
-        if not self._found.positions.get(place):
-            return True
-        is_longer = len(above.shape) > len(below.shape)
-        return is_longer and not (operation and nodes.keeps_rows(*place, position))
-
-    def _is_certain(self, place: Place, child: Place, position: int) -> bool:
+    def _is_certain(self, way: Way) -> bool:
         """Whether axis 0, as long as the batch, holds the samples as far as is known."""
-        if self._survey.is_declared and is_doubtful(self._at[child].shape, self._size):
-            site = self._at[child].site
-            is_first = site is not None and not declared_axis(site.call)
-            known = self._found.positions.get(place) and self._keeps_rows(place, child, position)
-            return is_first or bool(known)
-        return not self._is_other(place, child, position)
+        above, below, _ = way
+        if self._survey.is_declared and is_doubtful(below.shape, self._size):
+            is_first = below.site is not None and not declared_axis(below.site.call)
+            return is_first or bool(above.positions and self._keeps_rows(way))
+        return not self._is_other(way)
 
-    def _is_other(self, place: Place, child: Place, position: int) -> bool:
+    def _is_other(self, way: Way) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        above, below = self._at[place], self._at[child]
-        operation = above.operation
-        is_broadcast = len(below.shape) < len(above.shape)
-        if is_broadcast and operation in nodes.ELEMENTWISE:
+        (above, below, position), of_constants = way, self._origins.of_constants
+        operation, has_samples = above.operation, bool(above.positions)
+        is_repeated = has_samples and operation in {"Expand", "Repeat"}
+        if way.is_broadcast and (is_repeated or operation in nodes.ELEMENTWISE):
             return True
-        has_samples = bool(self._found.positions[place])
-        if not operation or place in self._before:
+        if not operation or above.is_before:
             is_as_long = above.is_call and above.length == self._size
-            is_other = is_as_long and not (has_samples or self._axis(above.site))
-            is_other &= place not in self._before and not self._origins.of_constants(place[0])
-            return is_other or place in self._dropped
-        is_constant = not has_samples and self._origins.of_constants(child[0])
+            is_other = is_as_long and not (has_samples or above.axis or above.is_before)
+            return (is_other and not of_constants(above.node)) or above.is_dropped
+        is_constant = not has_samples and of_constants(below.node)
         if is_constant or nodes.is_shared(operation, position, has_samples):
             return True
-        if operation in nodes.SAME_AXES or nodes.keeps_rows(*place, position):
-            return not has_samples and self._has_none(above.shape, below.shape)
+        if operation in nodes.SAME_AXES or way.keeps_rows:
+            return not has_samples and way.shows_none(self._size)
         if operation in nodes.TURNS:
             return has_samples
-        # Is what is left of axis 0, or picked from it, of some samples, or with all of them?
-        is_picked = operation in nodes.GATHERS and not has_samples
-        is_less = operation in nodes.REDUCTIONS and place not in self._guessed
-        is_less &= len(below.shape) > len(above.shape)
-        if is_picked or operation in nodes.SELECTIONS or is_less:
-            kept = above.shape[is_picked:]
-            is_other = any(length % self._size == 0 for length in kept)
-            if is_other and not self._axis(below.site):
-                self._dropped.add(child)
-            return is_other
-        return False
+        if above.is_guessed and below.site is not None and not below.axis:
+            return False  # a module's output, one sample after the other
+        return way.loses_samples(self._size)
 
-    def _axis(self, site: Site | None) -> int:
-        """Where an output of a call has its samples: states have them elsewhere than on axis 0."""
-        return self._survey.axes[site.call, site.index] if site is not None else 0
-
-    def _has_none(self, shape: tuple[int, ...], behind: tuple[int, ...]) -> bool:
-        """Whether a tensor may have no samples in front, as what keeps its order has none there."""
-        if shape[:1] == behind[:1]:
-            return True
-        merged = list(behind[1:])  # or taken apart
-        for length in reversed(shape):
-            if merged[-1:] != [length]:
-                break
-            merged.pop()
-        return any(length % self._size == 0 for length in merged)
-
-    def _keeps_rows(self, place: Place, child: Place, position: int) -> bool:
-        """Whether axis 0 of a child is known to hold the samples one after the other."""
-        if place in self._before:  # nobody has said yet where they are: the dye will tell
+    def _keeps_rows(self, way: Way) -> bool:
+        """Whether axis 0 of an operand is known to hold the samples one after the other."""
+        above = way.above
+        if above.is_before:  # nobody has said yet where they are: the dye will tell
             return not self._survey.is_declared or self._size == 1
-        if not self._found.positions.get(place):
+        if not above.positions:
             return False
-        if self._at[place].is_call:
-            return self._at[place].length == self._at[child].length
-        return nodes.keeps_rows(*place, position)
+        return way.keeps_length if above.is_call else way.keeps_rows
 
-    # Upwards -----------------------------------------------------------------------------------
+    # Upwards -------------------------------------------------------------------------------------
 
-    def _keep_apart(self, place: Place) -> None:
-        """Whether samples have to be told apart at a place that has none, for what is behind."""
-        found, survey = self._found, self._survey
-        node, (site, is_call, *_) = place[0], self._at[place]
-        needs = bool(found.apart) and any(child in found.apart for child, _ in self._ways[place])
-        for leaf, parameter in () if is_call else self._targets_at(node):
+    def _keep_apart(self, this: Known) -> None:
+        """Whether samples have to be told apart at a tensor that has none, for what is behind."""
+        found, node = self._found, this.node
+        needs = bool(found.apart) and True in [below.is_apart for below, _ in this.ways]
+        for leaf, parameter in () if this.is_call else self._tensors.targets.get(node, ()):
             needs = True
             found.leaves[leaf] = parameter
             found.apart.add(leaf)
             found.positions[leaf] = 0
-            if place in self._before:
+            if this.is_before:
                 found.beside.append((parameter, node))
-        if site is not None and not found.positions[place] and not site.call.rule.is_loss:
-            needs |= bool(survey.trained[site.call])
+        if this.site is not None and not this.positions and not this.is_loss:
+            needs |= bool(self._survey.trained[this.site.call])
         if not needs:
             return
-        if found.positions[place] or place in found.owned:
-            if not is_call:  # else the call sees to it
+        if this.is_settled():
+            if not this.is_call:  # else the call sees to it
                 found.starts[node] = None
-        elif place not in self._before:
-            found.apart.add(place)
-        elif site is None or not site.call.rule.is_loss:
-            self._note_beside(place)
+        elif not this.is_before:
+            self._stay_apart(this)
+        elif not this.is_loss:
+            self._note_beside(this)
 
-    def _stay_apart(self, place: Place) -> None:
-        """What is kept apart stays so as far as the next samples, where it is seen to fit."""
-        found = self._found
-        if place in found.apart:
-            children = (child for child, _ in self._ways[place])
-            found.apart.update(child for child in children if not found.positions[child])
+    def _stay_apart(self, this: Known) -> None:
+        this.is_apart = True
+        self._found.apart.add(this.place)
 
-    def _note_beside(self, place: Place) -> None:
+    def _note_beside(self, number: Known) -> None:
         """What is kept apart behind a number that has no samples is no function of any."""
-        found = self._found
+        beside = self._found.beside
 
-        def further(this: Place) -> list[Place]:
-            places = [(edge.node, edge.output_nr) for _, edge in edges_behind(this[0])]
-            return [p for p in places if p in found.apart and not nodes.is_leaf(p[0])]
+        def further(this: Known) -> list[Known]:
+            return [below for below, _ in this.ways if below.is_apart]
 
-        for this in reached([place], further):
-            found.beside += [(parameter, this[0]) for _, parameter in self._targets_at(this[0])]
-            site = self._at[this].site
-            if site is not None and this != place:
-                trained = self._survey.trained[site.call]
-                found.beside += [(own.parameter, this[0]) for own in trained]
-
-    def _targets_at(self, node: Node) -> list[tuple[Place, Tensor]]:
-        """Parameters that a node sends something to and no call reads off, with their places."""
-        if not self._targets:
-            return []
-        found = ((edge, self._targets.get((node, i))) for i, edge in edges_behind(node))
-        return [((e.node, e.output_nr), own) for e, own in found if own is not None]
+        for this in reached([number], further):
+            if not this.is_call:
+                targets = self._tensors.targets.get(this.node, ())
+                beside += [(parameter, this.node) for _, parameter in targets]
+            if this.site is not None and this is not number:
+                trained = self._survey.trained[this.site.call]
+                beside += [(own.parameter, this.node) for own in trained]

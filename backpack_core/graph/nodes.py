@@ -139,12 +139,16 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
         output_nr: Which output.
         position: Which operand, as a position in ``node.next_functions``.
     """
+    child, number = node.next_functions[position]
+    assert child is not None
+    return keeps_rows_of(node, position, lengths_of(node, output_nr), lengths_of(child, number))
+
+
+def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[int, ...]) -> bool:
+    """The same for one who knows the shapes of output and operand."""
     operation = operation_of(node)
     if operation in VIEWS or hands_on(node):
         return True
-    child, number = node.next_functions[position]
-    assert child is not None
-    out, inp = lengths_of(node, output_nr), lengths_of(child, number)
     if not out or out[:1] != inp[:1]:
         return False
     if operation in _ALONG:

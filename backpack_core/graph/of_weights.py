@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import Node
@@ -68,14 +68,15 @@ class Origins:
             calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
         if calls:  # that are stepped over
             behind = [e.node for call in calls for e in call.edges if e is not None]
-            leaves = [n for call in calls for n in leaves_given_to(call)]
-            kind = _ALL if all(map(_knows_its_inputs, calls)) else 0
-        else:
-            children = children_of(node)
-            behind = [child for child in children if not nodes.is_leaf(child)]
-            leaves = [child for child in children if nodes.is_leaf(child)]
-            kind = _ALL if nodes.is_of_its_operands(node) else _CONSTANTS
-        is_known = (behind or leaves) and all(map(self._is_weight, leaves))
+            given = [tensor for call in calls for tensor in given_to(call)]
+            is_known = all(isinstance(t, Parameter) for t in given)
+            return _ALL if is_known and (
+                behind or any(t.requires_grad for t in given)
+            ) else 0, behind
+        children = children_of(node)
+        behind = [child for child in children if not nodes.is_leaf(child)]
+        is_known = bool(children) and all(self._is_weight(c) for c in children if nodes.is_leaf(c))
+        kind = _ALL if is_known and nodes.is_of_its_operands(node) else _CONSTANTS
         return kind if is_known else 0, behind
 
     def _is_weight(self, leaf: Node) -> bool:
@@ -84,14 +85,13 @@ class Origins:
         return is_known or isinstance(tensor, Parameter)
 
 
-def _knows_its_inputs(call: Call) -> bool:
-    """Whether all that a call received has an edge, or is a parameter."""
-    given = zip(call.stored.inputs, call.edges, strict=True)
-    return all(edge is not None or isinstance(tensor, Parameter) for tensor, edge in given)
+def given_to(call: Call) -> list[Tensor]:
+    """What a call received that was not computed in the graph: data, tables, parameters."""
+    if None not in call.edges:
+        return []
+    return [t for t, edge in zip(call.stored.inputs, call.edges, strict=True) if edge is None]
 
 
-def leaves_given_to(call: Call) -> list[Node]:
-    """Where the gradients of parameters go that a call received as arguments."""
-    given = zip(call.stored.inputs, call.edges, strict=True)
-    leaves = [t for t, edge in given if edge is None and isinstance(t, Parameter)]
-    return [get_gradient_edge(t).node for t in leaves if t.requires_grad]
+def has_parameters_given(call: Call) -> bool:
+    """Whether a call received parameters that want a gradient as arguments."""
+    return any(isinstance(tensor, Parameter) and tensor.requires_grad for tensor in given_to(call))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from backpack_core._torch import Node
@@ -35,25 +35,32 @@ def children_of(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
+def consumers_first(starts: Iterable[T], further: Callable[[T], Sequence[T]]) -> list[T]:
+    """The starts, and everything that they lead to: whatever leads to a thing comes before it."""
+    finished: list[T] = []
+    opened: set[T] = set()
+    path: list[T] = []
+    todo: list[T | None] = [*reversed([*starts])]
+    while todo:  # what lies deepest is finished first
+        item = todo.pop()
+        if item is None:  # all that the last one on the path leads to is through
+            finished.append(path.pop())
+        elif item not in opened:
+            opened.add(item)
+            path.append(item)
+            todo.append(None)
+            todo += further(item)[::-1]
+    return finished[::-1]
+
+
 def ranks(*starts: Node) -> dict[Node, int]:
     """A number for every node behind some, such that all it leads to have larger ones.
 
     What a call with a rule covers is in it, too: a rule may decline, and leave it to the nodes.
     """
-    finished: list[Node] = []
-    opened: set[Node] = set()
-    path: list[Node] = []
-    todo: list[Node | None] = [*reversed(starts)]
-    while todo:  # what lies deepest is finished first
-        node = todo.pop()
-        if node is None:  # all that the last one on the path leads to is through
-            finished.append(path.pop())
-        elif node not in opened:
-            opened.add(node)
-            path.append(node)
-            todo.append(None)
-            further = children_of(node)
-            for call in calls_at(node):
-                further += [edge.node for edge in call.edges if edge is not None]
-            todo += further[::-1]
-    return {node: rank for rank, node in enumerate(reversed(finished))}
+
+    def further(node: Node) -> list[Node]:
+        edges = [edge for call in calls_at(node) for edge in call.edges if edge is not None]
+        return [*children_of(node), *[edge.node for edge in edges]]
+
+    return {node: rank for rank, node in enumerate(consumers_first(starts, further))}

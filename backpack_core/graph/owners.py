@@ -33,6 +33,14 @@ class Owners(NamedTuple):
     rows: Tensor
     are_sure: bool
 
+    def fit(self, rows: int) -> bool:
+        """Whether views may have merged more into as many rows."""
+        return not rows % len(self.rows)
+
+    def spread(self, rows: int) -> Owners:
+        """Those of so many rows, into which views have merged more."""
+        return Owners(self.rows.repeat_interleave(rows // len(self.rows)), self.are_sure)
+
 
 def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test) -> Owners | None:
     """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
@@ -56,64 +64,32 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
         is_kept &= bool(kept)
         edge = kept[0] if kept else edges[0][1]
         node, number = edge.node, edge.output_nr
-    if node is None or nodes.operation_of(node) not in _PICKS or _is_table(node, is_table):
+    if node is None or nodes.operation_of(node) not in _PICKS:
         return None
-    child, behind = node.next_functions[0]
-    if child is None:
-        return None
-    length = nodes.shape_of(child, behind)[0]
-    picked = _picked(node, number)
-    if picked is None or not length or not len(picked) or not samples:
-        return None
-    picked, are_sure = picked % length, nodes.operation_of(node) in nodes.GATHERS
-    before = None if length == samples else owners_of_rows(child, samples, behind, is_table)
-    if before is not None and (length % samples or before.are_sure):
-        owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
-    # All in another order may be paired with other samples' targets.
-    elif length % samples or len(picked) == length == len(picked.unique()):
-        return None
-    else:
-        owners = picked // (length // samples)
-    if not is_kept and len(owners.unique()) == 1:
-        return Owners(owners[:1].expand(rows), False)
-    if not is_kept or rows % len(picked):
-        return None
-    # Views may have merged more into them.
-    return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
+    found = _of_picked(node, samples, number, is_table, False)
+    if found is not None and not is_kept and len(found.rows.unique()) == 1:
+        return Owners(found.rows[:1].expand(rows), False)
+    return found.spread(rows) if found is not None and is_kept and found.fit(rows) else None
 
 
-def owners_behind_loss(node: Node | None, samples: int, is_table: Test) -> Owners | None:
+def owners_behind_loss(
+    node: Node | None, samples: int, number: int, is_table: Test
+) -> Owners | None:
     """The same where an extended loss received the tensor.
 
     Its terms are those of its rows, which may be all of them, in another order, or merged.
     """
-    rows = 0 if node is None else nodes.shape_of(node, 0)[:1].numel()
+    rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     todo = [] if node is None else [node]
     while todo:
         this = todo.pop()
         if nodes.operation_of(this) in ("Index", "IndexSelect"):
-            child, number = this.next_functions[0]
-            shape = torch.Size() if child is None else nodes.shape_of(child, number)
-            # Samples may lie on another axis that is as long.
-            is_doubted = samples > 1 and samples in shape[1:]
-            if child is None or nodes.is_leaf(child) or is_table(child) or is_doubted:
-                continue
-            picked = _picked(this, 0)
-            if picked is None or not len(picked) or not shape[0]:
-                continue
-            before = None if shape[0] == samples else owners_behind_loss(child, samples, is_table)
-            if before is None and shape[0] % samples:
-                continue
-            if not rows % len(picked):  # views may have merged more
-                picked = picked % shape[0]
-                if before is None:
-                    owners = picked // (shape[0] // samples)
-                else:
-                    owners = before.rows.to(picked.device)[picked]
-                return Owners(owners.repeat_interleave(rows // len(picked)), True)
+            found = _of_picked(this, samples, 0, is_table, True)
+            if found is not None and found.fit(rows):
+                return found.spread(rows)
             continue
-        for position, (child, number, _) in edges_behind(this):
-            shape = nodes.shape_of(child, number)
+        for position, (child, behind, _) in edges_behind(this):
+            shape = nodes.shape_of(child, behind)
             if is_table(child) or not nodes.keeps_rows(this, 0, position):
                 continue
             if rows > samples and shape[:1] == (samples,):
@@ -127,7 +103,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     """In which turn each row that a loss received is a column: no two of a sample share one."""
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
     node = edge.node if edge is not None and survey.is_readable else None
-    found = owners_behind_loss(node, survey.batch_size, Origins(survey).of_weights)
+    found = owners_behind_loss(node, survey.batch_size, 0, Origins(survey).of_weights)
     if found is None:
         return rows % entries_of(survey, loss)
     owners = found.rows
@@ -135,6 +111,30 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     turns = torch.empty_like(owners)
     turns[order] = rows.to(owners.device) - (counts.cumsum(0) - counts)[owners[order]]
     return turns
+
+
+def _of_picked(
+    node: Node, samples: int, number: int, is_table: Test, of_loss: bool
+) -> Owners | None:
+    """Whose the entries are that an operation has picked, as they come."""
+    child, behind = node.next_functions[0]
+    if child is None or _is_table(node, is_table) or not samples:
+        return None
+    length, *others = nodes.lengths_of(child, behind) or (0,)
+    if of_loss and samples > 1 and samples in others:
+        return None  # samples may lie on another axis that is as long
+    picked = _picked(node, number) if length else None
+    if picked is None or not len(picked):
+        return None
+    picked, (count, rest) = picked % length, divmod(length, samples)
+    find = owners_behind_loss if of_loss else owners_of_rows
+    before = None if length == samples else find(child, samples, behind, is_table)
+    are_sure = nodes.operation_of(node) in nodes.GATHERS
+    if before is not None and (rest or before.are_sure):
+        return Owners(before.rows.to(picked.device)[picked], are_sure and before.are_sure)
+    # All in another order may be paired with other samples' targets; a loss has its own.
+    is_turned = not of_loss and len(picked) == length == len(picked.unique())
+    return None if rest or is_turned else Owners(picked // count, are_sure)
 
 
 def _is_table(node: Node, is_table: Test) -> bool:

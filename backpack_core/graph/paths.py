@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable
 
 from torch.nn import Parameter
 
@@ -51,16 +52,14 @@ def sources(survey: Survey, node: Node) -> list[str]:
     """The calls whose outputs an operation works on, through other operations: their paths."""
     found: dict[str, None] = {}
 
-    def further(node: Node) -> Iterator[Node]:
-        for _, edge in edges_behind(node):
-            site = survey.site_at(edge)
-            if site is None:
-                yield edge.node
-            else:
-                found[site.call.path] = None
+    def further(edge: Edge) -> list[Edge]:
+        site = survey.site_at(edge)
+        if site is None:
+            return survey.further(edge)
+        found[site.call.path] = None
+        return []
 
-    for _ in reached([node], further):
-        pass
+    deque(reached(_sent_on(node), further), maxlen=0)
     return list(found)
 
 
@@ -83,27 +82,16 @@ def nonlinear(survey: Survey) -> list[Node]:
 def leads_to_parameters(survey: Survey, edges: Iterable[Edge]) -> bool:
     """Whether any trained parameter lies behind some edges; calls may have been released since."""
 
-    def further(edge: Edge) -> Iterable[Edge]:
-        site = survey.site_at(edge)
-        if site is None or survey.goes_inside(site.call):
-            return _behind(edge, site)
-        return [behind for behind in site.call.edges if behind is not None]
-
     def is_trained(edge: Edge) -> bool:
         site = survey.site_at(edge)
         has_some = site is not None and bool(survey.trained.get(site.call))
         return has_some or isinstance(getattr(edge.node, "variable", None), Parameter)
 
-    return any(map(is_trained, reached(edges, further)))
+    return any(map(is_trained, reached(edges, survey.further)))
 
 
 def _sent_on(node: Node) -> list[Edge]:
     return [edge for _, edge in edges_behind(node)]
-
-
-def _behind(edge: Edge, site: Site | None) -> list[Edge]:
-    """Where what is sent to a node, or into a call, goes on."""
-    return _sent_on(edge.node) if site is None else [site.below]
 
 
 def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
@@ -116,11 +104,10 @@ def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
     def further(edge: Edge) -> list[Edge]:
         site = survey.site_at(edge)
         is_end = site is not None and (site.call.rule.is_loss or not survey.goes_inside(site.call))
-        found[edge] = [] if is_end else _behind(edge, site)
+        found[edge] = [] if is_end else survey.further(edge)
         return found[edge]
 
-    for _ in reached(roots, further):
-        pass
+    deque(reached(roots, further), maxlen=0)
     return found
 
 

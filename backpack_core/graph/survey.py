@@ -1,27 +1,26 @@
-"""Looks at the whole graph of a backward pass before anything is computed.
+"""What is known of the graph of one backward pass before anything is computed.
 
 Some things can only be seen from above: a parameter that several calls use, or that is used by a
 bare functional call as well; calls that disagree about the batch; an operation that mixes samples.
-Calls with a rule are stepped over, so it costs a visit per call and per node between calls.
+``surveying.py`` finds them, ``aligning.py`` where samples lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from backpack_core._torch import CopyNode, Node, has_memory
+from backpack_core._torch import CopyNode, Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
-from backpack_core.graph.batch import batch_of, declared_axis
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.graph.regions import Region, calls_around, given_to, leave
-from backpack_core.record.call import Call, Edge, Kept, Layout, Site, is_noted, site_at, viewed_at
+from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
 from backpack_core.record.view import View
+
+Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
 
 
 @dataclass
@@ -30,6 +29,14 @@ class Use:
 
     parameter: Tensor
     count: int
+
+
+class Bare(NamedTuple):
+    """A parameter that operations use, the last such node, and all with positions of the edges."""
+
+    parameter: Tensor
+    node: Node
+    edges: dict[tuple[Node, int], None]
 
 
 @dataclass
@@ -42,20 +49,19 @@ class Survey:
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
         widest: Bytes that one column takes at the widest call.
-        weights: Bytes of the parameters.
         sites: Every output of a call that is in the graph, as (call, index).
         axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
-        bare: Parameters that are looked at where operations use them, by ``id``; one such node.
-        bare_edges: The same by node, and position of the edge.
-        leaves: Those that are looked at as calls, as the output of a node.
-        disowned: Calls that have parameters of this kind.
+        bare: Parameters that are looked at where operations use them, by ``id``.
+        leaves: Parameters that are looked at as calls, as the output of a node.
+        disowned: Calls that have parameters which are looked at where operations use them.
         freed: Modules and names of these, by ``id``.
         uncovered: The same of calls whose rule, if there is any, does not cover them.
         unruled: Of modules without a rule or modules inside, how many sites use each; by ``id``.
         left_out: Those that no extension wants.
         outside: What is used outside of the calls that own it, by ``id``.
+        given: Parameters that are results of a computation, of calls that are gone through.
         opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
@@ -64,6 +70,11 @@ class Survey:
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
         is_declared: Whether samples are said to lie on another axis than the first, somewhere.
+        moved: Outputs of calls that are visited at the tensor that they are views of.
+        inner: Calls that compute more from an output of a node, by that.
+        regions: What calls lie in.
+        owned: How operations inside of calls use parameters that these own: by nodes and positions.
+        seen: Nodes between calls, and what they lie in, in order.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
 
@@ -72,13 +83,11 @@ class Survey:
     batch_size: int = 0
     is_shared: bool = False
     widest: int = 0
-    weights: int = 0
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
-    bare: dict[int, tuple[Tensor, Node]] = field(default_factory=dict)
-    bare_edges: dict[tuple[Node, int], Tensor] = field(default_factory=dict)
+    bare: dict[int, Bare] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
@@ -88,42 +97,18 @@ class Survey:
     unruled: dict[int, int] = field(default_factory=dict)
     left_out: set[int] = field(default_factory=set)
     outside: set[int] = field(default_factory=set)
+    given: dict[Call, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
     structure: tuple[object, ...] | None = None
-    _moved: set[tuple[Call, int]] = field(default_factory=set)
-    _inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
-    _regions: dict[Call, Region | None] = field(default_factory=dict)
-    _given: dict[Call, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
-    _owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
-    seen: dict[tuple[Node, Region | None], None] = field(default_factory=dict)  # in order
-
-    def add(self, edges: Iterable[Edge]) -> None:
-        """Walk everything behind some edges; what is known already is not walked again."""
-        self._walk([(edge, None) for edge in edges])
-        for place in self._inner.keys() & self.viewed.keys():
-            self.faults.append((faults.changed_output(self._inner[place]), None))
-        if not self.batch_size:
-            self.batch_size = batch_of(self.received)
-
-    def _walk(self, todo: list[tuple[Edge, Region | None]]) -> None:
-        self.structure = None
-        while todo:
-            edge, region = todo.pop()
-            if self.beside and edge[:2] in self.beside:
-                continue
-            if region is not None:
-                if edge[:2] in self._given[region.call]:
-                    continue
-                region = leave(edge, region)
-            site = None
-            if is_noted(edge.node):
-                self._note_views(edge, region)
-                site = self.site_at(edge)
-            todo += self._pass(edge.node, region) if site is None else self._enter(site, region)
+    moved: set[tuple[Call, int]] = field(default_factory=set)
+    inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
+    regions: dict[Call, Region] = field(default_factory=dict)
+    owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
+    seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
@@ -132,7 +117,7 @@ class Survey:
         if self.viewed and not edge.level:
             edge = self.viewed.get((edge.node, edge.output_nr), edge)
         site = site_at(edge)
-        if site is not None and site.edge.level <= 0 and (site.call, site.index) in self._moved:
+        if site is not None and site.edge.level <= 0 and (site.call, site.index) in self.moved:
             return None  # the call is visited at the tensor that its output is a view of
         return site
 
@@ -141,49 +126,9 @@ class Survey:
         self.leaves[site.edge.node, site.edge.output_nr] = site
         self.sites[site.call, site.index] = site
         self.axes[site.call, site.index] = 0
-        self._note_uses(site.call)
+        self.note_uses(site.call)
 
-    def is_moved(self, call: Call, index: int) -> bool:
-        """Whether a call is visited at the tensor that its output is a view of."""
-        return (call, index) in self._moved and (call, index) in self.sites
-
-    def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
-        """Calls that returned views of a node's outputs, which were overwritten in place since."""
-        return [(s, s.layout) for s in self.sites.values() if s.edge.node is node and s.layout]
-
-    def _note_views(self, edge: Edge, region: Region | None) -> None:
-        """See whether an output is reached past the views of it that modules returned."""
-        place = (edge.node, edge.output_nr)
-        views = () if edge.level or place in self.viewed else viewed_at(*place)
-        for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
-            if layout.is_whole and not call.is_released and call not in calls_around(region):
-                self._see_through(Edge(*place, level))
-                break
-
-    def _see_through(self, edge: Edge) -> None:
-        self.viewed[edge.node, edge.output_nr] = edge
-        for level in range(1, edge.level + 1):
-            site = site_at(Edge(edge.node, edge.output_nr, level))
-            if site is not None:
-                self._moved.add((site.call, site.index))
-                if (site.call, site.index) in self.sites:
-                    self.sites[site.call, site.index] = site
-
-    def _enter(self, site: Site, region: Region | None) -> list[tuple[Edge, Region | None]]:
-        """Enter a call; returns where to go on."""
-        call, index = site.call, site.index
-        if (call, index) in self.sites or call.is_released:
-            return []
-        self.sites[call, index] = site
-        self._regions[call] = region
-        self._note_uses(call)
-        self._check(site)
-        if self.goes_inside(call):
-            self._given[call] = given_to(call)
-            return [(site.below, Region(call, region))]
-        return [(edge, region) for edge in call.edges if edge is not None]
-
-    def _note_uses(self, call: Call) -> None:
+    def note_uses(self, call: Call) -> None:
         """Note which parameters a call uses."""
         trained = self.trained.get(call)
         if trained is None:
@@ -208,58 +153,20 @@ class Survey:
                 raise complex_parameter(f"{name!r} of {call.path}")
             else:
                 self.uses[number] = Use(parameter, 1)
-                self.weights += parameter.nbytes
 
-    def _pass(self, node: Node, region: Region | None) -> list[tuple[Edge, Region | None]]:
-        """Go through a node between calls; returns where to go on."""
-        # Twice, where it is reached from inside an execution and from outside past its output.
-        if (node, region) in self.seen:
-            return []
-        self.seen[node, region] = None
-        further = []
-        if nodes.is_nested(node):
-            raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
-        if nodes.mixes_samples(node):
-            self.faults.append((faults.mixing_node(node), node))
-        for position, edge in edges_behind(node):
-            if nodes.is_leaf(edge.node):
-                self._note_parameter(edge.node.variable, node, position, region)  # type: ignore[attr-defined]
-                continue
-            given = None if region is None else self._given[region.call].get(edge[:2])
-            if given is not None:
-                self._note_parameter(given, node, position, region)
-                continue
-            if edge.level:
-                self._see_through(edge)
-                edge = Edge(edge.node, edge.output_nr)
-            if region is not None:
-                self._note_use_inside(edge, node, region)
-            further.append((edge, region))
-        return further
+    def note_bare(self, node: Node, position: int, parameter: Tensor) -> None:
+        """Note a parameter that an operation uses outside of any module that owns it."""
+        bare = self.bare.setdefault(id(parameter), Bare(parameter, node, {}))
+        self.bare[id(parameter)] = bare._replace(node=node)
+        bare.edges[node, position] = None
 
-    def _note_use_inside(self, edge: Edge, node: Node, region: Region) -> None:
-        """Note what a call computes several outputs from, which may be changed in place later."""
-        for call, *_ in viewed_at(edge.node, edge.output_nr):
-            own = site_at(Edge(node, 0))
-            if call in calls_around(region) and (own is None or own.call is not call):
-                self._inner.setdefault((edge.node, edge.output_nr), call)
+    def is_moved(self, call: Call, index: int) -> bool:
+        """Whether a call is visited at the tensor that its output is a view of."""
+        return (call, index) in self.moved and (call, index) in self.sites
 
-    def _note_parameter(
-        self, parameter: Tensor, node: Node, position: int, region: Region | None
-    ) -> None:
-        """Note a parameter, and which enclosing call owns it, if any."""
-        for call in calls_around(region):
-            if any(parameter is own.parameter for own in self.trained[call]):
-                self._owned.setdefault(call, []).append((node, position, parameter))
-                return
-            if any(parameter is own.parameter for own in self.uncovered.get(call, ())):
-                break
-        else:
-            self.outside.add(id(parameter))
-        is_own = isinstance(parameter, Parameter) or id(parameter) in self.freed
-        if is_own and id(parameter) not in self.left_out:
-            self.bare[id(parameter)] = (parameter, node)
-            self.bare_edges[node, position] = parameter
+    def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
+        """Calls that returned views of a node's outputs, which were overwritten in place since."""
+        return [(s, s.layout) for s in self.sites.values() if s.edge.node is node and s.layout]
 
     def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
         """What rules see at an output, with the gradient there and what calls have computed."""
@@ -271,13 +178,14 @@ class Survey:
         """Whether what arrives at a call goes on through the nodes that made its output."""
         return call.goes_inside or call in self.opened
 
-    def open(self, site: Site) -> None:
-        """Have a call gone through node by node."""
-        self.opened.add(site.call)
-        self.axes.update((place, 0) for place in self.axes if place[0] is site.call)
-        self.disown(site.call)
-        self._given[site.call] = given_to(site.call)
-        self._walk([(site.below, Region(site.call, self._regions[site.call]))])
+    def further(self, edge: Edge) -> list[Edge]:
+        """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""
+        site = self.site_at(edge)
+        if site is None:
+            return [behind for _, behind in edges_behind(edge.node)]
+        if self.goes_inside(site.call):
+            return [site.below]
+        return [behind for behind in site.call.edges if behind is not None]
 
     def disown(self, call: Call) -> None:
         """Have nothing read off at a call: operations inside use its parameters, as any others."""
@@ -288,16 +196,14 @@ class Survey:
             self.uses[id(parameter)].count -= sites
             self.freed[id(parameter)] = call.module, name
         self.trained[call] = ()
-        for node, position, parameter in self._owned.get(call, ()):
-            self.bare[id(parameter)] = (parameter, node)
-            self.bare_edges[node, position] = parameter
+        for node, position, parameter in self.owned.get(call, ()):
+            self.note_bare(node, position, parameter)
 
     def leave_out(self, call: Call) -> None:
         """Have nothing read off at the parameters of a call that has no rule."""
         self.left_out |= {id(own.parameter) for own in self.uncovered[call]}
-        self.bare = {key: use for key, use in self.bare.items() if key not in self.left_out}
-        edges = self.bare_edges.items()
-        self.bare_edges = {edge: p for edge, p in edges if id(p) not in self.left_out}
+        for number in self.left_out & self.bare.keys():
+            del self.bare[number]
 
     def disown_all_of_leaves(self) -> None:
         """Disown calls that are gone through and use a parameter that is looked at by itself.
@@ -307,31 +213,14 @@ class Survey:
         known = -1
         while known < len(self.disowned):
             known = len(self.disowned)
-            for call, owned in self._owned.items():
+            for call, owned in self.owned.items():
                 if any(id(p) in self.bare for *_, p in owned) and self.trained[call]:
                     self.disown(call)
 
-    def _check(self, site: Site) -> None:
-        call, index = site.call, site.index
-        rule, stored, module = call.rule, call.stored, call.module
-        output, inputs = stored.outputs[index], stored.inputs
-        for tensor in (output, *inputs):
-            if not has_memory(tensor):
-                raise faults.nested_tensor(f"What {call.path} received or returned")
-            self.widest = max(self.widest, tensor.nbytes)
-        view = View(call, index)
-        self.axes[call, index] = axis = rule.batch_axis(view, index)
-        self.is_declared |= declared_axis(call) > 0
-        if rule.mixes_samples(view):
-            self.faults.append((faults.mixing_call(call), None))
-        size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
-        if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
-            size = -1
-        self.received[call, index] = size
-        if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
-            raise fault
-        if module._modules or None in call.edges:
-            self.unusual.append(site)
+    @property
+    def weights(self) -> int:
+        """Bytes of the parameters that calls use."""
+        return sum(use.parameter.nbytes for use in self.uses.values())
 
     @property
     def is_readable(self) -> bool:

@@ -113,6 +113,8 @@ class Stored(NamedTuple):
 def put_in_order(noted: Any) -> Stored:
     """What a call stores, from what was noted of it when it was made; that has to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
+    if isinstance(parameters, int):  # so many of those that are owned
+        parameters = tuple(owned)[:parameters]
     versions, count = (*received, *counts[: len(outputs)]), iter(counts[len(outputs) :])
     there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
     kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])

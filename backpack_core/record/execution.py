@@ -128,28 +128,34 @@ def is_made(output: Tensor) -> bool:
     return output.grad_fn is not None and output.layout in (torch.strided, torch.jagged)
 
 
-def simple_node(args: tuple[Any, ...], result: Any, execution: Execution) -> Node | None:
+def simple_node(
+    args: tuple[Any, ...], result: Any, execution: Execution
+) -> tuple[Node, Tensor | None] | None:
     """The node of the output, if a module made one new real tensor of others.
 
     And left everything as it was: what was known before the forward is all that there is to store.
+
+    Returns:
+        The node, and the tensor that the output is a view of, if the module made that, too.
     """
     # Tensors are the arguments themselves where nothing else was found among them; keywords there
     # may be all the same, by a hook that had just been put behind ours.
     if args is not execution.tensors or execution or not args or not isinstance(result, Tensor):
         return None
-    node: Node | None = result.grad_fn
+    node: Any = result.grad_fn
+    base = result._base
     if (
         node is None
         or result.layout is not torch.strided
-        or result.is_complex()
-        or SITES in node.metadata  # type: ignore[operator]
-        or (result._is_view() and new_base(result, args) is None)
+        or result.dtype.is_complex
+        or SITES in node.metadata
+        or (base is not None and (base := new_base(result, args)) is None)
     ):
         return None
     for received, edge in zip(args, execution.edges):  # noqa: B905 - one for each, and quicker
-        if node is received.grad_fn or (edge and node is edge[0]) or received.is_complex():
+        if node is received.grad_fn or (edge and node is edge[0]) or received.dtype.is_complex:
             return None
-    return node
+    return node, base
 
 
 def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:

@@ -18,7 +18,7 @@ NO_SETTINGS: Final[Settings] = (), ()
 
 def tensors_of(
     module: Module, nested: tuple[str, ...] = ()
-) -> tuple[dict[str, Tensor | None], tuple[str, ...]]:
+) -> tuple[dict[str, Tensor | None], int]:
     """Parameters and buffers of a module, as this forward pass used them.
 
     Args:
@@ -26,15 +26,15 @@ def tensors_of(
         nested: Parameters of modules inside that belong to it, as ``"out_proj.weight"``.
 
     Returns:
-        The tensors, and which of them are parameters.
+        The tensors, and how many of them, from the first one on, are parameters.
     """
     owned: dict[str, Tensor | None] = {**module._parameters}
     if nested:
         owned.update({name: _nested(module, name) for name in nested})
-    names = tuple(owned)
+    count = len(owned)
     if module._buffers:
         owned.update(module._buffers)
-    return owned, names
+    return owned, count
 
 
 def computed_in_hooks(module: Module, names: tuple[str, ...]) -> dict[str, Tensor]:

@@ -70,7 +70,8 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 def tensors_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """Every tensor among the arguments of a call, positional ones first."""
-    if not kwargs and not [a for a in args if not isinstance(a, Tensor)]:  # nearly always
+    is_single = len(args) == 1 and isinstance(args[0], Tensor)  # nearly always
+    if not kwargs and (is_single or not [a for a in args if not isinstance(a, Tensor)]):
         return args
     return (*iter_tensors(args), *iter_tensors(kwargs))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from threading import get_ident
 
-import torch
+from torch import is_grad_enabled
+from torch.compiler import is_compiling
 
 from backpack_core._checkpoints import is_computed_again
 from backpack_core._torch import peek_transform, tracing_state
@@ -41,8 +42,8 @@ def is_disabled() -> bool:
 def is_recording() -> bool:
     """Whether the forward pass under way leaves a graph that a backward pass can be run on."""
     return (
-        not torch.compiler.is_compiling()  # first, so that the compiler sees nothing of the rest
-        and torch.is_grad_enabled()
+        not is_compiling()  # first, so that the compiler sees nothing of the rest
+        and is_grad_enabled()
         and peek_transform() is None
         and tracing_state() is None
         # What a checkpoint computes again has to be as it was.

@@ -8,17 +8,18 @@ smallest kernel. And no two results share memory, nor one with what the pass was
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import memory_of
+from backpack_core._torch import memories_of, memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
-# What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
+# What holds no tensors, or is looked at already. To ask a type is cheaper than ``isinstance``.
 _PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
@@ -39,30 +40,55 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    # This runs several times per call of a module, so it is all in one place.
-    noted, made = [*(view.counted or _counted(view))], []
-    for value in given:
-        if isinstance(value, Tensor):
-            noted.append((value, value._version))
-        elif type(value) not in _PLAIN:
-            noted += _held(value)
-            made.append(getattr(value, "made", ()))
+    seen = noted(view, given)
     result = getattr(plugin, method)(*given)
-    for results in made:
-        noted += results
-    for tensor, version in noted:
+    see_unchanged(view, seen, plugin, method)
+    return result
+
+
+def noted(view: View, given: Iterable[Any]) -> Versions:
+    """The tensors that a plugin may come by at a view, and by what it is given: with versions."""
+    found = [*(view.counted or _counted(view))]
+    for value in given:
+        kind = type(value)
+        if Tensor in kind.__mro__:
+            found += ((value, value._version),)
+        elif kind not in _PLAIN:
+            found += held(value)
+    return found
+
+
+def held(value: object) -> Versions:
+    """What an object has as its attributes, or in dicts that are its own."""
+    found: Versions = []
+    for item in getattr(value, "__dict__", NOTHING).values():
+        kind = type(item)
+        if kind in _PLAIN or (kind is dict and not item):
+            continue
+        for part in item.values() if kind is dict else (item,):  # results, and what is kept
+            if Tensor in type(part).__mro__:
+                found += ((part, part._version),)
+    return found
+
+
+def see_unchanged(view: View, seen: Versions, plugin: object, method: str) -> None:
+    """Raise if a tensor has another version than before a plugin was asked.
+
+    Raises:
+        PluginCodeError: One has.
+    """
+    for tensor, version in seen:
         if tensor._version != version:
             raise PluginCodeError(
                 f"{type(plugin).__name__}.{method} changed {_name(tensor, view)} in place. What a "
                 "plugin is given belongs to all that read it, and to autograd: return a new tensor "
                 "(2 * mat in the place of mat.mul_(2))."
             )
-    return result
 
 
 def _shown(view: View) -> list[Tensor]:
     """Every tensor that a rule may come by at a view, of all samples; nobody's to change."""
-    stored, gradient = view.stored, view.full.grad_output
+    stored, gradient = view.stored, (view._whole or view).grad_output
     taken = () if view.taken is None else view.taken.found.values()
     tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *taken]
     return tensors if gradient is None else [*tensors, gradient]
@@ -80,30 +106,18 @@ def _counted(view: View) -> Versions:
     return versions
 
 
-def _held(value: object) -> Versions:
-    """What an object has as its attributes, or in dicts that are its own."""
-    found: Versions = []
-    its = getattr(value, "__dict__", NOTHING).values()
-    for item in [item for item in its if type(item) not in _PLAIN]:
-        for part in item.values() if type(item) is dict else (item,):  # results, and what is kept
-            if type(part) not in _PLAIN and isinstance(part, Tensor):
-                found.append((part, part._version))
-    return found
-
-
 def _name(tensor: Tensor, view: View) -> str:
-    stored, gradient = view.stored, view.full.grad_output
-    shape, path = list(tensor.shape), view.path
-    if any(tensor is other for other in stored.inputs):
-        return f"an input of {path}, of shape {shape},"
-    if any(tensor is other for other in stored.outputs):
-        return f"an output of {path}, of shape {shape},"
+    """What a tensor is, for messages."""
+    stored, shape = view.stored, f"of shape {list(tensor.shape)}"
+    gradient = () if view.full.grad_output is None else (view.full.grad_output,)
+    at_output = ("the gradient at the output", gradient)
+    for what, some in (("an input", stored.inputs), ("an output", stored.outputs), at_output):
+        if any(tensor is other for other in some):
+            return f"{what} of {view.path}, {shape},"
     for name, (other, _) in stored.owned.items():
         if tensor is other:
-            return f"{name!r} of {path}"
-    if tensor is gradient:
-        return f"the gradient at the output of {path}, of shape {shape},"
-    return f"a tensor of shape {shape} that it was given at {path}"
+            return f"{name!r} of {view.path}"
+    return f"a tensor {shape} that it was given at {view.path}"
 
 
 _TAKEN = "memory of results"
@@ -117,24 +131,18 @@ def owned(value: Any, view: View) -> Any:
             itself.
         view: The visit; it knows what rules were shown, and what earlier extensions got.
     """
-    if isinstance(value, Tensor):
-        return _owned(value, view)
-    if isinstance(value, list):
-        for position, item in enumerate(value):
-            if isinstance(item, Tensor):
-                value[position] = _owned(item, view)
-    return value
-
-
-def _owned(tensor: Tensor, view: View) -> Tensor:
+    if not isinstance(value, Tensor):
+        if isinstance(value, list):
+            value[:] = [owned(item, view) for item in value]
+        return value
     taken = view.memories
-    if taken is None or view.stored.saved:  # of which more was shown since
+    if taken is None or view.taken is not None:  # of which more was shown since
         # Results of earlier columns of the call are in it.
         taken = view.memories = view.kept.setdefault(_TAKEN, set())
-        taken.update(map(memory_of, _shown(view)))
-    memory = memory_of(tensor)
+        taken |= memories_of(_shown(view))
+    memory = memory_of(value)
     if memory in taken:
-        tensor = tensor.clone()
-        memory = memory_of(tensor)
+        value = value.clone()
+        memory = memory_of(value)
     taken.add(memory)
-    return tensor
+    return value

@@ -63,6 +63,10 @@ def _plain(net: Any, x: Tensor) -> Tensor:
     return net.tokens(x)  # type: ignore[no-any-return]
 
 
+def _prompted(net: Any, x: Tensor, table: Tensor) -> Tensor:
+    return torch.cat([table[:, :2], net.tokens(x)[:, 2:]], 1)
+
+
 EMBED: dict[str, Forward] = {
     "table": lambda net, x: net.tokens(x) + net.table,
     "looked_up": lambda net, x: net.tokens(x) + net.positions(torch.arange(T).unsqueeze(0)),
@@ -75,6 +79,11 @@ EMBED: dict[str, Forward] = {
         1,
     ),
     "functional": lambda net, x: F.embedding(x, net.tokens.weight),
+    # Tables times constants, of which no more is known
+    "expanded": lambda net, x: _prompted(
+        net, x, (net.positions(torch.arange(T)) * torch.ones(T, 1)).expand(len(x), -1, -1)
+    ),
+    "repeated": lambda net, x: _prompted(net, x, (2 * net.table[0]).repeat(len(x), 1, 1)),
 }
 MIX: dict[str, Forward] = {
     "module": lambda net, h: net.inner(h),

@@ -230,6 +230,25 @@ def test_columns_that_do_not_fit_are_the_propagator_s(starts: Any, found: str) -
         problem.run(OfRoot(Root(starts)))
 
 
+@dataclass(frozen=True)
+class Miscounting(Root):
+    gives: Any = None
+
+    def products(self, rule: Any, view: View, names: Any, quantity: Columns) -> Any:
+        return self.gives(super().products(rule, view, names, quantity))
+
+
+@pytest.mark.parametrize("gives", [lambda found: found[:1], lambda found: found[0]])
+def test_a_propagator_gives_a_reading_for_each_parameter(gives: Any) -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 3)), (3,))
+    root = Miscounting(lambda mat: Columns.start("root", mat), gives=gives)
+    told = (
+        r"Miscounting\.products returned .*AffineProduct.* at Linear '0', expected a list with .*"
+    )
+    with pytest.raises(ShapeError, match=told + r"\['weight', 'bias'\]"):
+        problem.run(OfRoot(root))
+
+
 def test_a_propagator_is_a_value() -> None:
     for wrong in (None, Root, Unfrozen(None)):
         with pytest.raises(

@@ -14,6 +14,7 @@ from backpack_core import View, backpack, extend
 from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.graph.survey import Survey
+from backpack_core.graph.surveying import look_behind
 from backpack_core.record.call import Call, edge_of, live_calls
 from backpack_core.record.state import settings_of
 from tests.cases import Net, classification
@@ -243,7 +244,7 @@ def test_inputs_and_outputs_are_freed_during_backward() -> None:
 def _calls_behind(tensor: Tensor) -> list[Call]:
     edge, survey = edge_of(tensor), Survey()
     assert edge is not None
-    survey.add([edge])
+    look_behind(survey, [edge])
     return [call for call, _ in survey.sites]
 
 

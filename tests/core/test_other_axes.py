@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import (
     KFLR,
     BatchDiagGGNExact,
@@ -211,3 +212,38 @@ def test_what_is_summed_or_picked_from_has_no_samples_in_front(forward: Any, bat
             torch.testing.assert_close(vars(parameter)["diag_ggn_exact_batch"][n], expected)
             (own,) = torch.autograd.grad((output - y[n]).square().sum(), [parameter])
             torch.testing.assert_close(vars(parameter)["grad_batch"][n], own)
+
+
+class _Twice(torch.autograd.Function):
+    """Nothing is known of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Twice the input."""
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Twice the gradient."""
+        return 2 * grad
+
+
+def _first_step(net: Any, x: Tensor) -> Tensor:
+    return net.head(_Twice.apply(net.a(x))[0]) + net.bias  # type: ignore[no-any-return]
+
+
+def _over_steps(net: Any, x: Tensor) -> Tensor:
+    return net.head(_Twice.apply(net.a(x)).sum(0)) + net.bias  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [_first_step, _over_steps])
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_an_axis_that_is_gone_is_no_axis_of_samples_before_a_function(
+    forward: Any, check: Any
+) -> None:
+    """As many steps as samples, in front: what a module returned there is not taken for samples."""
+    bias = nn.Parameter(torch.randn(4))
+    model = extend(Net(forward, a=nn.Linear(2, 4), head=nn.Linear(4, 4), bias=bias))
+    loss = extend(nn.MSELoss(reduction="sum"))
+    with backpack(BatchGrad(), check=check), pytest.raises(SampleMixingError, match="depends on"):
+        loss(model(torch.randn(3, 3, 2)), torch.randn(3, 4)).backward()

@@ -83,6 +83,59 @@ def test_parts_that_meet(name: str) -> None:
         MIXED[name](net(x)).backward()
 
 
+LOOPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda row, y: (row - y).square().sum(),
+    "loss": F.mse_loss,
+    "dot": torch.dot,
+    "norm": lambda row, y: (row - y).norm(),
+}
+
+
+class Scaled(nn.Module):
+    """A parameter of its own behind a module, in a net that works entry by entry."""
+
+    def __init__(self, is_turned: bool) -> None:
+        super().__init__()
+        self.inner = nn.PReLU()
+        self.gain = nn.Parameter(torch.randn(()))
+        self.is_turned = is_turned
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner(x)
+        return (hidden.T if self.is_turned else hidden) * self.gain
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_by_one_with_as_many_entries_as_samples(name: str) -> None:
+    """A row of the output is a sample, whatever its length."""
+    x, y = torch.randn(N, N), torch.randn(N, N)
+    net = Scaled(is_turned=False)
+    single = [
+        torch.autograd.grad(LOOPS[name](net(x)[n], y[n]), list(net.parameters())) for n in range(N)
+    ]
+    extend(net)
+    with backpack(BatchGrad()):
+        torch.stack([LOOPS[name](row, y[n]) for n, row in enumerate(net(x))]).sum().backward()
+    for k, p in enumerate(net.parameters()):
+        expected = torch.stack([gradient[k] for gradient in single])
+        torch.testing.assert_close(p.grad_batch, expected)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_one_by_one_where_entries_are_other_samples(name: str) -> None:
+    x, y = torch.randn(N, N), torch.randn(N, N)
+    out = extend(Scaled(is_turned=True))(x)
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        torch.stack([LOOPS[name](row, y[n]) for n, row in enumerate(out)]).sum().backward()
+
+
+def test_mixing_behind_a_gradient_that_cancels() -> None:
+    """All samples together get none, though each sends some to the others."""
+    out = extend(nn.Linear(3, 3))(torch.randn(N, 3)).softmax(0)
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        out.sum().backward()
+
+
 def test_a_term_of_weights_in_every_sample() -> None:
     """What lies behind a term may be a parameter, which leads nowhere."""
     net = Net(

@@ -38,7 +38,8 @@ def called(steps: list[Step]) -> Counter[str]:
     [
         (1, "traversal.visit traversal._at_output traversal.read carriers.find traversal.send"),
         (1, "column_propagator.propagate rules.jac_t_mat_prod linear._jac_t_mat_prod"),
-        (2, "parametric.param_product sink.note diag_ggn.read untouched.owned sink.store"),
+        (1, "column_propagator.products parametric.param_products sink.note"),
+        (2, "parametric._param_product diag_ggn.read untouched.owned sink.store"),
     ],
 )
 def test_a_visit_does_each_thing_once(count: int, names: str) -> None:

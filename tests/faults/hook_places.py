@@ -97,6 +97,30 @@ def _on_tokens(hook: Hook) -> nn.Module:
     return Net(forward, first=nn.Linear(1, 2), last=nn.Linear(6, 3))
 
 
+def _on_features_first(hook: Hook) -> nn.Module:
+    """Where samples are on another axis, and again in front."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x).mT
+        hidden.register_hook(hook)
+        return net.last(torch.tanh(hidden).mT)  # type: ignore[no-any-return]
+
+    return Net(forward, first=nn.Linear(3, 4), last=nn.Linear(4, 3))
+
+
+def _on_steps_first(hook: Hook) -> nn.Module:
+    """On a tensor in front of modules that receive one step of all samples after the other."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.first(x[:, :2, None]).sin()
+        hidden.register_hook(hook)
+        turned = torch.tanh(net.middle(hidden.transpose(0, 1)))
+        return net.last(turned.transpose(0, 1).flatten(1))  # type: ignore[no-any-return]
+
+    parts = {"first": nn.Linear(1, 2), "middle": nn.Linear(2, 2)}
+    return Net(forward, **parts, last=nn.Linear(4, 3))
+
+
 def _inside_own(hook: Hook) -> nn.Module:
     """In a module without a rule, before the library."""
 
@@ -195,6 +219,8 @@ PLACES: dict[str, Callable[[Hook], nn.Module]] = {
     "identity": _on_identity,
     "branch": _on_branch,
     "tokens": _on_tokens,
+    "features_first": _on_features_first,
+    "steps_first": _on_steps_first,
     "inside_container": _inside_container,
     "forward_hook": _by_forward_hook,
     "first_forward_hook": _by_first_forward_hook,

@@ -12,6 +12,8 @@ for _name in (
     "own_modules",
     "changed_modules",
     "functions",
+    "tensor_functions",
+    "weight_uses",
     "of_models",
     "in_place",
     "traps",

@@ -149,6 +149,9 @@ FOUND: dict[str, Recipe] = {
     "subclass": chain(("StandardizedConv", {}), shape=(2, 4)),
     "with-a-graph": chain(recurrent("RNN", "last"), shape=(2, 3), ask=(Request("GGNMP"),)),
     "cdist": chain(linear(), ("product", {"name": "cdist"}), shape=(2, 3), ask=DIAGONAL),
+    "linear-by-value": chain(
+        linear(), ("scan", {"name": "logcumsumexp", "axis": 1}), ask=(Request("GGNMP"),)
+    ),
     "name-of-a-node": chain(
         linear(), ("elementwise", {"name": "clamp_in_name_only"}), ask=(Request("DiagHessian"),)
     ),

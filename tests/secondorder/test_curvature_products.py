@@ -232,3 +232,19 @@ def test_parameters_that_were_frozen_since(extension: Any) -> None:
         getattr(weight, extension.savefield)(torch.ones_like(weight))
     weight.requires_grad_(True)
     oracle.assert_close(getattr(weight, extension.savefield)(torch.ones_like(weight)), expected)
+
+
+@pytest.mark.parametrize("extension", [HMP, GGNMP, PCHMP])
+def test_a_parameter_that_was_thawed_after_the_forward_pass(extension: Any) -> None:
+    """It is a constant in the graph; one that no layer has used has a product of zero."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    net[0].weight.requires_grad_(False)
+    problem = classification(net, (3,), classes=2)
+    loss = extend(problem.lossfunc)(extend(problem.model)(*problem.inputs), problem.target)
+    net[0].weight.requires_grad_(True)
+    with backpack(extension()):
+        loss.backward()
+    vector = torch.ones(1, 3, 3)
+    with pytest.raises(UsageError, match=r"\[3, 3\] was frozen in the forward pass"):
+        getattr(net[0].weight, extension.savefield)(vector)
+    assert getattr(net[0].bias, extension.savefield)(vector[:, 0]).any()

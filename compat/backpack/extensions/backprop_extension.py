@@ -138,9 +138,9 @@ class HandedOn(Propagator):
         self.extension.missing(view)
         return {}
 
-    def product(self, rule: Any, view: View, name: str, quantity: Any) -> Reading:
+    def products(self, rule: Any, view: View, names: Sequence[str], quantity: Any) -> list[Reading]:
         """Nothing is read but by module extensions."""
-        return Reading(view.parameter_itself(name).shape)
+        return [Reading(view.parameter_itself(name).shape) for name in names]
 
     def merge(self, first: Any, second: Any) -> Any:
         """The extension's own way to accumulate."""

@@ -208,8 +208,8 @@ class CoreModule(_PerParameter):
         view = checked_view(module, g_out).subsample(ext.get_subsampling())
         extension = self._extension(ext)
         quantity = adopt(extension.propagator, backproped)
-        reading = extension.propagator.product(
-            parametric_rule_for(module, param), view, param, quantity
+        (reading,) = extension.propagator.products(
+            parametric_rule_for(module, param), view, (param,), quantity
         )
         return extension.read(reading)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
@@ -29,7 +30,7 @@ def jacobian_vector_product(
     """
     outputs = _as_tuple(f)
     # The transposed product is linear in these, so its derivative does not depend on their values.
-    dummies = tuple(torch.zeros_like(y, requires_grad=True) for y in outputs)
+    dummies = tuple(somewhere(y) for y in outputs)
     transposed = transposed_jacobian_vector_product(outputs, x, dummies, retain_graph, detach=False)
     return transposed_jacobian_vector_product(transposed, dummies, v, detach=detach)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.transposition import somewhere
 from backpack_core.errors import ShapeError, UsageError
 
 Forward: TypeAlias = Callable[[Module, Any], tuple[Tensor, Any]]
@@ -52,7 +53,7 @@ class Jacobian:
 
     @cached_property
     def _transposed(self) -> tuple[Tensor, Sequence[Tensor]]:
-        dummy = torch.zeros_like(self.output, requires_grad=True)
+        dummy = somewhere(self.output)
         return dummy, differentiated(self.output, self._parameters, dummy, create_graph=True)
 
 

@@ -138,11 +138,11 @@ class BatchAveraged(Propagator):
             result.append((position, full[:, list(chosen)].mean(1)))
         return result
 
-    def product(
-        self, rule: ParametricRule, view: View, name: str, quantity: Tensor
-    ) -> AverageReading:
-        """``Ḡ`` at the output, to be read at the parameter."""
-        return AverageReading(rule, view, name, quantity)
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Tensor
+    ) -> list[AverageReading]:
+        """``Ḡ`` at the output, to be read at the parameters."""
+        return [AverageReading(rule, view, name, quantity) for name in names]
 
 
 class AverageReading(Reading):

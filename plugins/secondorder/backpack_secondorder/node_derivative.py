@@ -21,7 +21,7 @@ from backpack_core.graph.order import reached
 from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
-from backpack_secondorder.operators import explained
+from backpack_secondorder.torch_errors import explained
 
 
 class SecondDerivative:

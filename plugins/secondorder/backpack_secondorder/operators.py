@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,9 +14,10 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
+from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.refusals import nothing_arrived
-from backpack_core.errors import OverwrittenInputError, UnsupportedError, UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
@@ -31,6 +31,7 @@ from backpack_secondorder.residual import (
     require_one_input,
     unit_vectors,
 )
+from backpack_secondorder.torch_errors import explained
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +50,15 @@ class Term:
 
 
 class Operator(ABC):
-    """A symmetric matrix over all parameters of a pass."""
+    """A symmetric matrix over all parameters of a pass.
+
+    Attributes:
+        used: The ids of parameters that layers have used for certain.
+    """
 
     def __init__(self, graph: LossGraph) -> None:
         """Keep the graph."""
+        self.used: frozenset[int] = frozenset()
         self._graph = graph
         self._places = {id(p): i for i, p in enumerate(graph.parameters)}
         self._is_differentiable = torch.is_grad_enabled()  # with create_graph=True
@@ -70,6 +76,23 @@ class Operator(ABC):
 
     def _place(self, parameter: Tensor) -> int:
         return self._places[id(parameter)]
+
+    def _constant(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        """Zeros, where the gradient in a parameter is a constant.
+
+        Raises:
+            UsageError: The parameter is no part of the graph, though a layer has used it.
+        """
+        roots = self._graph.roots  # tensors, or edges
+        nodes = behind(r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots)
+        is_there = any(getattr(node, "variable", None) is parameter for node in nodes)
+        if id(parameter) in self.used and parameter.is_leaf and not is_there:
+            raise UsageError(
+                f"A parameter of shape {list(parameter.shape)} was frozen in the forward pass and "
+                "is trained now, so it is a constant in the graph that products are made of. Set "
+                "requires_grad before the forward pass."
+            )
+        return torch.zeros_like(vector)
 
     def __repr__(self) -> str:
         """How many parameters."""
@@ -108,8 +131,8 @@ class HessianOperator(Operator):
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         gradient = self._gradients[self._place(parameter)]
-        if not gradient.requires_grad:
-            return torch.zeros_like(vector)
+        if gradient.grad_fn is None:
+            return self._constant(parameter, vector)
         return _grad((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
 
     def diagonal(self, parameter: Tensor, chunk_size: int) -> Tensor:
@@ -167,7 +190,7 @@ class CurvatureOperator(Operator):
     @cached_property
     def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """``u`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of these."""
-        dummies = [torch.zeros_like(term.like, requires_grad=True) for term in self._terms]
+        dummies = [somewhere(term.like) for term in self._terms]
         return dummies, _grad(self._edges, self._graph.parameters, dummies, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
@@ -175,8 +198,8 @@ class CurvatureOperator(Operator):
             return torch.zeros_like(vector)
         dummies, images = self._transposed
         image = images[self._place(parameter)]
-        if not image.requires_grad:
-            return torch.zeros_like(vector)
+        if image.grad_fn is None:
+            return self._constant(parameter, vector)
         # The transposed product is linear in the dummies: its derivative is the product.
         forward = _grad((image,), dummies, (vector,), self._is_differentiable)
         with torch.set_grad_enabled(self._is_differentiable):
@@ -307,36 +330,3 @@ def _grad(
         retain_graph=True,
         materialize_grads=True,
     )
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Say what torch's own errors mean here."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if "modified by an inplace operation" in text:
-            raise OverwrittenInputError(
-                "Parameters, or tensors of the graph, changed since the backward pass that made "
-                "this product: run another one."
-            ) from error
-        if "does not require grad" in text:
-            raise UsageError(
-                "Parameters were frozen since the backward pass, and what it left differentiates "
-                "them: freeze them before the forward pass, or when the products are taken."
-            ) from error
-        if "double backward" in text:
-            raise UnsupportedError(
-                "The forward pass was compiled by torch.compile, and what is compiled is not "
-                "differentiated twice: run the forward pass inside the block of backpack(...), "
-                "where compiled code runs as it was written."
-            ) from error
-        if "derivative for" in text or "not implemented" in text:
-            raise UnsupportedError(
-                f"An operation of the net has no second derivative ({text.splitlines()[0]}). "
-                "Write it with operations that have one: for attention, choose such a kernel by "
-                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward pass; for "
-                "torch.cdist, (x[:, None] - y).square().sum(2)."
-            ) from error
-        raise

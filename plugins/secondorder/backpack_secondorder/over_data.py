@@ -33,8 +33,8 @@ from backpack_secondorder.jacobians import (
     inputs_and_target,
 )
 from backpack_secondorder.linear import LinearOperator
-from backpack_secondorder.operators import explained
 from backpack_secondorder.propagators import as_count
+from backpack_secondorder.torch_errors import explained
 
 Kind: TypeAlias = Literal["sampled", "empirical"]
 

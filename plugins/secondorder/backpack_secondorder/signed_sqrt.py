@@ -9,7 +9,7 @@ elementwise function comes along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,11 +103,11 @@ class SignedSqrt(Propagator):
             return {live[0]: Hessian(rows=(size, rows))}
         return {live[0]: Hessian(block=rows(slice(0, size)))}
 
-    def product(
-        self, rule: ParametricRule, view: View, name: str, quantity: Hessian
-    ) -> HessianReading:
-        """The Hessian, to be read at the parameter."""
-        return HessianReading([Use(rule, view, name, quantity)])
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Hessian
+    ) -> list[HessianReading]:
+        """The Hessian, to be read at the parameters."""
+        return [HessianReading([Use(rule, view, name, quantity)]) for name in names]
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
         """Columns root by root; diagonals and blocks come from different roots."""

@@ -1,0 +1,189 @@
+"""Walks the graph of a backward pass before anything is computed, and notes what a survey knows.
+
+Calls with a rule are stepped over, so it costs a visit per call and per node between calls. Inside
+of others a walk knows the calls that it is in, innermost first: a *region*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack_core._torch import Node, has_memory
+from backpack_core.graph import faults, nodes
+from backpack_core.graph.batch import batch_of, declared_axis
+from backpack_core.graph.survey import Region, Survey, edges_behind
+from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
+from backpack_core.record.view import View
+
+_Steps = list[tuple[Edge, Region]]
+
+
+def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
+    """Walk everything behind some edges; what is known already is not walked again."""
+    _walk(survey, [(edge, ()) for edge in edges])
+    for place in survey.inner.keys() & survey.viewed.keys():
+        survey.faults.append((faults.changed_output(survey.inner[place]), None))
+    if not survey.batch_size:
+        survey.batch_size = batch_of(survey.received)
+
+
+def look_inside(survey: Survey, site: Site) -> None:
+    """Have a call gone through node by node."""
+    call = site.call
+    survey.opened.add(call)
+    survey.axes.update((place, 0) for place in survey.axes if place[0] is call)
+    survey.disown(call)
+    survey.given[call] = _computed(call)
+    _walk(survey, [(site.below, (call, *survey.regions[call]))])
+
+
+def _walk(survey: Survey, todo: _Steps) -> None:
+    survey.structure = None
+    while todo:
+        edge, region = todo.pop()
+        if survey.beside and edge[:2] in survey.beside:
+            continue
+        if region:
+            if edge[:2] in survey.given[region[0]]:
+                continue
+            while region and any(e and e[:2] == edge[:2] for e in region[0].edges):
+                region = region[1:]  # its inputs begin; they may have come from anywhere
+        site = None
+        if is_noted(edge.node):
+            _note_views(survey, edge, region)
+            site = survey.site_at(edge)
+        if site is None:
+            todo += _pass(survey, edge.node, region)
+        else:
+            todo += _enter(survey, site, region)
+
+
+def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
+    """Parameters of a call that are results of a computation, by the output of a node.
+
+    They may be so under ``functional_call``: then they get the quantity, as a leaf would.
+    """
+    stored = call.stored
+    used = (stored.owned[name][0] for name in stored.parameters)
+    return {(node, t.output_nr): t for t in used if (node := t.grad_fn) is not None}
+
+
+# Calls ------------------------------------------------------------------------------------------
+
+
+def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
+    """Enter a call; returns where to go on."""
+    call, index = site.call, site.index
+    if (call, index) in survey.sites or call.is_released:
+        return []
+    survey.sites[call, index] = site
+    survey.regions[call] = region
+    survey.note_uses(call)
+    _check(survey, site)
+    if survey.goes_inside(call):
+        survey.given[call] = _computed(call)
+        return [(site.below, (call, *region))]
+    return [(edge, region) for edge in call.edges if edge is not None]
+
+
+def _check(survey: Survey, site: Site) -> None:
+    call, index = site.call, site.index
+    rule, stored, module = call.rule, call.stored, call.module
+    output, inputs = stored.outputs[index], stored.inputs
+    for tensor in (output, *inputs):
+        if not has_memory(tensor):
+            raise faults.nested_tensor(f"What {call.path} received or returned")
+        survey.widest = max(survey.widest, tensor.nbytes)
+    view = View(call, index)
+    survey.axes[call, index] = axis = rule.batch_axis(view, index)
+    survey.is_declared |= declared_axis(call) > 0
+    if rule.mixes_samples(view):
+        survey.faults.append((faults.mixing_call(call), None))
+    size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
+    if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
+        size = -1
+    survey.received[call, index] = size
+    if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
+        raise fault
+    if module._modules or None in call.edges:
+        survey.unusual.append(site)
+
+
+# Nodes ------------------------------------------------------------------------------------------
+
+
+def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
+    """Go through a node between calls; returns where to go on."""
+    # Twice, where it is reached from inside an execution and from outside past its output.
+    if (node, region) in survey.seen:
+        return []
+    survey.seen[node, region] = None
+    further: _Steps = []
+    if nodes.is_nested(node):
+        raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
+    if nodes.mixes_samples(node):
+        survey.faults.append((faults.mixing_node(node), node))
+    for position, edge in edges_behind(node):
+        if nodes.is_leaf(edge.node):
+            _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
+            continue
+        given = survey.given[region[0]].get(edge[:2]) if region else None
+        if given is not None:
+            _note_leaf(survey, given, node, position, region)
+            continue
+        if edge.level:
+            _see_through(survey, edge)
+            edge = Edge(edge.node, edge.output_nr)
+        if region:
+            _note_use_inside(survey, edge, node, region)
+        further.append((edge, region))
+    return further
+
+
+def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
+    """Note a parameter, and which enclosing call owns it, if any."""
+    for call in region:
+        if any(leaf is own.parameter for own in survey.trained[call]):
+            survey.owned.setdefault(call, []).append((node, position, leaf))
+            return
+        if any(leaf is own.parameter for own in survey.uncovered.get(call, ())):
+            break
+    else:
+        survey.outside.add(id(leaf))
+    is_own = isinstance(leaf, Parameter) or id(leaf) in survey.freed
+    if is_own and id(leaf) not in survey.left_out:
+        survey.note_bare(node, position, leaf)
+
+
+# Views that were changed in place -----------------------------------------------------------------
+
+
+def _note_views(survey: Survey, edge: Edge, region: Region) -> None:
+    """See whether an output is reached past the views of it that modules returned."""
+    place = (edge.node, edge.output_nr)
+    views = () if edge.level or place in survey.viewed else viewed_at(*place)
+    for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
+        if layout.is_whole and not call.is_released and call not in region:
+            _see_through(survey, Edge(*place, level))
+            break
+
+
+def _see_through(survey: Survey, edge: Edge) -> None:
+    survey.viewed[edge.node, edge.output_nr] = edge
+    for level in range(1, edge.level + 1):
+        site = site_at(Edge(edge.node, edge.output_nr, level))
+        if site is not None:
+            survey.moved.add((site.call, site.index))
+            if (site.call, site.index) in survey.sites:
+                survey.sites[site.call, site.index] = site
+
+
+def _note_use_inside(survey: Survey, edge: Edge, node: Node, region: Region) -> None:
+    """Note what a call computes several outputs from, which may be changed in place later."""
+    for call, *_ in viewed_at(edge.node, edge.output_nr):
+        own = site_at(Edge(node, 0))
+        if call in region and (own is None or own.call is not call):
+            survey.inner.setdefault((edge.node, edge.output_nr), call)

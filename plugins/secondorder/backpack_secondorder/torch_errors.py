@@ -1,0 +1,41 @@
+"""What errors of torch's mean where a graph is differentiated twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from backpack_core.errors import OverwrittenInputError, UnsupportedError, UsageError
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what torch's own errors mean here."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "modified by an inplace operation" in text:
+            raise OverwrittenInputError(
+                "Parameters, or tensors of the graph, changed since the backward pass that made "
+                "this product: run another one."
+            ) from error
+        if "does not require grad" in text:
+            raise UsageError(
+                "Parameters were frozen since the backward pass, and what it left differentiates "
+                "them: freeze them before the forward pass, or when the products are taken."
+            ) from error
+        if "double backward" in text:
+            raise UnsupportedError(
+                "The forward pass was compiled by torch.compile, and what is compiled is not "
+                "differentiated twice: run the forward pass inside the block of backpack(...), "
+                "where compiled code runs as it was written."
+            ) from error
+        if "derivative for" in text or "not implemented" in text:
+            raise UnsupportedError(
+                f"An operation of the net has no second derivative ({text.splitlines()[0]}). "
+                "Write it with operations that have one: for attention, choose such a kernel by "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward pass; for "
+                "torch.cdist, (x[:, None] - y).square().sum(2)."
+            ) from error
+        raise
