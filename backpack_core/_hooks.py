@@ -111,11 +111,6 @@ def are_installed(module: Module) -> bool:
     return KEY in module._forward_hooks
 
 
-def have_company(module: Module) -> bool:
-    """Whether there are forward pre-hooks of others."""
-    return bool(module._forward_pre_hooks.keys() - {KEY, MODEL_KEY})
-
-
 def take_places(module: Module) -> bool:
     """Be the last before the forward and the first after it; false if somebody took us away.
 

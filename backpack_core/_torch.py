@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize, stateless
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointFunction
 
 from backpack_core.errors import add_library_folder
@@ -244,14 +244,6 @@ def class_of(module: Module) -> type[Module]:
         return type(module)
     original: type[Module] = parametrize.type_before_parametrizations(module)
     return original
-
-
-def parametrized(module: Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
-    """Let a module and those in it have other parameters and buffers for a ``with`` block.
-
-    ``torch.func.functional_call`` without the call: that runs hooks of the module once more.
-    """
-    return stateless._reparametrize_module(module, tensors, tie_weights=False)
 
 
 @contextmanager

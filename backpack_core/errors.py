@@ -146,7 +146,7 @@ class BackpackWarning(UserWarning):
 
 
 class AutodiffFallbackWarning(BackpackWarning):
-    """A module has no layer rule: exact, but slower than a rule would be.
+    """A module has no layer rule: exact, but a rule may be faster.
 
     Install a plugin that knows the module, or write a layer rule for it.
     """

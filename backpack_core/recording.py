@@ -40,10 +40,8 @@ from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
-    State,
     Traits,
     computed_in_hooks,
-    states_inside,
     tensors_of,
 )
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
@@ -245,14 +243,11 @@ def _call(
         of: What was known before the forward.
     """
     args, kwargs, inputs, outputs = kept
-    inside: tuple[State, ...] = ()
     if traits.is_whole and not module._modules:
         parameters: int | tuple[str, ...]
         (owned, parameters), computed = tensors_of(module), NOTHING
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
-        if module._modules and _runs_again(module, resolved):
-            inside = states_inside(module, owned)
     detached = tuple(map(_detach, outputs))
     counts = versions_of((*detached, *owned.values()))
     noted: Any
@@ -275,7 +270,6 @@ def _call(
         what.is_rewired,
         hook is None,
         hook is None or hook.gives_again,
-        inside,
     )
 
 
@@ -315,9 +309,3 @@ def _tensors(
 def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
     """Which parameters belong to modules inside."""
     return tuple(name for name in names if "." in name)
-
-
-def _runs_again(module: Module, resolved: Resolved) -> bool:
-    """Whether a parameter can only be read off by running modules inside once more."""
-    own = module._parameters
-    return any(own[name] is not None and not resolved.rule.covers(module, name) for name in own)

@@ -110,7 +110,7 @@ def _words(
         return rule, "refused", why
     if rule == "automatic":
         known = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"
-        return rule, "single samples, by autograd", known
+        return rule, "where operations use it", known
     if cell == "graph":
         return rule, "graph of the loss", ""
     form = declared_form(type(resolved.rule)).__name__

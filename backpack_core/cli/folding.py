@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _MEANING = {
     "fast": "by a rule, without forming single gradients",
     "rule": "by a rule",
-    "autodiff": "parameters automatically: exact, slower",
+    "autodiff": "parameters where operations use them: exact",
     "graph": "from the graph of the loss",
     "-": "nothing to compute here",
     "refused": "no exact value; below it says why",

@@ -218,6 +218,7 @@ def status(module: Module, resolved: Resolved, extension: type[Extension]) -> st
 
 _MIXING = "samples of the batch influence each other here, so it has no value (use eval mode)"
 _NO_SECOND = "it needs a second derivative, and the rule has none"
+_UNKNOWN = "it needs Kronecker structure, which operations may have: run it, or write an AffineRule"
 _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take AffineRule"
 
 
@@ -241,7 +242,7 @@ def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tup
             return "-", ""
         return ("autodiff" if resolved.is_fallback else "rule"), ""
     if needs == "structure" and not _has_structure(rule, module, parameters | covered):
-        return "refused", _NO_STRUCTURE
+        return "refused", _UNKNOWN if resolved.is_fallback else _NO_STRUCTURE
     if parameters - covered:
         return "autodiff", ""
     return ("fast" if is_fast(extension, declared_form(type(rule))) else "rule"), ""

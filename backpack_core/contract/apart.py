@@ -159,7 +159,7 @@ def _factored(
 ) -> dict[int, FactoredColumns]:
     """What goes on in factors, by position."""
     (columns, *others) = quantities.values()
-    if others or not there.is_readable:
+    if others:
         return {}
     if isinstance(columns, FactoredColumns):
         turned = columns.through(node)

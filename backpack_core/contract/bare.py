@@ -16,8 +16,9 @@ from backpack_core.contract.columns import ApartColumns
 from backpack_core.contract.operands import FactoredColumns
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import DenseProduct, SampleProduct
+from backpack_core.contract.rules import LayerRule
 from backpack_core.record.call import Call, Stored
-from backpack_core.record.state import settings_of
+from backpack_core.record.state import NO_SETTINGS
 from backpack_core.record.view import View
 
 
@@ -41,6 +42,15 @@ class BareRule(ParametricRule):
         raise AssertionError("a parameter has no samples")
 
 
+class NoRule(LayerRule):
+    """Stands where no rule is installed: what arrives goes through the operations inside."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
+
+
 _RULE = BareRule()
 
 
@@ -56,6 +66,5 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
     owned = {name: (parameter, version_of(parameter))}
     value = parameter.detach()
     stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
-    thread, settings = threading.get_ident(), settings_of(module)
-    training = module.training
-    return Call(module, _RULE, provenance, (), stored, thread, training, settings)
+    thread, training = threading.get_ident(), module.training
+    return Call(module, _RULE, provenance, (), stored, thread, training, NO_SETTINGS)

@@ -30,13 +30,11 @@ class Found:
         name: What the module calls it.
         parameter: The parameter.
         value: What an extension reads, or what is stored.
-        is_covered: Whether a rule covers it.
     """
 
     name: str
     parameter: Tensor
     value: Any
-    is_covered: bool = True
 
 
 class Carrier(ABC):

@@ -56,9 +56,9 @@ class Extension(ABC):
 
     Attributes:
         propagator: What travels backwards for this extension.
-        fail_mode: What happens at a module whose type has no rule: ``"autodiff"`` differentiates it
-            automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
-            its parameters out.
+        fail_mode: What happens at a module whose type has no rule: ``"autodiff"`` looks at its
+            parameters where operations use them, as autograd differentiates these (exact),
+            ``"error"`` raises, ``"warning"`` and ``"silent"`` leave its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
         carriers: What speaks in the place of layer rules, by type of module, in this instance only.
 

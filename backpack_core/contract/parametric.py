@@ -28,7 +28,7 @@ class ParametricRule(LayerRule):
 
     Class attributes:
         params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
-            Other parameters of the module are read off by automatic differentiation.
+            If it has others that are trained, all are read where operations use them.
         linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
 
     To write:

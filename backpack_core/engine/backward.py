@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine import refusals
 from backpack_core.engine.active import Context, log_visit
+from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.dyed import Question
 from backpack_core.engine.fields import add_leaves, clear, hand_over
-from backpack_core.engine.gradient import PlainGradient, plan, without_gradients
+from backpack_core.engine.gradient import PlainGradient, narrowed
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
@@ -97,6 +99,7 @@ class BackwardPass:
         )
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
+        self._looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part and outer is not None
@@ -122,7 +125,9 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
+        self.context.seen.update(["ran"] if survey.sites else ())
         refusals.refuse_beside(survey, self.context.extensions)
+        ask_without_rule(survey, self.context)
         fault = fault_in(survey) if self._question.is_per_sample else None
         if fault is not None:
             raise fault
@@ -147,7 +152,8 @@ class BackwardPass:
         refusals.refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
             when_reached(node, self.schedule, HookSchedule.reach, self.context.passes)
-        add_leaves(self.survey)
+        for node in add_leaves(self.survey):
+            when_reached(node, self, BackwardPass._reach_leaf, self.context.passes)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
@@ -169,18 +175,11 @@ class BackwardPass:
                 self.schedule.leave(lane, edge, wide=dye.begin(gradient))
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What to tell autograd so that it leaves out gradients, as ``gradient=`` says.
-
-        Args:
-            options: The arguments of ``backward()``.
-        """
-        what = self.context.gradient
-        if what == "autograd" or not self.is_outermost:
+        """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
+        if not self.is_outermost:
             return {}
-        if what in ("none", "skipped"):
-            return without_gradients(self.survey, self.roots, options)
-        plain = self._sink.plain = plan(self.survey, self.context.groups, self.roots, options)
-        return {} if plain is None else plain.inputs
+        found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
+        return found
 
     # Visits --------------------------------------------------------------------------------------
 
@@ -287,17 +286,27 @@ class BackwardPass:
 
     # The end -------------------------------------------------------------------------------------
 
+    def _reach_leaf(self, grads: Grads) -> None:
+        """Autograd is at a parameter that operations use: all that was sent to it is there."""
+        for number, gradient in enumerate(grads):
+            self._visit_leaf(current_node(), number, gradient)
+
+    def _visit_leaf(self, node: Node, number: int, gradient: Tensor | None) -> None:
+        site = self.survey.leaves.get((node, number))
+        if site is not None and (lanes := self.schedule.waiting_at(site)):
+            view = self._view(site, gradient)
+            for lane in lanes:
+                self.traversal.visit(lane, site, view)
+            self.visiting, self._looked_at[site.call.module] = None, None
+
     def _visit_leaves(self) -> None:
-        """Parameters that plain functions use: everything that was sent to them is there."""
+        """Those that autograd does not get to, as it only brings their gradients."""
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            for site in self.survey.leaves.values():
-                view = self._view(site, None)
-                # None, where backward(inputs=...) leaves it out.
-                lanes = self.schedule.waiting_at(site)
-                for lane in lanes:
-                    self.traversal.visit(lane, site, view)
-                if lanes and self.context.extension_hook is not None:
-                    self.context.extension_hook(site.call.module)
+            for place in self.survey.leaves:
+                self._visit_leaf(*place, None)
+        if self.context.extension_hook is not None:
+            for module in self._looked_at:
+                self.context.extension_hook(module)
 
     def leave(self) -> None:
         """The pass is over, however it ended."""

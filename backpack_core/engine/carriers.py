@@ -1,4 +1,4 @@
-"""A layer rule as the carrier of a call, and what there is where no rule covers a parameter."""
+"""A layer rule as the carrier of a call, and what is done where there is none."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
+from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
+from backpack_core.engine.location import place
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import blocked, missing
+from backpack_core.plugins.registry import registry
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-
-_AUTODIFF = AutodiffRule()
 
 
 class RuleCarrier(Carrier):
@@ -44,28 +43,21 @@ class RuleCarrier(Carrier):
         return self._propagator.arrive(view.call.rule, view, waiting)
 
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
-        """By the propagator; of parameters that no rule covers, by automatic differentiation."""
-        readings: dict[bool, dict[str, Any]] = {True: {}, False: {}}  # by whether one covers them
-        for name, _, _, is_covered in trained:
-            readings[is_covered][name] = None
-        for is_covered, some in readings.items():
-            if some:
-                self._fill(some, view.call.rule if is_covered else _AUTODIFF, view, quantity)
+        """By the propagator."""
+        readings = self._readings([*dict.fromkeys(own.name for own in trained)], view, quantity)
         found: list[Found] = []
         beside: dict[Any, Any] = {}
-        for name, parameter, tensor, is_covered in trained:
-            reading = readings[is_covered][name]
+        for name, parameter, tensor in trained:
+            reading = readings[name]
             if parameter is not tensor:
                 reading = at_leaf(reading, tensor, parameter)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
-            found += (Found(name, parameter, reading, is_covered),)
+            found += (Found(name, parameter, reading),)
         return found
 
-    def _fill(
-        self, readings: dict[str, Any], rule: ParametricRule, view: View, quantity: Any
-    ) -> None:
-        """Put there what the propagator finds by a rule, and say where each stands."""
-        names, module, kind = [*readings], view.call.module, type(rule)
+    def _readings(self, names: list[str], view: View, quantity: Any) -> dict[str, Any]:
+        """What the propagator finds at parameters, each with where it stands."""
+        rule, module, readings = view.call.rule, view.call.module, {}
         found = self._products(rule, view, names, quantity)
         if not isinstance(found, (list, tuple)) or len(found) != len(names):
             raise errors.ShapeError(
@@ -77,9 +69,10 @@ class RuleCarrier(Carrier):
                 roots, samples = reading.roots, self._survey.batch_size
                 reading = regrouped(reading, reading.columns, samples, view.kept)
                 reading.roots = roots
-            reading.name, reading.module, reading.rule = name, module, kind
+            reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.is_linear = name in rule.linear_in_params
             readings[name] = reading
+        return readings
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
@@ -98,8 +91,37 @@ def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 
 
-def allows_fallback(extension: Extension, view: View) -> bool:
-    """Whether an extension takes a parameter that no rule covers, as its ``fail_mode`` says.
+def ask_without_rule(survey: Survey, context: Context) -> None:
+    """Leave out parameters of modules without a rule that no extension wants.
+
+    Raises:
+        MissingPluginError: An extension does not take them, and says so.
+    """
+    for call, uncovered in survey.uncovered.items():
+        if survey.unruled.keys().isdisjoint(id(own.parameter) for own in uncovered):
+            continue
+        module = call.module
+        is_wanted = bool(context.graph_extensions)
+        for group in context.groups:
+            for extension in group.extensions:
+                if group.has_overrides and registry.override(extension, module):
+                    continue
+                try:
+                    is_wanted |= _takes(extension, View(call))
+                except Exception as error:
+                    place(error, View(call), extension)
+                    raise
+        if not is_wanted:
+            survey.leave_out(call)
+
+
+def wants_unruled(extension: Extension) -> bool:
+    """Whether an extension has a value for parameters of modules without a rule."""
+    return extension.fail_mode not in ("warning", "silent")
+
+
+def _takes(extension: Extension, view: View) -> bool:
+    """Whether an extension takes the parameters of a module, as its ``fail_mode`` says.
 
     Raises:
         MissingPluginError: It does not, and says so.
@@ -124,9 +146,9 @@ def allows_fallback(extension: Extension, view: View) -> bool:
         return False
     errors.warn_once(
         (kind,),
-        f"{view.path} has no layer rule: the parameters of {full_name} are differentiated "
-        "automatically, which is exact but slower. Install a plugin that knows "
-        f"{name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
+        f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
+        "operations use them, which is exact, but a rule may be faster. Install a plugin that "
+        f"knows {name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
         errors.AutodiffFallbackWarning,
     )
     return True

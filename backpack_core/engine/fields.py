@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from backpack_core._torch import shards_in
+from backpack_core._torch import Node, shards_in
 from backpack_core.contract.bare import bare_call
 from backpack_core.contract.extension import Extension
 from backpack_core.graph.survey import Survey
@@ -17,14 +17,15 @@ from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import owned_by_models, owners_of
 
 
-def add_leaves(survey: Survey) -> None:
-    """Have the survey know the parameters at which samples are kept apart."""
+def add_leaves(survey: Survey) -> set[Node]:
+    """Have the survey know the parameters at which samples are kept apart; returns their nodes."""
     leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
     known = owned_by_models() if leaves else {}
-    for node, parameter in leaves:
+    for place, parameter in leaves:
         module, name = survey.freed.get(id(parameter)) or known[id(parameter)]
         call = bare_call(module, name, parameter, FALLBACK.provenance)
-        survey.add_leaf(Site(call, 0, Edge(node, 0)))
+        survey.add_leaf(Site(call, 0, Edge(*place)))
+    return {node for (node, _), _ in leaves}
 
 
 def clear(survey: Survey, extensions: Iterable[Extension]) -> None:

@@ -22,6 +22,7 @@ from backpack_core._torch import Node
 from backpack_core.contract import operations
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.product import SampleProduct
+from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
@@ -143,6 +144,18 @@ class _Sums(torch.autograd.Function):
         return (None, *sums)
 
 
+def narrowed(
+    context: Context, survey: Survey, roots: Sequence[Edge], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], PlainGradient | None]:
+    """What to tell autograd so that it leaves out gradients, and what is done in their place."""
+    if context.gradient == "autograd":
+        return {}, None
+    if context.gradient in ("none", "skipped"):
+        return without_gradients(survey, roots, options), None
+    plain = plan(survey, context.groups, roots, options)
+    return ({} if plain is None else plain.inputs), plain
+
+
 def plan(
     survey: Survey, groups: Iterable[Group], edges: Sequence[Edge], options: Mapping[str, Any]
 ) -> PlainGradient | None:
@@ -212,16 +225,17 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
     sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
         dtype = call.stored.outputs[index].dtype
-        for name, parameter, used, is_covered in survey.trained[call]:
+        for name, parameter, used in survey.trained[call]:
             is_plain = parameter is used and parameter.is_leaf
-            if is_covered and is_plain and parameter.dtype is dtype and dtype in _PRECISE:
+            if is_plain and parameter.dtype is dtype and dtype in _PRECISE:
                 key = id(parameter)
                 keys = found[key][1] if key in found else ()
                 found[key] = parameter, (*keys, (number, name))
     return {
         key: (parameter, keys)
         for key, (parameter, keys) in found.items()
-        if len(keys) == survey.uses[key].count and not (key in survey.bare or key in sharded)
+        if len(keys) == survey.uses[key].count
+        and not (key in survey.bare or key in survey.unruled or key in sharded)
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _hooks, errors
-from backpack_core._torch import Node
+from backpack_core._torch import Node, class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
@@ -64,6 +64,12 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
     """What uses a parameter, and what to do."""
+    for call, uncovered in survey.uncovered.items():
+        for own in uncovered:
+            if own.parameter is parameter:
+                kind = class_of(call.module).__name__
+                advice = f"Write a layer rule for {kind}, or freeze the parameter."
+                return f"No layer rule covers {own.name!r} of {call.path}", advice
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (

@@ -60,6 +60,7 @@ class Schedule(ABC):
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
         self._started: set[Node] = set()
         self._is_read: dict[Node, bool] = {}
+        self._leaves = 0
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
@@ -120,12 +121,15 @@ class Schedule(ABC):
     def _leads_to_readers(self, start: Node) -> bool:
         """Whether a call, or a parameter that is looked at by itself, lies at a node or behind."""
         known, todo = self._is_read, [start]
+        leaves = self.survey.alignment.leaves
+        if len(leaves) != self._leaves:  # a later walk found more
+            self._leaves = len(leaves)
+            known.update((leaf, True) for leaf, _ in leaves)
         while todo:
             node = todo[-1]
             if node not in known:
                 children = children_of(node)
-                is_reader = is_noted(node) or node in self.survey.alignment.leaves
-                if is_reader or any(known.get(child) for child in children):
+                if is_noted(node) or any(known.get(child) for child in children):
                     known[node] = True
                 elif new := [child for child in children if child not in known]:
                     todo += new
@@ -185,13 +189,12 @@ class Schedule(ABC):
 
     def _send(self, lane: int, edge: Edge, quantity: Any) -> None:
         """Leave what has crossed a node at an edge behind it."""
-        if not nodes.is_leaf(edge.node):
-            self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
-        elif self.groups[lane].propagator.keeps_apart:
-            leaf = self.survey.alignment.leaves.get(edge.node)
-            # Of other parameters, calls are read off.
-            if leaf is not None and _torch.will_get_gradient(leaf):
-                self.leave(lane, edge, wide=quantity)
+        leaf = self.survey.alignment.leaves.get((edge.node, edge.output_nr))
+        if leaf is None:
+            if not nodes.is_leaf(edge.node):  # of other parameters, calls are read off
+                self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
+        elif self.groups[lane].propagator.keeps_apart and _torch.will_get_gradient(leaf):
+            self.leave(lane, edge, wide=quantity)
 
 
 class HookSchedule(Schedule):

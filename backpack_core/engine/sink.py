@@ -13,7 +13,7 @@ from backpack_core import _torch
 from backpack_core.contract.carrier import Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
-from backpack_core.engine.carriers import allows_fallback, tolerates
+from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.gradient import PlainGradient
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
@@ -85,9 +85,8 @@ class Sink(ABC):
         summed: list[tuple[list[Found], bool]] = []
         for uses in complete:
             last = uses[-1]
-            for use in uses:
-                last.is_covered &= use.is_covered
-            way = way if last.is_covered else "autodiff"
+            if id(last.parameter) in self.survey.unruled:
+                way = "autodiff"
             if plain is not None and plain.wants(group, last.parameter):
                 summed += ((uses, len(uses) > 1 or view.is_reached),)
                 for use in uses:  # for their sum, too, where the plain gradient is made of it
@@ -95,7 +94,7 @@ class Sink(ABC):
         try:
             for extension in group.extensions:
                 kind = type(extension)
-                values = group.watch(module, kind, way, _values, extension, view, complete)
+                values = group.watch(module, kind, way, self._read, extension, view, complete)
                 for uses, value in zip(complete, values, strict=True):
                     if value is not None:
                         parameter = uses[-1].parameter
@@ -109,28 +108,33 @@ class Sink(ABC):
             place(error, view, extension)
             raise
 
+    def _read(self, extension: Extension, view: View, complete: list[list[Found]]) -> list[Any]:
+        """What an extension reads at each parameter; ``None`` where it leaves it out."""
+        seen = noted(view, ())
+        values: list[Any] = []
+        for uses in complete:
+            value = None
+            try:
+                if self._is_wanted(extension, id(uses[-1].parameter)):
+                    shown = _whole(uses)
+                    shown = shown.lasting() if extension.is_deferred else shown
+                    seen += held(shown)
+                    value = extension.read(shown)
+                    if value is None:
+                        raise ShapeError(f"{type(extension).__name__}.read returned None.")
+                    seen += shown.made
+            except UnsupportedError as error:
+                if not tolerates(extension, view, uses[-1].name, error):
+                    raise
+            values += (value,)
+        see_unchanged(view, seen, extension, "read")
+        return values
 
-def _values(extension: Extension, view: View, complete: list[list[Found]]) -> list[Any]:
-    """What an extension reads at each parameter; ``None`` where its ``fail_mode`` leaves it out."""
-    seen = noted(view, ())
-    values: list[Any] = []
-    for uses in complete:
-        value = None
-        try:
-            if uses[-1].is_covered or allows_fallback(extension, view):
-                shown = _whole(uses)
-                shown = shown.lasting() if extension.is_deferred else shown
-                seen += held(shown)
-                value = extension.read(shown)
-                if value is None:
-                    raise ShapeError(f"{type(extension).__name__}.read returned None.")
-                seen += shown.made
-        except UnsupportedError as error:
-            if not tolerates(extension, view, uses[-1].name, error):
-                raise
-        values += (value,)
-    see_unchanged(view, seen, extension, "read")
-    return values
+    def _is_wanted(self, extension: Extension, number: int) -> bool:
+        """Whether an extension reads a parameter; of what no rule covers, as it says."""
+        survey = self.survey
+        is_unruled = number in survey.unruled
+        return number not in survey.left_out and (not is_unruled or wants_unruled(extension))
 
 
 def _whole(uses: list[Found]) -> Any:

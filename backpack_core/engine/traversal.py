@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bare import BareRule
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
@@ -278,8 +279,8 @@ class Traversal:
     def _carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module; the rules, for all modules, where nobody else may."""
         group = self.groups[lane]
-        if group.has_overrides:  # then the group has one extension
-            extension = group.extensions[0]
+        if group.has_overrides and not isinstance(view.call.rule, BareRule):
+            extension = group.extensions[0]  # the only one
             found = registry.override(extension, view.call.module)
             if found is not None:
                 fault = self.survey.alignment.faults.get((view.call, view.index))
@@ -297,8 +298,12 @@ class Traversal:
     ) -> None:
         """Let every extension read off parameters of the call's module."""
         group = self.groups[lane]
+        is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
+        if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
+            return  # which has looked at the parameter where the module was called
         if carrier.gives_values:
-            for found in carrier.find(view, trained, quantity):
+            others = self.survey.uncovered.get(view.call, ())
+            for found in carrier.find(view, (*trained, *others), quantity):
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
@@ -313,9 +318,10 @@ class Traversal:
         self.sink.note(lane, group, view, everything)
 
     def _refuse_shared(self, found: Found) -> None:
-        number = id(found.parameter)
-        used = self.survey.uses.get(number)
-        if (used is not None and used.count > 1) or number in self.survey.bare:
+        number, survey = id(found.parameter), self.survey
+        used = survey.uses.get(number)
+        count = survey.unruled.get(number, 0 if used is None else used.count)
+        if count > 1 or number in (survey.outside if number in survey.unruled else survey.bare):
             raise UnsupportedError(
                 f"The parameter {found.name!r} is used more than once, which a carrier of its "
                 "own cannot account for: write a layer rule instead."

@@ -27,9 +27,6 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         survey: What is known about the graph.
         roots: What ``backward()`` is called on, or more of it than before.
         can_keep_apart: Whether samples can be kept apart where a tensor has none.
-
-    Raises:
-        UnsupportedError: A module calls itself, and returned a view that was changed in place.
     """
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
     for place, size in survey.received.items():
@@ -38,10 +35,9 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
             fault = _fault(survey, *place)
             if fault is not None:
                 alignment.faults[place] = fault
-    for call in survey.recursive:
-        if survey.viewed:  # nodes show another shape
-            raise faults.changed_output(call)
-        survey.disown(call)
+    for site in [*survey.sites.values()] if survey.uncovered else ():
+        if site.call in survey.uncovered and not survey.goes_inside(site.call):
+            look_inside(survey, site)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
@@ -83,22 +79,14 @@ def _is_declared(survey: Survey, call: Call) -> bool:
 def _hand_to_nodes(survey: Survey) -> None:
     """Look at parameters where operations use them, not at calls that know no more of them.
 
-    A container with parameters of its own would have to run once more as a whole; and a call that
-    was given a parameter as an argument does not own it.
+    A call that was given a parameter as an argument does not own it.
     """
     for site in [*survey.unusual]:
         call = site.call
         if call.rule.is_loss or call.is_released or call in survey.opened:
             continue
-        if not survey.goes_inside(call):
-            if has_parameters_given(call):
-                look_inside(survey, site)
-        elif survey.viewed:
-            continue  # of views that were changed in place, nodes show another shape
-        elif call.module._modules.keys() - {"parametrizations"} and all(
-            not own.is_covered and own.used.is_leaf for own in survey.trained[call]
-        ):  # no rule covers one, nor is one the result of a computation
-            survey.disown(call)
+        if not survey.goes_inside(call) and has_parameters_given(call):
+            look_inside(survey, site)
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
         # What is computed inside of a call may be used outside, too, past the output.
@@ -124,7 +112,7 @@ def _is_table(survey: Survey, site: Site) -> bool:
         or call.is_released
         or not call.run.sizes
         or call.receives_input
-        or not survey.trained[call]
+        or not (survey.trained[call] or call in survey.disowned)
     ):
         return False
     if any(edge is not None for edge in call.edges):
@@ -156,7 +144,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
-        if call.goes_inside:  # there is nothing to replay sample by sample
+        if call.goes_inside:
             survey.disown(call)
         elif not _is_willing(call, index):
             look_inside(survey, survey.sites[call, index])

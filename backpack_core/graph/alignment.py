@@ -35,7 +35,6 @@ class Crossing(NamedTuple):
         kept: The outputs at which what arrives is.
         others: The other outputs that have no samples on axis 0.
         has_others: Whether there are other positions.
-        is_readable: Whether the node may be asked for what autograd saved.
         grads: The gradients at the outputs, where autograd brings them.
         size: How many columns may go on at once; ``None`` for all.
         carry: Takes what is sent on, by position, through the rest of the net at once.
@@ -49,7 +48,6 @@ class Crossing(NamedTuple):
     kept: frozenset[int] = frozenset()
     others: frozenset[int] = frozenset()
     has_others: bool = True
-    is_readable: bool = False
     grads: Sequence[Tensor | None] = ()
     size: Callable[[], int | None] = lambda: None
     carry: Callable[[list[tuple[int, Any]]], None] = lambda part: None
@@ -71,7 +69,8 @@ class Alignment:
             single number.
         apart: Outputs of nodes at which what arrives is kept apart by sample.
         starts: Nodes with samples that send something to such an output.
-        leaves: Parameters that no call reads off, or not all of them, by their node.
+        leaves: Parameters that no call reads off, or not all of them, by the output of a node that
+            they are.
         beside: Parameters that the loss depends on without any sample, with a node on the way.
         is_readable: Whether nodes may be asked for what autograd saved.
     """
@@ -83,7 +82,7 @@ class Alignment:
     before: set[Place] = field(default_factory=set)
     apart: set[Place] = field(default_factory=set)
     starts: dict[Node, None] = field(default_factory=dict)
-    leaves: dict[Node, Tensor] = field(default_factory=dict)
+    leaves: dict[Place, Tensor] = field(default_factory=dict)
     beside: list[tuple[Tensor, Node]] = field(default_factory=list)
     is_readable: bool = False
 
@@ -127,7 +126,7 @@ class Alignment:
         others = frozenset(own.keys() - outputs.keys() - kept)
         has_others = len(places) > len(apart)
         owned = {nr: self.owned[place] for nr, place in own.items() if place in self.owned}
-        rest = apart, kept, others, has_others, self.is_readable
+        rest = apart, kept, others, has_others
         return Crossing(self.batch_size, outputs, behind, owned, *rest)
 
     def _known(self, node: Node, number: int) -> int:

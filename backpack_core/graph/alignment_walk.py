@@ -188,8 +188,8 @@ class Walk:
         for leaf, parameter in () if this.is_call else self._tensors.targets.get(node, ()):
             needs = True
             found.leaves[leaf] = parameter
-            found.apart.add((leaf, 0))
-            found.positions[leaf, 0] = 0
+            found.apart.add(leaf)
+            found.positions[leaf] = 0
             if this.is_before:
                 found.beside.append((parameter, node))
         if this.site is not None and not this.positions and not this.is_loss:

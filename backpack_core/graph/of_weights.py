@@ -63,7 +63,7 @@ class Origins:
     def _begin(self, node: Node) -> tuple[int, list[Node]]:
         """What a node is as far as it tells by itself, and the nodes that matter, too."""
         survey, calls = self._survey, []
-        if is_noted(node) or node in survey.leaves:
+        if is_noted(node) or (survey.leaves and (node, 0) in survey.leaves):
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
             calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
         if calls:  # that are stepped over

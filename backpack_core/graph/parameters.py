@@ -29,26 +29,26 @@ class Trained(NamedTuple):
         name: What the module calls it.
         parameter: What gets the quantity.
         used: What the module used: that parameter, or what it computed from it.
-        is_covered: Whether the rule covers it.
     """
 
     name: str
     parameter: Tensor
     used: Tensor
-    is_covered: bool
 
 
-def trained_in(call: Call) -> tuple[Trained, ...]:
-    """The parameters that a call reads off."""
-    stored, covers, found = call.stored, call.rule.covers, []
+def trained_in(call: Call) -> tuple[tuple[Trained, ...], tuple[Trained, ...]]:
+    """The parameters that a call reads off, and those that its rule does not cover."""
+    stored, covers = call.stored, call.rule.covers
+    covered: list[Trained] = []
+    others: list[Trained] = []
     for name in stored.parameters:
         tensor, _ = stored.owned[name]
         if tensor.requires_grad:
-            is_covered = covers(call.module, name)
+            found = covered if covers(call.module, name) else others
             for parameter in stored.computed.get(name, (tensor,)):
                 # Much faster than Trained(...).
-                found.append(tuple.__new__(Trained, (name, parameter, tensor, is_covered)))
-    return tuple(found)
+                found.append(tuple.__new__(Trained, (name, parameter, tensor)))
+    return tuple(covered), tuple(others)
 
 
 def complex_parameter(name: str) -> UnsupportedError:

@@ -53,16 +53,20 @@ class Survey:
         axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
-        bare: Parameters that operations outside of owning modules use, by ``id``.
-        leaves: Parameters that are looked at as calls, by the node that takes their gradient.
-        disowned: Calls whose parameters are looked at where operations use them.
-        freed: Their modules and names, by ``id``.
+        bare: Parameters that are looked at where operations use them, by ``id``.
+        leaves: Parameters that are looked at as calls, as the output of a node.
+        disowned: Calls that have parameters which are looked at where operations use them.
+        freed: Modules and names of these, by ``id``.
+        uncovered: The same of calls whose rule, if there is any, does not cover them.
+        unruled: Of modules without a rule or modules inside, how many sites use each; by ``id``.
+        left_out: Those that no extension wants.
+        outside: What is used outside of the calls that own it, by ``id``.
+        given: Parameters that are results of a computation, of calls that are gone through.
         opened: Calls that are gone through node by node though they have a rule.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
-        recursive: Calls in which their module is called again: to run one again counts both.
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
         is_declared: Whether samples are said to lie on another axis than the first, somewhere.
@@ -85,13 +89,17 @@ class Survey:
     uses: dict[int, Use] = field(default_factory=dict)
     bare: dict[int, Bare] = field(default_factory=dict)
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
-    leaves: dict[Node, Site] = field(default_factory=dict)
+    leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
     disowned: set[Call] = field(default_factory=set)
     freed: dict[int, tuple[Module, str]] = field(default_factory=dict)
+    uncovered: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
+    unruled: dict[int, int] = field(default_factory=dict)
+    left_out: set[int] = field(default_factory=set)
+    outside: set[int] = field(default_factory=set)
+    given: dict[Call, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
-    recursive: set[Call] = field(default_factory=set)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
@@ -104,8 +112,8 @@ class Survey:
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
-        if self.leaves and edge.node in self.leaves:
-            return self.leaves[edge.node]
+        if self.leaves and (leaf := self.leaves.get((edge.node, edge.output_nr))) is not None:
+            return leaf
         if self.viewed and not edge.level:
             edge = self.viewed.get((edge.node, edge.output_nr), edge)
         site = site_at(edge)
@@ -115,7 +123,7 @@ class Survey:
 
     def add_leaf(self, site: Site) -> None:
         """Look at a parameter as at a call that returns it."""
-        self.leaves[site.edge.node] = site
+        self.leaves[site.edge.node, site.edge.output_nr] = site
         self.sites[site.call, site.index] = site
         self.axes[site.call, site.index] = 0
         self.note_uses(site.call)
@@ -124,8 +132,18 @@ class Survey:
         """Note which parameters a call uses."""
         trained = self.trained.get(call)
         if trained is None:
-            trained = self.trained[call] = trained_in(call)
-        for name, parameter, _, _ in trained:
+            trained, others = trained_in(call)
+            self.trained[call] = trained
+            if others:
+                self.uncovered[call] = others
+        for name, parameter, _ in self.uncovered.get(call, ()) if self.uncovered else ():
+            if parameter.is_complex():
+                raise complex_parameter(f"{name!r} of {call.path}")
+            self.disowned.add(call)
+            self.freed[id(parameter)] = call.module, name
+            if not {*call.module._modules.keys()} - {"parametrizations"}:
+                self.unruled[id(parameter)] = self.unruled.get(id(parameter), 0) + 1
+        for name, parameter, _ in trained:
             number = id(parameter)
             use = self.uses.get(number)
             if use is not None:
@@ -180,6 +198,12 @@ class Survey:
         self.trained[call] = ()
         for node, position, parameter in self.owned.get(call, ()):
             self.note_bare(node, position, parameter)
+
+    def leave_out(self, call: Call) -> None:
+        """Have nothing read off at the parameters of a call that has no rule."""
+        self.left_out |= {id(own.parameter) for own in self.uncovered[call]}
+        for number in self.left_out & self.bare.keys():
+            del self.bare[number]
 
     def disown_all_of_leaves(self) -> None:
         """Disown calls that are gone through and use a parameter that is looked at by itself.

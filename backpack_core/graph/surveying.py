@@ -36,6 +36,7 @@ def look_inside(survey: Survey, site: Site) -> None:
     survey.opened.add(call)
     survey.axes.update((place, 0) for place in survey.axes if place[0] is call)
     survey.disown(call)
+    survey.given[call] = _computed(call)
     _walk(survey, [(site.below, (call, *survey.regions[call]))])
 
 
@@ -46,7 +47,7 @@ def _walk(survey: Survey, todo: _Steps) -> None:
         if survey.beside and edge[:2] in survey.beside:
             continue
         if region:
-            if _is_parameter(edge, region[0]):
+            if edge[:2] in survey.given[region[0]]:
                 continue
             while region and any(e and e[:2] == edge[:2] for e in region[0].edges):
                 region = region[1:]  # its inputs begin; they may have come from anywhere
@@ -60,14 +61,14 @@ def _walk(survey: Survey, todo: _Steps) -> None:
             todo += _enter(survey, site, region)
 
 
-def _is_parameter(edge: Edge, call: Call) -> bool:
-    """Whether an edge leads to how a parameter of the enclosing call was computed.
+def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
+    """Parameters of a call that are results of a computation, by the output of a node.
 
-    Under ``functional_call`` a parameter may be the result of a computation: then it is what gets
-    the quantity, as a leaf would.
+    They may be so under ``functional_call``: then they get the quantity, as a leaf would.
     """
-    used = [call.stored.owned[name][0] for name in call.stored.parameters]
-    return any((t.grad_fn, t.output_nr) == edge[:2] for t in used)
+    stored = call.stored
+    used = (stored.owned[name][0] for name in stored.parameters)
+    return {(node, t.output_nr): t for t in used if (node := t.grad_fn) is not None}
 
 
 # Calls ------------------------------------------------------------------------------------------
@@ -80,12 +81,10 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
         return []
     survey.sites[call, index] = site
     survey.regions[call] = region
-    for around in region:
-        if around.module._parameters is call.module._parameters and survey.trained[around]:
-            survey.recursive.add(around)
     survey.note_uses(call)
     _check(survey, site)
     if survey.goes_inside(call):
+        survey.given[call] = _computed(call)
         return [(site.below, (call, *region))]
     return [(edge, region) for edge in call.edges if edge is not None]
 
@@ -131,6 +130,10 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
         if nodes.is_leaf(edge.node):
             _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
             continue
+        given = survey.given[region[0]].get(edge[:2]) if region else None
+        if given is not None:
+            _note_leaf(survey, given, node, position, region)
+            continue
         if edge.level:
             _see_through(survey, edge)
             edge = Edge(edge.node, edge.output_nr)
@@ -146,7 +149,12 @@ def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: 
         if any(leaf is own.parameter for own in survey.trained[call]):
             survey.owned.setdefault(call, []).append((node, position, leaf))
             return
-    if isinstance(leaf, Parameter):
+        if any(leaf is own.parameter for own in survey.uncovered.get(call, ())):
+            break
+    else:
+        survey.outside.add(id(leaf))
+    is_own = isinstance(leaf, Parameter) or id(leaf) in survey.freed
+    if is_own and id(leaf) not in survey.left_out:
         survey.note_bare(node, position, leaf)
 
 

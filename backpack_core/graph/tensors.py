@@ -167,11 +167,12 @@ class Tensors(dict[Place, Known]):
             targets: Parameters that no call reads off, by node and position of the edge there.
         """
         self._survey = survey
-        self.targets: dict[Node, list[tuple[Node, Tensor]]] = {}
+        self._read_off = targets
+        self.targets: dict[Node, list[tuple[Place, Tensor]]] = {}
         for (node, position), parameter in targets.items():
-            leaf = node.next_functions[position][0]
-            assert leaf is not None
-            self.targets.setdefault(node, []).append((leaf, parameter))
+            child, number = node.next_functions[position]
+            assert child is not None
+            self.targets.setdefault(node, []).append(((child, number), parameter))
 
     def __missing__(self, place: Place) -> Known:
         """Look."""
@@ -184,7 +185,8 @@ class Tensors(dict[Place, Known]):
         if site is not None and above.is_call:
             edges = [(i, edge) for i, edge in enumerate(site.call.edges) if edge is not None]
         else:
-            ways = edges_behind(above.node)
+            node, known = above.node, self._read_off
+            ways = [way for way in edges_behind(node) if (node, way[0]) not in known]
             edges = [(i, e) for i, e in ways if not (nodes.is_leaf(e.node) or e[:2] in beside)]
         above.ways += [(self[edge.node, edge.output_nr], i) for i, edge in edges]
         return [below for below, _ in above.ways]

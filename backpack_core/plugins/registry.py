@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from backpack_core._torch import class_of
-from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.bare import NoRule
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
@@ -32,7 +32,7 @@ class Resolved(NamedTuple):
     Attributes:
         rule: The rule.
         provenance: Who provided it.
-        is_fallback: It is the automatic one.
+        is_fallback: There is none, and it stands in its place.
         params: Parameters that it covers; of modules inside, as ``"out_proj.weight"``.
         methods: What the rule stands for: a module that has one of these as an attribute of its own
             computes something else.
@@ -47,7 +47,7 @@ class Resolved(NamedTuple):
 
 # Something that a plugin handed over, checked: in which table, under which key.
 Contribution = tuple[str, Any, Any]
-FALLBACK = Resolved(AutodiffRule(), CORE, is_fallback=True)
+FALLBACK = Resolved(NoRule(), CORE, is_fallback=True)
 
 
 @dataclass(eq=False, repr=False)
@@ -92,7 +92,7 @@ class Registry:
         return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
-        """The rule for a module: that of its type, of a parent type, or the automatic one.
+        """The rule for a module: that of its type, or of a parent type; else what stands for none.
 
         A parent's rule counts only if the module computes what the parent does: its ``forward``,
         and everything that looks up, are the parent's own.

@@ -22,7 +22,7 @@ from backpack_core._checkpoints import SavedTensor
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
 from backpack_core.record.owner import NO_RUN, PATH_ATTRIBUTE, Run
-from backpack_core.record.state import Settings, State
+from backpack_core.record.state import Settings
 
 SITES: Final = "backpack_core.sites"
 _VIEWED: Final = "backpack_core.viewed"
@@ -150,7 +150,6 @@ class Call:
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
         gives_again: Or those of a checkpoint that gives them to us, and to autograd once more.
-        inside: What the modules inside were, where the module may have to run once more.
         run: What the model received, if it ran as a whole.
         stored: The tensors; once they are freed, asking for them raises.
         is_released: Whether they were freed.
@@ -168,7 +167,6 @@ class Call:
     is_rewired: bool = False
     is_readable: bool = True
     gives_again: bool = True
-    inside: tuple[State, ...] = ()
     is_released: bool = False
     stored: Stored = field(init=False)
     _alive: object = _ALIVE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,20 +13,7 @@ from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
 Settings = tuple[tuple[str, ...], tuple[Any, ...]]  # names, values
-
-
-class State(NamedTuple):
-    """What a module was in a forward pass, besides its tensors.
-
-    Attributes:
-        module: The module.
-        names: Names of its plain attributes (``eps``, ``p``, ``training``).
-        values: Their values.
-    """
-
-    module: Module
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
+NO_SETTINGS: Final[Settings] = (), ()
 
 
 def tensors_of(
@@ -48,18 +35,6 @@ def tensors_of(
     if module._buffers:
         owned.update(module._buffers)
     return owned, count
-
-
-def states_inside(module: Module, owned: dict[str, Tensor | None]) -> tuple[State, ...]:
-    """What the modules inside are; adds their parameters and buffers to the module's own."""
-    states = []
-    for path, part in module.named_modules(remove_duplicate=False):
-        if part is module:
-            continue
-        states.append(State(part, *settings_of(part)))
-        kept = {n: t for n, t in part._buffers.items() if t is not None and t.grad_fn is None}
-        owned.update({f"{path}.{n}": t for n, t in {**kept, **part._parameters}.items()})
-    return tuple(states)
 
 
 def computed_in_hooks(module: Module, names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -92,13 +67,10 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def settings_of(module: Module, has_rule: bool = False) -> Settings:
-    """Names and values of a module's plain attributes.
+def settings_of(module: Module) -> Settings:
+    """Names and values of a module's plain attributes, which its layer rule may read.
 
-    Args:
-        module: The module.
-        has_rule: A layer rule may read lists of them, too, that users set: they are copied. Where
-            there is none, they may be long, and only a replay reads them.
+    Lists of them are copied, which may be changed in place.
     """
     known = {
         name: [*value] if isinstance(value, list) else value
@@ -106,7 +78,7 @@ def settings_of(module: Module, has_rule: bool = False) -> Settings:
         if name not in _OF_ALL
         and _is_plain(value)
         and name not in _OURS
-        and (not isinstance(value, list) or (has_rule and name[0] != "_"))
+        and not (isinstance(value, list) and name[0] == "_")
     }
     return tuple(known), tuple(known.values())
 
@@ -115,7 +87,7 @@ class Traits:
     """What is the same at every call of a module, until an attribute comes, goes or is changed.
 
     Attributes:
-        settings: Names and values of its plain attributes.
+        settings: Names and values of its plain attributes, which its rule may read.
         resolved: The rule that speaks for it.
         generation: Of the registry that said so.
         is_whole: None of the parameters that the rule covers is a plain attribute, computed.
@@ -124,7 +96,8 @@ class Traits:
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
-        self.settings = names, values = settings_of(module, not resolved.is_fallback)
+        settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
+        self.settings = names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - _OF_ALL - {*names, *_OURS}
         # Of a single name, a getter gives no tuple.

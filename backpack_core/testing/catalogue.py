@@ -126,7 +126,7 @@ def _known(name: str) -> Any:
 
 
 class WithoutRule(nn.Module):
-    """What users write: differentiated automatically."""
+    """What users write, without a rule."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ class ModulePath:
     Attributes:
         path: Where it sits.
         type: Its class.
-        way: ``"rule"``, ``"autodiff"`` (parameters automatically, the rest by the graph) or
+        way: ``"rule"``, ``"autodiff"`` (parameters where operations use them) or
             ``"graph"`` (nothing to do but to be followed).
         rule: The rule's class; empty without one.
         provenance: Who provides it.

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_type_hints
 
 from torch.nn import Module
 
-from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.bare import BareRule
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.parametric import ParametricRule, ProductRule
 from backpack_core.contract.product import DenseProduct, SampleProduct
@@ -39,7 +39,7 @@ class Watch:
 
     def kind(self) -> Kind:
         """What it amounts to."""
-        if AutodiffRule in self.forms:
+        if BareRule in self.forms:
             return "autodiff"
         fast = any(is_fast(self._extension, form) for form in self.forms)
         return "fast" if fast else "rule"
@@ -47,8 +47,8 @@ class Watch:
 
 def _form_of(product: Any) -> type:
     """The form of a product, or of the products that a reading makes when it is asked."""
-    if issubclass(product.rule, AutodiffRule):
-        return AutodiffRule
+    if issubclass(product.rule, BareRule):
+        return BareRule
     return type(product) if isinstance(product, SampleProduct) else declared_form(product.rule)
 
 

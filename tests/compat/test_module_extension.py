@@ -167,6 +167,7 @@ def test_loss_of_a_known_type_by_hand(reduction: str) -> None:
     assert torch.allclose(model.weight.diag_ggn_exact, expected)  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 def test_nothing_to_pass_on() -> None:
     _, problem = scaled()
     extension = DiagGGNExact()

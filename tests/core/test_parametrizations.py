@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -90,14 +91,20 @@ def test_parametrized_module_without_a_rule() -> None:
         classification(model, (3,)).check()
 
 
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 def test_weight_norm_by_hooks_of_a_module_without_a_rule() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Shift())
+    same = copy.deepcopy(model)
+    parametrizations.weight_norm(same[1], "shift")
     with pytest.warns(FutureWarning):
-        model = nn.Sequential(nn.Linear(3, 3), nn.utils.weight_norm(Shift(), "shift"))
-    with (
-        pytest.warns(AutodiffFallbackWarning),
-        pytest.raises(UnsupportedError, match="a forward pre-hook computes something from it"),
-    ):
-        classification(model, (3,)).run(BatchGrad())
+        nn.utils.weight_norm(model[1], "shift")
+    x, found = torch.randn(4, 3), []
+    for net in map(extend, (same, model)):
+        with backpack(BatchGrad()):
+            net(x).sum().backward()
+        found.append([p.grad_batch for p in net.parameters()])
+    for ours, reference in zip(*found, strict=True):
+        oracle.assert_close(ours, reference)
 
 
 def test_parametrized_weight_that_is_frozen() -> None:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from backpack_core import View, backpack, extend, recording, unextend
+from backpack_core.contract.parametric import ParametricRule
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, edge_of, live_calls, site_at
+from backpack_core.testing import temporary_plugin
 
 
 def call_of(output: Tensor) -> Call:
@@ -141,10 +143,25 @@ class Shifting(nn.Module):
         return x * self.weight * shift.add_(1)
 
 
-@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+class ShiftingRule(ParametricRule):
+    module_types = (Shifting,)
+    params = ("weight",)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.parameter("weight") * view.tensor_input(1)
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat * view.tensor_input(0) * view.tensor_input(1)
+
+
 @pytest.mark.parametrize(("by_name", "has_hook"), [(False, False), (True, False), (True, True)])
 def test_an_argument_that_the_module_changes_is_noticed(by_name: bool, has_hook: bool) -> None:
     """Versions are those of before the forward, whatever full backward hooks make of positions."""
+    with temporary_plugin(ShiftingRule):
+        _expect_it_is_noticed(by_name, has_hook)
+
+
+def _expect_it_is_noticed(by_name: bool, has_hook: bool) -> None:
     model = extend(Shifting())
     if has_hook:
         model.register_full_backward_hook(lambda *_: None)
@@ -152,7 +169,7 @@ def test_an_argument_that_the_module_changes_is_noticed(by_name: bool, has_hook:
     output = model(x, shift=shift) if by_name else model(x, shift)
     with (
         pytest.raises(OverwrittenInputError, match="its input was changed in place"),
-        backpack(BatchGrad(fail_mode="autodiff")),
+        backpack(BatchGrad()),
     ):
         output.sum().backward()
 
@@ -269,13 +286,17 @@ def test_a_tuple_of_tensors_holds_no_call() -> None:
             self.state: Any = (result, x)
             return result
 
-    model, before = extend(Stateful(state=())), live_calls()
-    for state in ((1, 2), (3, 4)):
-        model(torch.randn(4, 3))
-        model.state = state
-        assert live_calls() == before
-    traits = recording._traits(model)
-    assert traits.settings == (("training", "state"), (True, (3, 4)))
+    class StatefulRule(ShiftingRule):
+        module_types = (Stateful,)
+
+    with temporary_plugin(StatefulRule):
+        model, before = extend(Stateful(state=())), live_calls()
+        for state in ((1, 2), (3, 4)):
+            model(torch.randn(4, 3))
+            model.state = state
+            assert live_calls() == before
+        traits = recording._traits(model)
+        assert traits.settings == (("training", "state"), (True, (3, 4)))
 
 
 class Waiting(nn.Module):

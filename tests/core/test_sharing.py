@@ -141,6 +141,7 @@ def test_child_used_by_its_parameter() -> None:
     problem.check()
 
 
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize("outside_first", [True, False])
 def test_intermediate_of_a_module_used_outside(outside_first: bool) -> None:
     """A path from the parameter to the loss that does not pass the module's output."""

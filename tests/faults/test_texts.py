@@ -119,14 +119,6 @@ def test_a_parameter_that_is_used_twice_is_named_by_its_path() -> None:
         _caught(model, KFRA())
 
 
-@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
-def test_random_numbers_are_the_reason() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), Noisy())
-    problem = classification(model, (3,))
-    with pytest.raises(UnsupportedError, match="random"):
-        problem.run(BatchGrad())
-
-
 # Parameters that a module owns and does not use
 
 

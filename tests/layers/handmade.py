@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.autodiff import AutodiffRule
+from backpack_core.contract.bare import NoRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.call import Call, Stored
@@ -44,7 +44,7 @@ def make_call(module: Module, *args: Any, **kwargs: Any) -> tuple[Call, Any]:
     )
     call = Call(
         module=module,
-        rule=AutodiffRule(),
+        rule=NoRule(),
         provenance=None,
         edges=(None,) * len(inputs),
         noted=stored,

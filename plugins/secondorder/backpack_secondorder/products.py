@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, NoReturn
 from torch import Tensor
 
 from backpack_core import GraphExtension, GraphReading, LossGraph, View
-from backpack_core.contract.autodiff import AutodiffRule
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.merging import Refused
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
@@ -216,9 +215,8 @@ class _Collecting(GraphReading):
             self._losses.append(view.subsample(self._subsampling))
         elif view.is_reached:
             self._others.append(view)
-            if not isinstance(view.call.rule, AutodiffRule):  # a module may have some beside
-                own = trained_in(view.call)
-                self._used.update(id(trained.parameter) for trained in own if trained.is_covered)
+            covered, _ = trained_in(view.call)
+            self._used.update(id(trained.parameter) for trained in covered)
 
     def _require_losses(self, who: str) -> None:
         require_losses(self._losses, self._others, who)

@@ -1,4 +1,4 @@
-"""Modules without a layer rule: exact by replay, or refused."""
+"""Modules without a layer rule: their parameters are looked at where operations use them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack
-from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError
-from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core import backpack, extend
+from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError, UnsupportedError
+from backpack_core.extensions import (
+    KFLR,
+    BatchGrad,
+    DiagGGNExact,
+)
 from tests import oracle
 from tests.cases import Net, classification
 
@@ -112,16 +116,6 @@ def test_module_with_parameters_of_its_own(name: str, batch: int) -> None:
 
 
 @fallback_is_expected
-def test_nothing_of_the_replay_stays_on_the_module() -> None:
-    problem = classification(nn.Sequential(nn.Linear(3, 4), Stateful(), nn.Linear(4, 3)), (3,))
-    loss = problem.loss()
-    last = problem.model[1].last  # type: ignore[index, union-attr]
-    with backpack(BatchGrad()):
-        loss.backward()
-    assert problem.model[1].last is last  # type: ignore[index, union-attr]
-
-
-@fallback_is_expected
 def test_frozen_parameter() -> None:
     model = nn.Sequential(nn.Linear(3, 4), Scaled(nn.Linear(4, 4)), nn.Linear(4, 3))
     model[1].scale.requires_grad_(False)
@@ -135,7 +129,9 @@ def test_warning_names_the_module_and_comes_once() -> None:
         problem.run(BatchGrad(), DiagGGNExact())
     (warning,) = caught
     text = str(warning.message)
-    assert "WithBuffer '2' has no layer rule: the parameters of test_autodiff.WithBuffer" in text
+    assert (
+        "WithBuffer '2' has no layer rule: the parameters of test_without_rule.WithBuffer" in text
+    )
     assert "write a layer rule" in text
     problem.run(BatchGrad())
 
@@ -189,7 +185,7 @@ def test_module_that_vmap_cannot_trace(make: Callable[[], nn.Module]) -> None:
 
 
 @fallback_is_expected
-def test_replay_leaves_buffers_alone() -> None:
+def test_a_forward_pass_runs_once() -> None:
     counting = Counting()
     problem = classification(nn.Sequential(nn.Linear(3, 4), counting, nn.Linear(4, 3)), (3,))
     problem.run(BatchGrad())
@@ -203,25 +199,14 @@ class InnerDropout(Noise):
         return F.dropout(x * self.w, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (Noise, "draws random numbers"),
-        (InnerDropout, "draws random numbers"),
-        (Branching, "its samples influence each other"),
-    ],
-)
-def test_module_that_cannot_be_replayed(kind: Any, reason: str) -> None:
-    problem = classification(nn.Sequential(nn.Linear(3, 4), kind(), nn.Linear(4, 3)), (3,))
-    with (
-        pytest.warns(AutodiffFallbackWarning),
-        pytest.raises(UnsupportedError) as error,
-    ):
-        problem.run(BatchGrad())
-    text = str(error.value)
-    assert f"{kind.__name__} '1' has no layer rule" in text
-    assert reason in text
-    assert "write a layer rule" in text.lower()
+@fallback_is_expected
+@pytest.mark.parametrize("kind", [Noise, InnerDropout, Branching])
+def test_what_another_forward_pass_would_not_give_again(kind: Any) -> None:
+    """Random numbers, and what is chosen by the batch."""
+    model = nn.Sequential(nn.Linear(3, 4), kind(), nn.Linear(4, 3))
+    problem = classification(model, (3,))
+    problem.whole = True
+    problem.check()
 
 
 class Centred(Noise):
@@ -229,6 +214,23 @@ class Centred(Noise):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(0)) * self.w
+
+
+class CentredBehind(Noise):
+    """Mixes samples of what its parameter gives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.w
+        return y - y.mean(0)
+
+
+@fallback_is_expected
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("kind", [Centred, CentredBehind])
+def test_module_that_mixes_samples(kind: Any, extension: Any) -> None:
+    problem = classification(nn.Sequential(nn.Linear(3, 4), kind(), nn.Linear(4, 3)), (3,))
+    with pytest.raises(SampleMixingError, match=kind.__name__):
+        problem.run(extension())
 
 
 class Gram(Noise):
@@ -239,18 +241,67 @@ class Gram(Noise):
         return x * self.w + constant.sum(0)
 
 
-@pytest.mark.parametrize("name", ["centred", "gram"])
-def test_replay_that_gives_something_else(name: str) -> None:
-    layers = {
-        "centred": Centred(),
-        "gram": Net(lambda net, x: net.gram(x, constant=torch.ones(3, 4)), gram=Gram()),
-    }
-    problem = classification(nn.Sequential(nn.Linear(3, 4), layers[name], nn.Linear(4, 3)), (3,))
-    with (
-        pytest.warns(AutodiffFallbackWarning),
-        pytest.raises(UnsupportedError, match="gives other values"),
-    ):
-        problem.run(BatchGrad())
+@fallback_is_expected
+def test_constant_as_long_as_the_batch() -> None:
+    layer = Net(lambda net, x: net.gram(x, constant=torch.ones(3, 4)), gram=Gram())
+    classification(nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(4, 3)), (3,)).check()
+
+
+@fallback_is_expected
+@pytest.mark.parametrize("computed", [False, True])
+def test_parameters_that_functional_call_gives(computed: bool) -> None:
+    """They need not be leaves, nor parameters."""
+    model = extend(nn.Sequential(nn.Linear(3, 4), WithBuffer(), nn.Linear(4, 3)))
+    x, theta = torch.randn(5, 3), torch.randn(4, requires_grad=True)
+    w = torch.sin(theta) if computed else theta
+    with backpack(BatchGrad()):
+        torch.func.functional_call(model, {"1.w": w}, x).sum().backward()
+    for n in range(5):
+        other = w.detach().requires_grad_()
+        torch.func.functional_call(model, {"1.w": other}, x[n : n + 1]).sum().backward()
+        oracle.assert_close(w.grad_batch[n], other.grad)  # type: ignore[attr-defined]
+
+
+@fallback_is_expected
+def test_a_hook_sees_all_results_of_a_module_at_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), OwnLinear(), nn.Linear(4, 3))
+    seen = []
+
+    def hook(module: nn.Module) -> None:
+        seen.append(module)
+        assert all(hasattr(p, "grad_batch") for p in module.parameters(recurse=False))
+
+    classification(model, (3,)).run(BatchGrad(), extension_hook=hook)
+    assert seen.count(model[1]) == 1
+
+
+class OwnLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.bias
+
+
+@fallback_is_expected
+def test_factors_of_a_layer_of_ones_own() -> None:
+    """What operations do tells the form: they are those of the same layer with a rule."""
+    found = []
+    for layer in (OwnLinear(), nn.Linear(4, 4)):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)
+        )
+        layer.load_state_dict(model[2].state_dict())
+        model[2] = layer
+        problem = classification(model, (3,))
+        problem.run(KFLR())
+        found.append([problem.model[2].weight.kflr, problem.model[2].bias.kflr])
+    for ours, reference in zip(*found, strict=True):
+        for factor, expected in zip(ours, reference, strict=True):
+            oracle.assert_close(factor, expected)
 
 
 @fallback_is_expected
@@ -264,7 +315,7 @@ def test_parameter_changed_before_backward() -> None:
 
 
 @fallback_is_expected
-def test_differentiable_replay() -> None:
+def test_differentiable() -> None:
     model = nn.Sequential(nn.Linear(3, 4), WithBuffer(), nn.Linear(4, 3))
     problem = classification(model, (3,), reduction="sum")
     parameter = model[1].w
