@@ -1,4 +1,7 @@
-"""The context ``backpack(...)``: what is asked of the backward passes in a block."""
+"""The context ``backpack(...)``: which extensions run in the backward passes of a block.
+
+The arguments are checked here, so that the engine gets a request that makes sense.
+"""
 
 from __future__ import annotations
 
