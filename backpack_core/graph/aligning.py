@@ -1,4 +1,8 @@
-"""Finds out where samples lie in a graph; most graphs have them on axis 0 everywhere."""
+"""Finds out where the samples lie in a graph, and which parts need more than their layer rules.
+
+Most graphs have samples on axis 0 everywhere, which is quickly seen. See
+``docs/design/samples.md``.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,13 @@ from backpack_core.record.view import View
 
 
 def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apart: bool) -> None:
-    """Find out where samples lie.
+    """Find out where the samples lie, and have calls gone through where their rules do not do.
 
     Args:
-        alignment: Gets what is found.
+        alignment: The result, which is filled in.
         survey: What is known about the graph.
-        roots: What ``backward()`` is called on, or more of it than before.
-        can_keep_apart: Whether samples can be kept apart where a tensor has none.
+        roots: What ``backward()`` is called on; in a later walk, what was found since.
+        can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
 
     Raises:
         UnsupportedError: A module calls itself, and returned a view that was changed in place.
@@ -55,7 +59,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
 
 
 def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
-    """Why a call does not have the batch where others have it; ``None`` if it does."""
+    """Why a call has its samples elsewhere than other calls; ``None`` if it has not."""
     stored, size = call.stored, survey.batch_size
     output, inputs = stored.outputs[index], stored.inputs
     if not inputs:
@@ -73,17 +77,17 @@ def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
 
 
 def _is_declared(survey: Survey, call: Call) -> bool:
-    """Whether what a call received has its samples on another axis, by declaration alone."""
+    """Whether only the declaration says that a call received its samples on another axis."""
     if not survey.is_declared or not declared_axis(call) or not call.stored.inputs:
         return False
     return is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 
 
 def _hand_to_nodes(survey: Survey) -> None:
-    """Look at parameters where operations use them, not at calls that know no more of them.
+    """Look at some parameters where operations use them, instead of at a call.
 
-    A container with parameters of its own would have to run once more as a whole; and a call that
-    was given a parameter as an argument does not own it.
+    A container would have to run again as a whole for a parameter of its own. And a call that was
+    given a parameter as an argument does not own it.
     """
     for site in [*survey.unusual]:
         call = site.call
@@ -113,10 +117,11 @@ def _hand_to_nodes(survey: Survey) -> None:
 
 
 def _is_table(survey: Survey, site: Site) -> bool:
-    """Whether axis 0 of an output may be as long as the batch by chance, as of ``arange(T)``.
+    """Whether a call's output is taken for a table, which is as long as the batch by chance.
 
-    The call received nothing that the model did, and its output is small enough to be one for all
-    samples, or computed from buffers: then it is taken for one, which is exact in any case.
+    As of ``wpe(torch.arange(T))``: the call received nothing of the model's input, and its output
+    is small enough to be one for all samples, or is computed from buffers. To take it for a table
+    is exact in any case.
     """
     call = site.call
     if (
@@ -135,13 +140,13 @@ def _is_table(survey: Survey, site: Site) -> bool:
 
 
 def _is_of_buffers(call: Call) -> bool:
-    """Whether a call received nothing but buffers of the model, as a net of coordinates does."""
+    """Whether a call received only buffers of the model, as a net of coordinates does."""
     memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
     return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
 def _is_willing(call: Call, index: int) -> bool:
-    """Whether the rule takes what the call received, which may have no batch at all."""
+    """Whether a rule accepts what its call received, which may have no batch at all."""
     try:
         call.rule.check(View(call, index))
     except BackpackError:
@@ -150,9 +155,9 @@ def _is_willing(call: Call, index: int) -> bool:
 
 
 def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
-    """Have nodes gone through where a call received something that has no samples.
+    """Go through calls that received something without samples.
 
-    Unless its rule takes that for samples: what it gives is then added up.
+    Unless the rule takes that for samples: what it gives is then added up.
     """
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
@@ -164,7 +169,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
 
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
-    """Parameters of extended models that no call reads off, by the edge that leads to them."""
+    """Parameters of extended models that no call reads, by the edge that leads to each."""
     if not survey.bare_edges or not survey.sites:  # of no call, nothing tells how many samples
         return {}
     # Of the freed ones, some may have been replaced in their module since.

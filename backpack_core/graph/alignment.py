@@ -1,9 +1,9 @@
-"""Where the samples lie at every tensor of a backward graph, and where there are none.
+"""What is known of where the samples lie at every tensor of a backward graph.
 
-Most tensors have them on axis 0, one after the other. Where positions were merged into that axis,
-each sample has several entries of it. What is computed from weights alone (a table of positions, a
-tied weight) has no samples: a gradient there is a sum over them. From the last tensors that have
-some, what is sent to such a tensor is therefore kept apart, sample by sample.
+Most tensors have them on axis 0, in order. Where a view merged positions into that axis, each
+sample has several entries. A tensor made of weights alone (a table of positions, a tied weight) has
+no samples, and its gradient is a sum over them. Quantities are kept apart there, sample by sample,
+beginning at the last tensors that have samples. See ``docs/design/samples.md``.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ Place = tuple[Node, int]  # an output of a node
 
 
 class Crossing(NamedTuple):
-    """What is known of the samples at a node.
+    """What is known of the samples around one node that a quantity crosses.
 
     Attributes:
         batch_size: Number of samples.
-        positions: How many entries of axis 0 each sample has, by output number; missing where the
-            output has no samples.
-        owned: Which they are, ``[N, R]``, where they were picked, in whatever order.
-        behind: The same by position in ``node.next_functions``.
-        apart: The positions behind which what is sent is kept apart by sample.
-        kept: The outputs at which what arrives is.
-        others: The other outputs that have no samples on axis 0.
-        has_others: Whether there are other positions.
+        positions: How many entries of axis 0 each sample has, by output number; outputs without
+            samples are missing.
+        owned: Which entries of axis 0 each sample has, ``[N, R]``, by output number, where picked
+            entries are in no order.
+        behind: As ``positions``, at the operands: by position in ``node.next_functions``.
+        apart: The positions of operands at which quantities are kept apart by sample.
+        kept: The outputs at which they are.
+        others: The outputs that neither have samples on axis 0 nor are kept apart.
+        has_others: Whether there are operands at which quantities are not kept apart.
         is_readable: Whether the node may be asked for what autograd saved.
-        grads: The gradients at the outputs, where autograd brings them.
-        size: How many columns may go on at once; ``None`` for all.
-        carry: Takes what is sent on, by position, through the rest of the net at once.
+        grads: The gradients at the outputs, if autograd is at the node.
+        size: Returns how many columns may go on at once; ``None`` for all.
+        carry: Carries what it is given, by position, through the rest of the net at once.
     """
 
     batch_size: int
@@ -57,22 +58,22 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Alignment:
-    """Where samples lie; nothing is kept apart where every tensor has them on axis 0.
+    """Where the samples lie in a graph; empty if every tensor has them on axis 0.
 
     Attributes:
         batch_size: Number of samples.
         faults: Why a call has no samples where others have them, for quantities that need them
             there.
-        positions: How many entries of axis 0 each sample has, at outputs of nodes; zero where
-            there are no samples.
-        owned: Which entries of axis 0 each sample has, ``[N, R]``, at outputs of nodes that have
-            them in no order: between a loss and where they were picked.
-        before: Outputs of nodes before any samples: what a loss becomes on its way to being a
-            single number.
-        apart: Outputs of nodes at which what arrives is kept apart by sample.
-        starts: Nodes with samples that send something to such an output.
-        leaves: Parameters that no call reads off, or not all of them, by their node.
-        beside: Parameters that the loss depends on without any sample, with a node on the way.
+        positions: How many entries of axis 0 each sample has, at outputs of nodes; zero without
+            samples.
+        owned: Which entries of axis 0 each sample has, ``[N, R]``, at outputs of nodes between a
+            loss and where entries were picked, in no order.
+        before: Outputs of nodes that come before any tensor with samples: the loss as a number, and
+            terms it is made of.
+        apart: Outputs of nodes at which quantities are kept apart by sample.
+        starts: Nodes with samples that send something to an output in ``apart``.
+        leaves: Parameters that no call reads, or not in all of their uses, by their node.
+        beside: Parameters on which the loss depends past all samples, each with a node on that way.
         is_readable: Whether nodes may be asked for what autograd saved.
     """
 
@@ -88,19 +89,19 @@ class Alignment:
     is_readable: bool = False
 
     def is_apart(self, edge: Edge) -> bool:
-        """Whether what is sent to an edge is kept apart by sample."""
+        """Whether quantities at an edge are kept apart by sample."""
         return (edge.node, edge.output_nr) in self.apart
 
     def positions_at(self, edge: Edge) -> int:
-        """How many entries of axis 0 each sample has; zero where there are none."""
+        """How many entries of axis 0 each sample has at an edge; zero if there are no samples."""
         return self._known(edge.node, edge.output_nr)
 
     def owned_at(self, edge: Edge) -> Tensor | None:
-        """Which entries of axis 0 each sample has, ``[N, R]``, where they are in no order."""
+        """Which entries of axis 0 each sample has at an edge, ``[N, R]``; ``None`` if in order."""
         return self.owned.get((edge.node, edge.output_nr))
 
     def positions_of(self, site: Site) -> int:
-        """The same at an output of a call; of a loss, at what it receives."""
+        """How many entries each sample has at an output of a call; of a loss, at its input."""
         call = site.call
         if call.rule.is_loss:
             fault = (call, site.index) in self.faults
@@ -113,8 +114,8 @@ class Alignment:
         return 1 if place in self.before else self.positions.get(place, 1)
 
     def crossing(self, node: Node) -> Crossing:
-        """What is known of the samples at a node."""
-        if not self.positions:  # they are where they are everywhere else
+        """What is known of the samples around a node."""
+        if not self.positions:  # every tensor has samples on axis 0
             return Crossing(self.batch_size, {}, {})
         places = {i: (child, nr) for i, (child, nr) in enumerate(node.next_functions) if child}
         own = {nr: (node, nr) for nr in range(len(node._input_metadata))}

@@ -1,9 +1,9 @@
-"""Carries columns exactly through autograd nodes that no module call covers.
+"""Carries columns exactly through autograd nodes that lie between module calls.
 
 Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
 such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
-Two things autograd's engine does *around* nodes are repeated here: gradients are summed to the
-shape of the tensor they belong to (broadcasting), and cast to its dtype.
+Autograd's engine does two things *around* nodes, which are repeated here: it sums gradients to the
+shape of the tensor they belong to (broadcasting), and casts them to its dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ saved_at = unpacking_again  # around what reads what a node saved: a checkpoint 
 
 
 def push(node: Node, mats: Mats) -> Mats:
-    """Call a node for every column.
+    """Carry columns from a node's outputs to its operands.
 
     Args:
         node: An autograd node that autograd has not executed yet.
@@ -52,7 +52,7 @@ def push(node: Node, mats: Mats) -> Mats:
 
 
 def push_unsummed(node: Node, mats: Mats) -> Mats:
-    """The same of an operation's own, before results are summed to the shapes of operands."""
+    """As :func:`push`, before results are summed to the shapes of broadcast operands."""
     if nodes.is_compiled(node):
         raise nodes.refuse(
             node,
@@ -71,14 +71,14 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
 
 
 def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
-    """Call a node as autograd does, on gradients of all its outputs."""
+    """Call a node on gradients of all its outputs, as autograd does."""
     known = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
     with unpacking_again(node):
         return _formula(node, list(known))(*known.values())
 
 
 def _formula(node: Node, numbers: list[int]) -> Formula:
-    """The node as a function of the gradients at some of its outputs."""
+    """A node as a function of the gradients at some of its outputs; the others are zero."""
     edges = node.next_functions
 
     def formula(*gradients: Tensor) -> dict[int, Tensor]:
@@ -98,9 +98,9 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
 
 
 def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:
-    """What a Python function's backward returned, one for each argument, by position of an edge.
+    """What a Python function's backward returned for its arguments, by position of an edge.
 
-    Edges are there for tensors only; those that need a gradient are the ones that lead somewhere.
+    Only tensors have edges, and only those that need a gradient have edges that lead somewhere.
     """
     wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
     edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
@@ -112,7 +112,7 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
 
 
 class _WithoutBackward(TorchFunctionMode):
-    """Refuses ``backward()`` inside a formula: it would add to ``.grad`` each time it is called."""
+    """Refuses ``backward()`` inside a formula: each of our calls would add to ``.grad``."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
-    """By vmap, or by a loop where torch knows no other."""
+    """Call a formula for all columns by vmap, or by a loop where torch cannot batch it."""
     columns = len(mats[0])
     if columns == 1:
         return _one_by_one(formula, mats)
@@ -149,7 +149,7 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
 
 
 def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
-    """The same, where vmap may be wrong: a formula is linear, so a random sum of columns tells."""
+    """As :func:`_over_columns`, checked on a random sum of columns, since vmap may be wrong."""
     if len(mats[0]) < 2 or is_symbolic(mats[0]):
         return _over_columns(formula, mats)
     weights = random_weights(mats[0].shape[:1], mats[0].device)
@@ -166,7 +166,7 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
 
 
 def random_weights(shape: torch.Size, device: torch.device) -> Tensor:
-    """Numbers of their own: quantities by Monte Carlo are the same with and without a check."""
+    """Random weights from a generator of our own: Monte-Carlo quantities do not change by them."""
     generator = torch.Generator(device).manual_seed(0)
     return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
@@ -186,7 +186,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
     """Whether ``Σ_v weights[v] product[v]`` is what is expected, but for rounding.
 
     Args:
-        weights: One for each entry of the first axis, or of the first axes, ``[*lead]``.
+        weights: One for each entry of the leading axes, ``[*lead]``.
         product: Shape ``[*lead, *]``.
         expected: Shape ``[*]``.
         size: Sum of the absolute values of what the product was made from.
@@ -204,7 +204,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
 
 
 def _fit(product: Tensor, node: Any, number: int) -> Tensor:
-    """Sum ``[V, *broadcast]`` to ``[V, *shape]`` of the tensor behind an edge, in its dtype."""
+    """Sum columns ``[V, *broadcast]`` to ``[V, *shape]`` of an operand, in its dtype."""
     target = metadata_of(node, number)
     shape = (len(product), *target.shape)
     surplus = product.dim() - len(shape)

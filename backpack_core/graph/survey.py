@@ -1,8 +1,9 @@
-"""Looks at the whole graph of a backward pass before anything is computed.
+"""Walks the whole graph of a backward pass before anything is computed.
 
-Some things can only be seen from above: a parameter that several calls use, or that is used by a
-bare functional call as well; calls that disagree about the batch; an operation that mixes samples.
-Calls with a rule are stepped over, so it costs a visit per call and per node between calls.
+Some things can only be seen from above: a parameter that several calls use, or that a plain
+function uses as well; calls that disagree about the number of samples; an operation that mixes
+samples. Calls with a rule are stepped over, so the cost is a visit of each call and of each node
+between calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a module is in a forward pass: its tensors and its settings."""
+"""What a module was in a forward pass: its tensors and its settings.
+
+Both may be changed before the backward pass, and rules must compute with what they were.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def tensors_of(
 
     Args:
         module: The module.
-        nested: Parameters of modules inside that belong to it, as ``"out_proj.weight"``.
+        nested: Parameters of modules inside that the rule covers, as ``"out_proj.weight"``.
 
     Returns:
         The tensors, and which of them are parameters.
@@ -51,7 +54,7 @@ def tensors_of(
 
 
 def states_inside(module: Module, owned: dict[str, Tensor | None]) -> tuple[State, ...]:
-    """What the modules inside are; adds their parameters and buffers to the module's own."""
+    """The states of the modules inside; adds their parameters and buffers to ``owned``."""
     states = []
     for path, part in module.named_modules(remove_duplicate=False):
         if part is module:
@@ -86,7 +89,7 @@ _OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it holds no tensor: what a module returned would hold its own call."""
+    """Whether a value holds no tensor: a stored output would hold its own call."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
@@ -97,8 +100,8 @@ def settings_of(module: Module, has_rule: bool = False) -> Settings:
 
     Args:
         module: The module.
-        has_rule: A layer rule may read lists of them, too, that users set: they are copied. Where
-            there is none, they may be long, and only a replay reads them.
+        has_rule: Whether to copy lists that users set, which a layer rule may read. Without a rule
+            they may be long, and only a replay reads them.
     """
     known = {
         name: [*value] if isinstance(value, list) else value
@@ -112,13 +115,15 @@ def settings_of(module: Module, has_rule: bool = False) -> Settings:
 
 
 class Traits:
-    """What is the same at every call of a module, until an attribute comes, goes or is changed.
+    """What all calls of a module have in common, until one of its attributes changes.
+
+    Found once and checked at each call (:meth:`hold`), since recording has to be quick.
 
     Attributes:
         settings: Names and values of its plain attributes.
         resolved: The rule that speaks for it.
-        generation: Of the registry that said so.
-        is_whole: None of the parameters that the rule covers is a plain attribute, computed.
+        generation: The generation of the registry that named the rule.
+        is_whole: Whether no covered parameter is a plain attribute, computed from others.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
@@ -137,7 +142,7 @@ class Traits:
         self._values = self._plain(attributes)
 
     def hold(self, module: Module) -> bool:
-        """Whether the module is what it was."""
+        """Whether they still describe the module."""
         attributes = module.__dict__
         try:
             return (
@@ -153,15 +158,15 @@ class Traits:
         return tuple(map(type, self._others(attributes)))
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Of a copy, they are found out anew."""
+        """A copy of the module finds its own."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same for what is read from a file."""
+        """So does a restored one."""
         return type(None), ()
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
-    """A module, or a stand-in of the same class with the values of a forward pass.
+    """A module as it was in a forward pass: itself, or a stand-in with the values of then.
 
     Args:
         module: The module.
