@@ -1,8 +1,8 @@
-"""The generic rule: parameters of modules without a layer rule, by ``torch.func``.
+"""The automatic rule: parameters of modules without a layer rule, by ``torch.func``.
 
-The module's forward pass is replayed for single samples, with our hooks off, and differentiated.
-Exact for every module that can be replayed: one that draws random numbers inside cannot, and says
-so.
+The module's forward is replayed for single samples, without our hooks, and differentiated. This is
+exact for every module that can be replayed. One that draws random numbers inside cannot, and that
+raises.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is read off at a parameter: base classes of extensions.
+"""Extensions: which result is read at every parameter, and under which name it is stored.
 
-An extension is *what travels backwards* (its propagator) times *what is read off at a parameter*.
+An extension is *what travels backwards* (its propagator) times *what is read at a parameter*.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ class Extension(ABC):
 
     Class attributes:
         savefield: Name of the attribute that parameters get.
-        needs: The operations that :meth:`read` asks for. Known beforehand for all extensions of a
-            pass, so that what one of them forms serves the others.
-        columns_add: Whether values for disjoint sets of columns can be put together by
-            :meth:`combine`, so that columns may go through the net in chunks.
-        columns_mix: Whether values depend on the columns only by ``Σ_v M[v, n] ⊗ M[v, n]``, so that
-            others, or fewer, with the same sum may take their place.
-        per_sample: Whether the result is as large as individual gradients. To put together chunks
-            then takes as long as to compute them, so columns may take as much memory as the result.
-        is_deferred: Whether nothing can be stored before the whole backward pass is through: then
-            what :meth:`read` returns is handed to :meth:`finish`.
-        keeps_graph: Whether results need the graph of the pass later on, so that it is not freed
-            before they are.
-        needs_every_parameter: Whether the result means nothing where a trained parameter of the
-            model is left out, as a bound on the norm of all of them does.
-        is_of_everything: Whether the value is one of all that ``backward()`` is called on, so that
-            a term in ``backpack(..., beside=[...])`` belongs to it, which no rule knows.
-        degree: The power of the loss's scale that a value carries: 1 for gradients and curvature, 2
-            for their squares; ``None`` where there is none, as with a threshold.
-        without_degree: Then, what to do instead of scaling a value, as a sentence.
+        needs: The operations that :meth:`read` asks for. The engine knows them for all extensions
+            of a pass beforehand, so that what is formed for one serves the others.
+        columns_add: Whether values for disjoint sets of columns can be combined by :meth:`combine`,
+            so that columns may go through the net in chunks.
+        columns_mix: Whether values depend on the columns through ``Σ_v M[v, n] ⊗ M[v, n]`` only, so
+            that other columns, or fewer, with the same sum may take their place.
+        per_sample: Whether the result is as large as individual gradients. Combining chunks then
+            takes as long as computing them, so columns may take as much memory as the result.
+        is_deferred: Whether nothing can be stored before the backward pass has ended. What
+            :meth:`read` returns is then handed to :meth:`finish`.
+        keeps_graph: Whether results use the graph of the pass later on, so that it is not freed.
+        needs_every_parameter: Whether the result means nothing if a trained parameter of the model
+            is left out, as with a bound on the norm of all of them.
+        is_of_everything: Whether the value is one of all that ``backward()`` is called on. Then a
+            term in ``backpack(..., beside=[...])`` would belong to it, too, but no rule knows the
+            term.
+        degree: The power of the loss's scale in a value: 1 for gradients and curvature, 2 for their
+            squares; ``None`` if there is none, as with a threshold.
+        without_degree: If ``degree`` is ``None``: what to do instead of scaling a value, as a
+            sentence.
         over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
             on axis 0), a function of two tensors, or what :mod:`~backpack_core.contract.merging`
             has for values that are no single tensor. By default, they do not.
 
     Attributes:
         propagator: What travels backwards for this extension.
-        fail_mode: What happens at a module whose type has no rule: ``"autodiff"`` differentiates it
+        fail_mode: What to do at a module whose type has no rule: ``"autodiff"`` differentiates it
             automatically (exact, slower), ``"error"`` raises, ``"warning"`` and ``"silent"`` leave
             its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
-        carriers: What speaks in the place of layer rules, by type of module, in this instance only.
+        carriers: Functions that make a :class:`~backpack_core.Carrier` in the place of the layer
+            rule, by module type; for this instance only.
 
     To write:
         ``read(product)``: the value of one parameter, from ``M[v, n]``. An ``__init__`` calls
@@ -135,8 +137,8 @@ class Extension(ABC):
         """Compute the quantity of one parameter.
 
         Args:
-            product: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, a :class:`~backpack_core.SampleProduct`; or
-                what else the propagator makes for a parameter.
+            product: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, a :class:`~backpack_core.SampleProduct`, or
+                another reading of the propagator.
 
         Returns:
             The value to store; not to share memory with anything. Only the engine writes to
@@ -148,21 +150,21 @@ class Extension(ABC):
         return parameter.dtype
 
     def as_stored(self, value: Any, parameter: Tensor) -> Any:
-        """What :meth:`read` returned, in that dtype: under autocast it is computed in another."""
+        """A value in the dtype that it is stored in: under autocast it was computed in another."""
         if not isinstance(value, Tensor):
             return value
         dtype = self.dtype_for(parameter)
         return value if value.dtype is dtype else value.to(dtype)
 
     def combine(self, first: Any, second: Any) -> Any:
-        """The value for all columns from those for two disjoint sets; see ``columns_add``."""
+        """The value for all columns, from those of two disjoint sets; see ``columns_add``."""
         return first + second
 
     def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
         """What to store, once the backward pass is through; called only if ``is_deferred``.
 
         Args:
-            values: What :meth:`read` returned last for each parameter.
+            values: What :meth:`read` returned last, by parameter.
 
         Returns:
             The values to store.
@@ -176,7 +178,7 @@ class Extension(ABC):
 
 
 class FirstOrderExtension(Extension):
-    """An extension of the individual gradients: nothing but the gradient itself travels.
+    """An extension of individual gradients: only autograd's own gradient travels.
 
     To write:
         ``read(product)``, with a single column: ``V = 1``.
@@ -199,7 +201,7 @@ class FirstOrderExtension(Extension):
 
 
 class SecondOrderExtension(Extension):
-    """An extension that needs a propagated quantity, started at an extended loss.
+    """An extension of curvature: its propagator starts at an extended loss.
 
     To write:
         ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.

@@ -76,7 +76,10 @@ def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
 
 
 def changed_output(call: Call) -> BackpackError:
-    """An output that the call computes more from was changed in place, or used elsewhere."""
+    """An output that the call computes more from was changed in place.
+
+    Or what the call computes inside is used outside of it.
+    """
     return UnsupportedError(
         f"An output of {call.path} was changed in place, or what it computes inside is used "
         "outside, and it computes more from it: what reaches it from outside cannot be told from "

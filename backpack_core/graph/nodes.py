@@ -158,7 +158,7 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
 
 
 def selected(node: Node, output_nr: int) -> int:
-    """How many entries an ``index_select`` picks along its axis; ``None`` for other operations."""
+    """How many entries an ``index_select`` picks, along whatever axis."""
     shape = shape_of(node, output_nr)
     return shape[_axes(node)[0] % len(shape)] if shape else 1
 

@@ -1,9 +1,8 @@
 """Walks the whole graph of a backward pass before anything is computed.
 
-Some things can only be seen from above: a parameter that several calls use, or that a plain
-function uses as well; calls that disagree about the number of samples; an operation that mixes
-samples. Calls with a rule are stepped over, so the cost is a visit of each call and of each node
-between calls.
+Only from above can one see a parameter that several calls use, or that a plain function uses, too;
+calls that disagree about the batch; an operation that mixes samples. Calls with a rule are stepped
+over, so the walk costs a visit of each call, and of each node between calls.
 """
 
 from __future__ import annotations
