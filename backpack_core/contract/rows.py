@@ -53,7 +53,7 @@ class DirectRows(ABC):
 
     @abstractmethod
     def total(self, out: Tensor) -> Tensor | None:
-        """``Σ_n M``, ``[V, G, O, I]``, of columns ``[V, N, S, G, O]``; ``None`` without a kernel."""
+        """``Σ_n M``, ``[V, G, O, I]``, of columns ``[V, N, S, G, O]``, if a kernel has it."""
 
     @abstractmethod
     def position_sum(self) -> Tensor:

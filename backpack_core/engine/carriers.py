@@ -1,4 +1,7 @@
-"""A layer rule as the carrier of a call, and what there is where no rule covers a parameter."""
+"""The carrier that a layer rule makes, and what to do at parameters that no rule covers.
+
+Every call has this carrier, unless an extension brings another one for the module's type.
+"""
 
 from __future__ import annotations
 
