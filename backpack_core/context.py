@@ -174,7 +174,7 @@ class backpack:
             )
 
 
-_refuse = remembered(refuse)  # of classes that nobody registered, too
+_refuse = remembered(refuse)  # extensions need not be registered
 
 
 def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:

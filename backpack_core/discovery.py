@@ -212,7 +212,7 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-# Distributions by what :func:`backpack_core.prefer` was called for.
+# The preferred distribution by key; set by :func:`backpack_core.prefer`.
 preferred: dict[str, str] = {}
 
 
@@ -257,8 +257,8 @@ def declarations() -> Iterator[tuple[str, str, list[Any]]]:
 
     visible: dict[str, Any] = {}
     for dist in distributions():
-        # What Python imports is the first of a name on the path. A folder without metadata is what
-        # an interrupted removal leaves behind.
+        # Python imports the first distribution of a name on the path. A folder without metadata was
+        # left by an interrupted removal.
         name = name_of(dist)
         first = visible.setdefault(name, dist)
         if first is not dist and first.read_text("METADATA"):

@@ -61,7 +61,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     let_checkpoints_give_again(model_runs)
     owner = Owner(module, _axes(module, batch_axis))
     module.__dict__[OWNER_ATTRIBUTE] = owner
-    if not registry.resolve(module).rule.is_loss:  # which receives no samples of its own
+    if not registry.resolve(module).rule.is_loss:  # a loss receives no input of the model
         _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)
     _extend(module, "", owner, debug)
     return module

@@ -44,7 +44,7 @@ class Profile:
     """Adds up times; an instance is the ``watch`` that the engine calls functions through."""
 
     def __init__(self) -> None:
-        # By module, class and way.
+        # Calls, seconds and bytes by module, class and way.
         self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
 
     def __call__(

@@ -216,7 +216,7 @@ def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> T
     out, inp = product.factors(inp)
     if len(weights) == product.columns == 1:
         each = weights[0, 0, :, None, None, None]
-        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # the smaller factor has them
+        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # weigh the smaller one
             inp = inp * each
         else:
             out = out * each

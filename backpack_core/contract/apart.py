@@ -176,7 +176,7 @@ def _push_apart(
         if not isinstance(columns, ApartColumns) and nr not in owned:
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
-    size = max(columns.blocks[root].nbytes for columns in present.values())  # with masks, for each
+    size = max(columns.blocks[root].nbytes for columns in present.values())  # for each mask
     for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
         mats, count = {}, len(range(there.batch_size)[samples])
         for nr, columns in present.items():

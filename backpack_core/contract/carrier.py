@@ -76,5 +76,5 @@ class Carrier(ABC):
         """The quantities at the inputs of the call, by position."""
 
 
-# Called with the extension and what travels for it, which may be a propagator like its own.
+# Makes a carrier, from the extension and the propagator that travels for it.
 CarrierOf: TypeAlias = "Callable[[Extension, Propagator], Carrier]"

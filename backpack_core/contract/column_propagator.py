@@ -172,7 +172,7 @@ class OutputGradient(ColumnPropagator):
 
     def _chosen(self, columns: Columns, nr: int, there: Crossing) -> Columns:
         """The whole batch's gradient with zeros for the samples that do not take part."""
-        if nr in there.owned and nr not in there.positions:  # each is chosen when it is narrowed
+        if nr in there.owned and nr not in there.positions:  # :meth:`narrow` chooses them later
             chosen = [n % there.batch_size for n in self.subsampling or ()]
             turns = max(map(chosen.count, chosen), default=1)
             return Columns({self._ROOT: torch.cat([columns.mat] * turns)})

@@ -52,15 +52,15 @@ def moments_of_column(
     left = out.reshape(samples, positions, features).mT
     right = inp.reshape(samples, positions, size)
     target = None if formed is None else formed.view(samples, features, size)
-    limit = PIECE if square or norm else CACHE  # what only one reads may be larger
+    limit = PIECE if square or norm else CACHE  # pieces that are read once may be larger
     few = even_size(samples, max(1, min(limit, memory_budget()) // single))
     place = out.new_empty(few, features, size) if target is None else target
     parts: Iterable[tuple[Tensor, ...]] = ((left, right, place),)
-    if few < samples:  # views take time
+    if few < samples:  # else no views, which take time
         places = repeat(place) if target is None else place.split(few)
         parts = zip(left.split(few), right.split(few), places, strict=False)
     ones = out.new_ones(few)
-    total = squares = None  # the first piece is written where zeros would have to be
+    total = squares = None  # the first piece is written, not added to zeros
     norms: list[Tensor] = []
     for some, seen, place in parts:
         count = len(some)

@@ -42,7 +42,7 @@ class Operand(NamedTuple):
 
 
 Maker = Callable[[Operand, Tensor], SampleProduct | None]
-_MAKERS: dict[str, dict[str, Maker]] = {}  # by operation, and by package
+_MAKERS: dict[str, dict[str, Maker]] = {}  # by operation and package
 
 
 class FactoredColumns(ApartColumns):
@@ -106,7 +106,7 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
     if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
-        return AffineProduct(product.out, product.inp, shape)  # the order is that of the factors
+        return AffineProduct(product.out, product.inp, shape)  # ordered as the factors
     numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
     order: Tensor = node(product.to_parameter(numbers)).flatten()
 

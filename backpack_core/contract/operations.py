@@ -41,8 +41,8 @@ class OpenFunction(Generic[R]):
     def __init__(self, definition: Callable[..., R]) -> None:
         """Take the definition, which works for every form."""
         self.definition = definition
-        self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form, and by package
-        self._found: dict[type, Callable[..., R]] = {}  # what a form leads to: a plain look-up
+        self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form and package
+        self._found: dict[type, Callable[..., R]] = {}  # the function for a form, once known
         self.__name__ = ""
         update_wrapper(self, definition)
 
@@ -76,7 +76,7 @@ class OpenFunction(Generic[R]):
         its = next(filter(self._versions.__contains__, form.__mro__), None)
         versions = {"": self.definition} if its is None else self._versions[its]
         found = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
-        if len(versions) == 1:  # a preference may change
+        if len(versions) == 1:  # else a preference decides, which may change
             self._found[form] = found
         return found
 

@@ -41,7 +41,7 @@ from backpack_core.record.call import path_of
 from backpack_core.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
-_PLACE = ("name", "module", "rule", "is_linear", "needs", "kept", "beside")  # the engine says it
+_PLACE = ("name", "module", "rule", "is_linear", "needs", "kept", "beside")  # set by the engine
 
 
 class Reading:
@@ -129,7 +129,7 @@ class SampleProduct(Reading, ABC):
     roots: Mapping[Root, int] = MappingProxyType({})
 
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
-        # There are many: without a call for the base.
+        # Not by super().__init__, since many products are made.
         self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
         self.results, self.made, self.kept, self.beside = {}, [], {}, {}
 
@@ -259,7 +259,7 @@ class PlacedProduct(SampleProduct):
         self.roots = roots
         starts = dict(zip(roots, accumulate((0, *roots.values())), strict=False))
         own = zip(product.roots, accumulate((0, *product.roots.values())), strict=False)
-        # Where each root's columns begin here, where in the product, and how many there are.
+        # For each root: where its columns begin here, where in the product, and how many it has.
         self._places = [(starts[root], start, roots[root]) for root, start in own]
         self._product = product
 

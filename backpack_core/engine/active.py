@@ -102,7 +102,7 @@ def push(context: Context) -> None:
 def pop(context: Context) -> None:
     """Remove a context, or one made of it by ``dataclasses.replace``, from this thread."""
     ident = threading.get_ident()
-    # By what they have seen, which a replacement shares.
+    # Compared by ``seen``, which a replacement shares.
     remaining = tuple(c for c in stacks.get(ident, ()) if c.seen is not context.seen)
     if remaining:
         stacks[ident] = remaining
@@ -128,7 +128,7 @@ def _is_foreign_thread() -> bool:
 
 
 def _is_alive(ident: int) -> bool:
-    # A new thread, this one for example, may have got the number of one that has ended.
+    # A new thread may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
 

@@ -43,7 +43,7 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
         found.visit(site, None if loss is None else torch.ones_like(loss), None)
 
     with torch.no_grad(), without_autocast():
-        for site in found.survey.sites.values():  # where nothing is sent, that is an error
+        for site in found.survey.sites.values():  # nothing sent there is an error
             schedule.await_site(site)
         schedule.run(visit)
     return True

@@ -29,10 +29,10 @@ from backpack_core.graph.order import children_of, reached
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
-Key = tuple[int, str]  # a site's number in the walk, and what its module calls a parameter
+Key = tuple[int, str]  # number of the site in the walk, name of the parameter there
 
-_PRECISE = (torch.float32, torch.float64)  # sums in half precision are not autograd's
-_Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter that only products read, and its uses
+_PRECISE = (torch.float32, torch.float64)  # in half precision, autograd adds up more exactly
+_Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
 
 
 class PlainGradient:
@@ -73,7 +73,7 @@ class PlainGradient:
 
     def needs(self, group: Group, parameter: Tensor) -> frozenset[Any] | None:
         """What to ask of a parameter's product to get its sum as well; ``None`` to take no sum."""
-        if group.extensions[0] is not self.group.extensions[0]:  # what measures may read along
+        if group.extensions[0] is not self.group.extensions[0]:  # that of the SumCheck
             return None
         number = id(parameter)
         return self._needs if number in self._left or number in self._judged else None
@@ -92,7 +92,7 @@ class PlainGradient:
         if not is_reached:
             self._left.pop(number, None)
             return
-        is_known = operations.batch_sum in self.group.needs  # somebody may have stored it
+        is_known = operations.batch_sum in self.group.needs  # then it may have been stored
         total = operations.batch_sum(whole).squeeze(0)
         self._sums[number] = total.clone() if is_known else total
 

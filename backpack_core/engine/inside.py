@@ -45,7 +45,7 @@ def read_here(
         or view.positions != 1
         or survey.alignment.owned
         or context is None
-        or context.extension_hook is not None  # which sees all that is read at a module
+        or context.extension_hook is not None  # it has to see everything that is read at a module
     ):
         return trained
     node = rule.node_inside(view)

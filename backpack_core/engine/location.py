@@ -63,7 +63,7 @@ def _place(error: Exception, extension: Extension | None, where: str) -> None:
     error.backpack_context = text  # type: ignore[attr-defined]
 
 
-# Ours say what to do, callers recover from memory that is used up, users make errors of warnings.
+# Not wrapped: our errors, which say what to do; lack of memory; warnings made into errors.
 _AS_THEY_ARE = (errors.BackpackError, Warning, torch.OutOfMemoryError, MemoryError)
 _OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 

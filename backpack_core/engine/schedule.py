@@ -189,7 +189,7 @@ class Schedule(ABC):
             self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
         elif self.groups[lane].propagator.keeps_apart:
             leaf = self.survey.alignment.leaves.get(edge.node)
-            # Of other parameters, calls are read off.
+            # Other parameters are read at calls.
             if leaf is not None and _torch.will_get_gradient(leaf):
                 self.leave(lane, edge, wide=quantity)
 
@@ -250,7 +250,7 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
     """Call a function in a hook; if it fails, the pass under way is over."""
     try:
         if _torch.casts():
-            with without_autocast():  # the forward pass has said what precision to take
+            with without_autocast():  # the precision was chosen in the forward pass
                 function(*args)
         else:
             function(*args)

@@ -42,7 +42,7 @@ class SumCheck(FirstOrderExtension):
             groups: What was asked for. The check joins the group of individual gradients, or makes
                 one.
         """
-        super().__init__(fail_mode="silent")  # nothing is run once more for it alone
+        super().__init__(fail_mode="silent")  # do not replay modules for this check alone
         self._survey = survey
         # Under autocast, what is stored in single precision may have been computed in half.
         self._unit = _unit(call.stored.outputs[index].dtype for call, index in survey.sites)
@@ -61,7 +61,7 @@ class SumCheck(FirstOrderExtension):
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
                 groups[lane] = group._replace(extensions=extensions, needs=needs)
                 if "autodiff" in [other.fail_mode for other in group.extensions]:
-                    self.fail_mode = "autodiff"  # which is run for them
+                    self.fail_mode = "autodiff"  # modules are replayed for them anyway
                 return
         groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
 
@@ -72,7 +72,7 @@ class SumCheck(FirstOrderExtension):
 
     def _hear(self, parameter: Tensor, gradient: Tensor) -> None:
         """Note autograd's gradient, in this pass or in one inside of it."""
-        # A copy: autograd may store the tensor itself, which is averaged or added to from then on.
+        # A copy: autograd may store the tensor itself as ``.grad``, which others then change.
         self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
 
     def read(self, product: SampleProduct) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class SumCheck(FirstOrderExtension):
         differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
         for (parameter, *tensors), difference in zip(compared, differences, strict=True):
             unit = max(self._unit, _unit(t.dtype for t in tensors))
-            # Terms may cancel before they get to the parameter, too: in a softmax, say.
+            # Terms may also cancel on the way to the parameter, as in a softmax.
             size = sizes[parameter], max(terms[parameter], widest / 32)
             if difference > _allowed(*size, unit):  # what is not finite is not compared
                 unit = max(unit, self._coarsest())
@@ -147,7 +147,7 @@ def magnitude(product: SampleProduct) -> Tensor:
     out = getattr(product, "out", None)
     if isinstance(out, Tensor):
         return _norm(out) * sqrt(out.shape[1:3].numel())
-    # Formed by a function of columns, or formed already.
+    # A product without factors.
     return _norm(product.like) * sqrt(product.like.shape[1:].numel())
 
 

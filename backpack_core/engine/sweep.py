@@ -80,8 +80,8 @@ class Chunks:
         if call not in self.survey.opened:
             call.rule.check(view)
         traversal.visit(lane, site, view)
-        # What depends on the call alone serves the next chunk, too, as far as memory allows; where
-        # hooks took what it is made of, it is made anew.
+        # Keep what depends on the call alone for the next chunk, as far as memory allows; but not
+        # if it was made of tensors that hooks took.
         held = sum(t.nbytes for t in iter_tensors(list(view.kept.values())))
         if view.taken is not None or held > memory_budget():
             view.kept.clear()

@@ -53,8 +53,7 @@ class Measurement:
     def __init__(
         self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
     ) -> None:
-        # Extended losses say where samples are; for curvature of them, any other term is one too
-        # many.
+        # Extended losses say where samples are. For their curvature, any other term is an error.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
         self.dye = DyePropagator(
@@ -66,7 +65,7 @@ class Measurement:
         )
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
-        trust.open_sites = None  # nothing is trusted after a pass that fails
+        trust.open_sites = None  # a pass that fails leaves no trust
 
     def settle(self) -> None:
         """Remember at which outputs there is nothing more to learn."""
@@ -113,7 +112,7 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
         survey: The graph.
         asked: What else distinguishes passes.
     """
-    *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
+    *_, (call, _) = survey.sites  # not the first: a loss may be a new module in each pass
     table = owner_of(call.module).__dict__.setdefault(TRUST_ATTRIBUTE, {})
     if survey.structure is None:
         survey.structure = _structure(survey)

@@ -42,7 +42,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
             if fault is not None:
                 alignment.faults[place] = fault
     for call in survey.recursive:
-        if survey.viewed:  # nodes show another shape
+        if survey.viewed:  # there, nodes show the shape of the base
             raise faults.changed_output(call)
         survey.disown(call)
     tables: set[Call] = set()
@@ -97,16 +97,16 @@ def _hand_to_nodes(survey: Survey) -> None:
             if leaves_given_to(call):
                 survey.open(site)
         elif survey.viewed:
-            continue  # of views that were changed in place, nodes show another shape
+            continue  # nodes show the shape of the base, not of the view
         elif call.module._modules.keys() - {"parametrizations"} and all(
             not own.is_covered and own.used.is_leaf for own in survey.trained[call]
-        ):  # no rule covers one, nor is one the result of a computation
+        ):  # no rule covers any of them, and none is computed
             survey.disown(call)
     users: dict[int, set[Node]] = {}
     for (node, _), parameter in survey.bare_edges.items():
         users.setdefault(id(parameter), set()).add(node)
     for site in [*survey.sites.values()] if users else ():
-        # What is computed inside of a call may be used outside, too, past the output.
+        # What a call computes inside may be used outside of it, past its output.
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
@@ -162,7 +162,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
-        if call.goes_inside:  # there is nothing to replay sample by sample
+        if call.goes_inside:  # its parameters are not replayed sample by sample
             survey.disown(call)
         elif not _is_willing(call, index):
             survey.open(survey.sites[call, index])
@@ -170,8 +170,8 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads, by the edge that leads to each."""
-    if not survey.bare_edges or not survey.sites:  # of no call, nothing tells how many samples
+    if not survey.bare_edges or not survey.sites:  # without calls, the number of samples is unknown
         return {}
-    # Of the freed ones, some may have been replaced in their module since.
+    # A parameter of a disowned call may have been replaced in its module since.
     own = owned_by_models().keys() | survey.freed.keys()
     return {edge: p for edge, p in survey.bare_edges.items() if id(p) in own}

@@ -109,7 +109,7 @@ class Alignment:
                 return 1
             received = call.stored.inputs[0].shape[:1].numel()
             count, rest = divmod(received, self.batch_size)
-            return max(2, received) if rest else count  # of one that was picked from, it may be all
+            return max(2, received) if rest else count  # picked ones may all be of one sample
         place = (site.edge.node, site.edge.output_nr)
         return 1 if place in self.before else self.positions.get(place, 1)
 

@@ -24,7 +24,7 @@ from backpack_core.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Formula: TypeAlias = Callable[..., Mats]
-saved_at = unpacking_again  # around what reads what a node saved: a checkpoint may hold it
+saved_at = unpacking_again  # a block around every reading of what a node saved
 
 
 def push(node: Node, mats: Mats) -> Mats:
@@ -62,10 +62,10 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
         )
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
-    with unpacking_again(node):  # autograd itself comes after us
+    with unpacking_again(node):  # autograd reads it after us
         if nodes.is_vmap_exact(node):
             return _over_columns(formula, columns)
-        # Some formulas take it that a gradient begins where its memory does.
+        # Some formulas assume that a gradient begins where its memory does.
         fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
         return _checked(formula, fresh)
 
@@ -89,7 +89,7 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
             result: Any = node(*grads)  # type: ignore[operator]
             found = result if isinstance(result, tuple) else (result,)
             return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
-        # Nodes of Python functions are not callable, but have apply, which fills in no zeros.
+        # Nodes of Python functions are called by apply, which needs zeros filled in.
         with _WithoutBackward(node):
             result = node.apply(*nodes.filled(node, grads))  # type: ignore[attr-defined]
         return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
@@ -104,7 +104,7 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
     """
     wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
     edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
-    if len(edges) not in (0, len(wanted)):  # a view that was made without gradients leads nowhere
+    if len(edges) not in (0, len(wanted)):  # a view that was made without gradients has no edges
         raise nodes.refuse(node, "some of its arguments have no place in the graph")
     for argument, position in zip(wanted, edges, strict=False):
         if argument < len(results) and results[argument] is not None:
@@ -141,9 +141,9 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
         with quiet_vmap():
             result: Mats = torch.vmap(formula)(*mats)
     except (BridgeError, CheckpointError):
-        raise  # a checkpoint that was asked once has nothing more to give
+        raise  # a loop would ask a checkpoint again, which gives once
     except RuntimeError:
-        # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
+        # Some formulas, and most Python autograd.Functions, cannot be batched: a loop is exact.
         return _one_by_one(formula, mats)
     return result
 
@@ -154,7 +154,7 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
         return _over_columns(formula, mats)
     weights = random_weights(mats[0].shape[:1], mats[0].device)
     sums = [_weighted_sum(weights, mat) for mat in mats]
-    # First: what a checkpoint computes again for a node that shows nothing is not, under vmap.
+    # First, since a checkpoint cannot recompute under vmap, and a node may hide what it saved.
     expected = formula(*sums)
     result = _over_columns(formula, mats)
     size = torch.stack([total.abs().sum() for total in sums]).sum()
@@ -196,7 +196,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
     if is_symbolic(expected):
         return True
     total = _weighted_sum(weights, product)
-    # A fault is as large as the numbers themselves; a rounding error is not, in any precision.
+    # A wrong result differs by as much as the numbers themselves; rounding never does.
     eps = torch.finfo(total.dtype).eps
     tolerance = eps**0.5 * largest(expected.abs()) + eps * size
     close = (total - expected).abs() <= tolerance

@@ -27,7 +27,7 @@ def _lines(name: str) -> list[str]:
     return text.replace("\n ", " ").split("\n")
 
 
-# What ``operations.txt`` says of each operation.
+# The properties of each operation, from ``operations.txt``.
 _PROPERTIES = {
     operation: frozenset(properties.split())
     for properties, _, operations in (line.partition(":") for line in _lines("operations.txt"))
@@ -48,16 +48,16 @@ _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several"
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Expand"}
-# Where the factor stands that has the rows of the product.
+# The position of the factor that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
-# Operands that are one for all samples, where these are on axis 0 of the result.
+# The positions of operands that are shared by all samples on axis 0 of the result.
 _SHARED = {
     "Mm": (1,),
     "Addmm": (2,),
     "Embedding": (0,),
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
-# Linear as long as one of two factors is constant: where these stand among the node's inputs.
+# Products: linear if one of two factors is constant; the positions of these among the inputs.
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
 )
@@ -205,7 +205,7 @@ def _axes(node: Node) -> list[int]:
     """The axes that a node saved; torch gives negative ones as unsigned 64-bit numbers."""
     saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
     found = [getattr(node, f"_saved_{name}") for name in saved]
-    found = [0 if axis is None else axis for axis in found]  # all of them
+    found = [0 if axis is None else axis for axis in found]  # ``None`` means all axes
     axes = [axis for one in found for axis in (one if isinstance(one, tuple) else (one,))]
     return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
 
@@ -240,15 +240,15 @@ def is_linear(node: Node) -> bool:
 
     Leaves (parameters) count as constants.
     """
-    # By its type: a Python function may have any name, and nothing is known of it.
+    # By type, since a Python function may have any name.
     operation = operation_of(node)
     if operation in LINEAR or hands_on(node):
         return True
     edges = node.next_functions
-    if operation in PIECEWISE_LINEAR:  # |z| is not, in complex numbers
+    if operation in PIECEWISE_LINEAR:  # but |z| is not for complex numbers
         return not any(p is not None and metadata_of(p, nr).dtype.is_complex for p, nr in edges)
     varies = [parent is not None and not is_leaf(parent) for parent, _ in edges]
-    if operation in FACTORS:  # of which a number is none of the node's inputs
+    if operation in FACTORS:  # a factor that is a number is no input of the node
         return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
     return operation in QUOTIENTS and not any(varies[1:])
 

@@ -69,7 +69,7 @@ class Origins:
         if is_noted(node) or node in survey.leaves:
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
             calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
-        if calls:  # that are stepped over
+        if calls:  # step over them
             behind = [e.node for call in calls for e in call.edges if e is not None]
             leaves = [n for call in calls for n in leaves_given_to(call)]
             kind = _ALL if all(map(_knows_its_inputs, calls)) else 0

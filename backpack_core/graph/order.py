@@ -47,9 +47,9 @@ def ranks(*starts: Node) -> dict[Node, int]:
     opened: set[Node] = set()
     path: list[Node] = []
     todo: list[Node | None] = [*reversed(starts)]
-    while todo:  # what lies deepest is finished first
+    while todo:  # depth first: the deepest nodes are finished first
         node = todo.pop()
-        if node is None:  # all that the last one on the path leads to is through
+        if node is None:  # everything behind the last one on the path is done
             finished.append(path.pop())
         elif node not in opened:
             opened.add(node)

@@ -74,7 +74,7 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
     before = None if length == samples else owners_of_rows(child, samples, behind, is_table)
     if before is not None and (length % samples or before.are_sure):
         owners, are_sure = before.rows.to(picked.device)[picked], are_sure and before.are_sure
-    # All in another order may be paired with other samples' targets.
+    # A permutation of all entries may pair them with targets of other samples.
     elif length % samples or len(picked) == length == len(picked.unique()):
         return None
     else:
@@ -83,7 +83,7 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
         return Owners(owners[:1].expand(rows), False)
     if not is_kept or rows % len(picked):
         return None
-    # Views may have merged more into them.
+    # A view behind may have merged more entries into these.
     return Owners(owners.repeat_interleave(rows // len(picked)), are_sure)
 
 
@@ -99,7 +99,7 @@ def owners_behind_loss(node: Node | None, samples: int, is_table: Test) -> Owner
         if nodes.operation_of(this) in ("Index", "IndexSelect"):
             child, number = this.next_functions[0]
             shape = torch.Size() if child is None else nodes.shape_of(child, number)
-            # Samples may lie on another axis that is as long.
+            # Another axis that is as long may be that of the samples.
             is_doubted = samples > 1 and samples in shape[1:]
             if child is None or nodes.is_leaf(child) or is_table(child) or is_doubted:
                 continue
@@ -170,5 +170,5 @@ def _picked(node: Node, number: int) -> Tensor | None:
         return None if saved._saved_dim else index
     ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
     reached = push(node, {number: ones})[0].unsqueeze(-1).flatten(2).any(2)  # [1, length]
-    picked = reached[0].nonzero().flatten()  # in their order
+    picked = reached[0].nonzero().flatten()  # in order
     return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked

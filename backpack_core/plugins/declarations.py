@@ -43,7 +43,7 @@ def is_module_type(item: Any) -> bool:
 
 _TYPES = "torch.nn.Module classes or their qualified names ('package.module.Class')"
 _NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
-# What declared tuples consist of.
+# The types of the entries of declared tuples.
 _ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "module_types": (_TYPES, is_module_type),
     "params": _NAMES,
@@ -169,7 +169,7 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     known = _known()
     if name not in known:
         is_method = isinstance(value, FunctionType)
-        # `_factor` and `factors` beside `factor` are helpers.
+        # `_factor` and `factors` are not misspellings of `factor`.
         alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
         alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
         close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)

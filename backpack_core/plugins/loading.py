@@ -41,7 +41,7 @@ def ensure_loaded() -> None:
     if _loaded:
         return
     with lock:
-        if _loading or _loaded:  # a plugin that is being imported asks for an extension, say
+        if _loading or _loaded:  # as when a plugin asks for an extension while it is imported
             return
         load_all(_raise_if_strict)
         _warn(failures())
@@ -82,14 +82,14 @@ def load(plugin: Plugin) -> None:
     """
     if plugin.state != "not loaded":
         return
-    # Also while it is being imported: it may import the rest of its package.
+    # Set before the import, which may import the rest of its package.
     plugin.state = "loaded"
     try:
         enter(plugin.find(), plugin.provenance)
     except KeyboardInterrupt:
         plugin.state = "not loaded"
         raise
-    except BaseException as error:  # SystemExit, and what tools of the plugin raise to stop a run
+    except BaseException as error:  # includes SystemExit, and what tools raise to stop a run
         plugin.state, plugin.error = "failed", error
 
 

@@ -61,7 +61,7 @@ class Registry:
     overrides: dict[tuple[type[Extension], ModuleType], list[Claim[CarrierOf]]] = field(
         default_factory=dict
     )
-    generation: int = 0  # of the answers
+    generation: int = 0  # grows with every change, which makes earlier answers invalid
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.nn import Module
 
-# What stands between calling a module and its forward.
+# The methods between calling a module and its forward.
 _CALLING = frozenset(
     {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"}
 )

@@ -159,7 +159,7 @@ class Call:
     """
 
     module: Module
-    rule: Any  # a LayerRule, whose contract speaks of calls
+    rule: Any  # a LayerRule; importing that would be a cycle
     provenance: Any
     edges: tuple[Edge | None, ...]
     noted: Any
@@ -188,7 +188,7 @@ class Call:
             self.noted, self.is_released = None, True
 
     def __getattr__(self, name: str) -> Any:
-        # Asked of what is not there only, so that what is costs nothing.
+        # Python asks this for missing attributes only, so existing ones cost nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         noted = self.noted
@@ -221,7 +221,7 @@ class Call:
         return f"<call of {self.path}: {received} -> {returned}>"
 
 
-Kept = dict[Call, dict[Any, Any]]  # what calls have computed for all columns that pass through
+Kept = dict[Call, dict[Any, Any]]  # what was computed of calls, for all columns
 
 
 def path_of(module: Module) -> str:

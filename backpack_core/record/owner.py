@@ -53,7 +53,7 @@ class Run(NamedTuple):
         """
         if self.receives(tensors) > 1:
             for result in results:
-                # A view of what was received is told by that.
+                # A view shares memory with the input, and is known by it already.
                 if result.dim() and has_memory(result):
                     self.memories.setdefault(memory_of(result), result.stride(0))
                     self.passed.append(hold_address(result))
@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 NO_RUN: Final[Run] = Run((), {}, False, [])
 NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
-# Modules that were extended as a whole and run, outermost first, by thread.
+# The runs of extended models by thread, outermost first.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 _models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 

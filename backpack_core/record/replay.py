@@ -32,7 +32,7 @@ def output_again(view: View, stored: Tensor) -> Tensor:
 
     def run() -> Tensor:
         for slot in range(len(io.inputs)):
-            view.tensor_input(slot)  # which looks whether it was changed
+            view.tensor_input(slot)  # raises if it was changed since
         result = view.module.forward(*io.args, **io.kwargs)
         return list(iter_tensors(result))[view.index]
 

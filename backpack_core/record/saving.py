@@ -50,7 +50,7 @@ def read(view: View, slot: int, what: str) -> Tensor:
     is_changed = version_of(tensor) != version
     if view.taken is not None and stored.saved[slot] is not None:
         tensor = view.taken.tensor(slot)
-        # A copy counts from zero; what was computed again, as what was computed at first.
+        # The version of a copy counts from zero; that of a recomputed tensor, as at first.
         is_changed = version_of(tensor) > version
     if is_changed:
         raise OverwrittenInputError(

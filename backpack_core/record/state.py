@@ -132,11 +132,11 @@ class Traits:
         self.settings = names, values = settings_of(module, not resolved.is_fallback)
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - _OF_ALL - {*names, *_OURS}
-        # Of a single name, a getter gives no tuple.
+        # For a single name, a getter would return no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        # What a tuple holds, its type does not tell; and a list is changed in place.
+        # A tuple's type does not tell what it holds, and a list may be changed in place.
         is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)

@@ -19,7 +19,7 @@ from backpack_core.errors import PluginCodeError
 from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
-# What holds no tensors, or is looked at already; to ask a type is cheaper than ``isinstance``.
+# Types that hold no tensors, or are looked at elsewhere; cheaper to test than ``isinstance``.
 _PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
@@ -40,7 +40,7 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
-    # This runs several times per call of a module, so it is all in one place.
+    # Not split into functions: this runs several times for each call of a module.
     noted, made = [*(view.counted or _counted(view))], []
     for value in given:
         if isinstance(value, Tensor):
@@ -76,7 +76,7 @@ def _counted(view: View) -> Versions:
         versions = [(tensor, tensor._version) for tensor in tensors]
     except RuntimeError:
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    if view.taken is None:  # of which more is shown by and by
+    if view.taken is None:  # else more tensors are unpacked during the visit
         view.counted = versions
     return versions
 
@@ -129,8 +129,8 @@ def owned(value: Any, view: View) -> Any:
 
 def _owned(tensor: Tensor, view: View) -> Tensor:
     taken = view.memories
-    if taken is None or view.stored.saved:  # of which more was shown since
-        # Results of earlier columns of the call are in it.
+    if taken is None or view.stored.saved:  # else more tensors were unpacked since
+        # It has the memory of results of earlier columns, too.
         taken = view.memories = view.kept.setdefault(_TAKEN, set())
         taken.update(map(memory_of, _shown(view)))
     memory = memory_of(tensor)
