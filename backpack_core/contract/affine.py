@@ -160,9 +160,10 @@ def reads_formed(product: AffineProduct) -> bool:
 
 
 def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Register a contraction of both factors, ``(product, inp, *arguments)``, with an operation.
+    """Register a version of an operation for weights: a function ``(product, inp, *arguments)``.
 
-    Where :func:`reads_formed` says so, the operation's definition is used instead.
+    It contracts both factors. Where :func:`reads_formed` says so, ``M`` is read by the operation's
+    definition instead.
     """
 
     def register(contract: Callable[..., R]) -> Callable[..., R]:

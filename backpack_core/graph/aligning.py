@@ -155,9 +155,9 @@ def _is_willing(call: Call, index: int) -> bool:
 
 
 def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
-    """Go through calls that received something without samples.
+    """Handle calls that received something without samples: go through them, node by node.
 
-    Unless the rule takes that for samples: what it gives is then added up.
+    Not if the rule takes what it received for samples: the products it gives are then added up.
     """
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
