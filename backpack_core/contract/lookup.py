@@ -72,7 +72,7 @@ def batch_sum_lookup(product: LookupProduct) -> Tensor:
 
 @weighted_sum.register
 def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
-    """Of weighted columns."""
+    """Only the rows that are not zero are weighted and added."""
     if len(weights) == product.columns == 1:
         out = product.out * weights[0, :, :, None, None]
     else:

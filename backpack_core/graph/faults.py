@@ -88,7 +88,7 @@ def changed_output(call: Call) -> BackpackError:
 
 
 def uncovered(call: Call) -> BackpackError | None:
-    """The module has parts with parameters that nobody would look at; ``None`` if it has not."""
+    """Some trained parameter inside of a module would never be read; ``None`` if there is none."""
     behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
     for name, parameter in call.module.named_parameters():
         is_known = name in call.stored.parameters or id(parameter) in behind
