@@ -234,7 +234,7 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
 
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """As ``torch.utils.checkpoint.checkpoint`` calls it."""
+        """Run with ``use_reentrant=False`` inside an extended model; elsewhere as torch would."""
         if cls is not CheckpointFunction:  # a class that torch derived from this one
             return super().apply(function, preserve_rng_state, *args)
         # Without an input that needs a gradient, a re-entrant checkpoint gives parameters none.

@@ -31,7 +31,7 @@ Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
 def read_here(
     traversal: Traversal, lane: int, view: View, carrier: Carrier, quantity: Any
 ) -> Sequence[Trained]:
-    """The parameters to read at the output of a call; the others wait for autograd's gradient."""
+    """The parameters to read at the output now; the others are read when their gradient arrives."""
     survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule
     trained, context = survey.trained[view.call], current(view.call.thread)
     later = [use for use in trained if use.name in rule.reads_inside]
