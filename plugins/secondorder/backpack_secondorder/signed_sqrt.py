@@ -2,9 +2,8 @@
 
 At a call ``y = f(x)`` the Hessian of the loss in ``x`` is ``J_xᵀ H_y J_x + Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``
 (Dangel et al., 2020, BackPACK, eq. 20 and appendix A.3). The second term, the *residual*, is new at
-every nonlinear call, and at every nonlinear operation between calls (``node_residual``).
-Elementwise functions have a diagonal one, which stays a diagonal until something else than an
-elementwise function comes along.
+every nonlinear call, and at every nonlinear operation between calls (``node_residual``). That of an
+elementwise function is diagonal, and stays diagonal through further elementwise functions.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ class SignedSqrt(Propagator):
         if rule.hessian_is_psd:
             try:
                 return Hessian(Columns.start("loss", rule.sqrt_hessian(view)))
-            except UnsupportedError:  # negative weights, or a negative factor behind the loss
+            except UnsupportedError:  # negative weights, or a negative factor after the loss
                 pass
         eye = unit_vectors(view.input)
         return Hessian(eigen_columns("loss", rule.hessian_mat_prod(view, eye)))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
-        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
         found: Hessian | None = super().arrive(rule, view, waiting)
         return None if found is None else found.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
-        """``J_xᵀ H J_x``; what goes to several inputs has to be columns."""
+        """``J_xᵀ H J_x``; for several inputs only as columns, which keep the mixed terms."""
         if isinstance(rule, ElementwiseRule):
             return {0: quantity.scaled(rule.derivative(view))}
         live = live_inputs(view)
@@ -110,11 +109,11 @@ class SignedSqrt(Propagator):
         return HessianReading([Use(rule, view, name, quantity)])
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
-        """Columns root by root; diagonals and blocks come from different roots."""
+        """Add columns root by root; diagonals and blocks are from different roots, so they add."""
         return first.merge(second)
 
     def rooted(self, quantity: Hessian) -> Hessian:
-        """Columns only, that are never put together again."""
+        """Everything as columns, marked as branched, so no block is made of them again."""
         formed = quantity.as_columns()
         roots = () if formed.columns is None else formed.columns.blocks
         return replace(formed, branched=quantity.branched.union(roots))
@@ -127,7 +126,7 @@ class SignedSqrt(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Hessian, Iterable[Hessian]]:
-        """At a loss, its columns in chunks; else what would become columns, if that is too much."""
+        """Send on in chunks: at a loss its columns, elsewhere residuals too large as columns."""
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
@@ -168,7 +167,7 @@ class SignedSqrt(Propagator):
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
         sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
-        if not columns:  # all went through at once; something has to arrive at calls
+        if not columns:  # all were sent on in chunks; calls still wait for a quantity
             sent = [(i, Hessian()) for i, (child, _) in enumerate(node.next_functions) if child]
         return add_residual(node, sent, there, self.subsampling) if there.grads else sent
 
@@ -181,17 +180,17 @@ class SignedSqrt(Propagator):
         return replace(formed, columns=formed.columns.widened(self.subsampling, batch_size))
 
     def narrow(self, quantity: Hessian) -> Hessian:
-        """The chosen samples."""
+        """Keep the chosen samples only."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
         return replace(quantity, columns=quantity.columns.chosen(self.subsampling))
 
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
-        """As columns."""
+        """Apply the function to everything as columns."""
         return quantity.as_columns().map_columns(function)
 
     def _pull_back(self, rule: LayerRule, view: View, quantity: Hessian, position: int) -> Hessian:
-        """Through a call with a single live input."""
+        """``J_xᵀ H J_x`` for a call with a single live input."""
 
         def push(mat: Tensor) -> Tensor:
             product = rule.jac_t_mat_prod(view, mat)[position]
@@ -200,7 +199,7 @@ class SignedSqrt(Propagator):
 
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
-            if quantity.block is not None:  # else all columns have branched
+            if quantity.block is not None:  # otherwise all columns have branched
                 half = push(quantity.block).flatten(2)  # [D_out, N, D_in]
                 turned = rearrange(half, "o n i -> i n o")
                 block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
@@ -213,7 +212,7 @@ class SignedSqrt(Propagator):
 
 
 def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
-    """Whether pushing a block from both sides takes fewer columns than there are, and fits."""
+    """Whether to send the block from both sides: fewer columns than there are, and it fits."""
     size_out = view.output_shape[1:].numel()
     size_in = view.stored.inputs[position].shape[1:].numel()
     entries = max(size_out, size_in) * size_in * view.batch_size
@@ -226,7 +225,7 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
 
 
 def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
-    """Whether one Jacobian serves all samples, and fits."""
+    """Whether all samples have the same Jacobian, and it fits into memory."""
     if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
         return False
     tensor = view.stored.inputs[position]
@@ -235,7 +234,7 @@ def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: 
 
 
 def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Factored:
-    """``Jᵀ diag(d) J``, where one Jacobian serves all samples."""
+    """``Jᵀ diag(d) J``, where all samples have the same Jacobian."""
     one, first, size = view.subsample([0]), diagonal[:1], diagonal.shape[1:].numel()
     step = max(1, memory_budget() // max(1, first.nbytes))
     rows = []
