@@ -1,8 +1,8 @@
 """Sums, squares and norms of individual gradients, from the factors of an affine product.
 
-Pure functions, as ``backpack_core.contract.contractions``, whose letters and pieces they use: with
-``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, each returns a reduction of ``M``, and ``moments``
-several of them from the same pieces.
+Pure functions with the axis letters of ``backpack_core.contract.contractions``. For
+``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]`` each returns a reduction of ``M``; ``moments`` returns
+several, from one formation of ``M``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backpack_core.tuning import READ, SHARED
 def moments(
     out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
 ) -> Moments:
-    """Sum over samples, that of squares, and squared norms, all from the same pieces."""
+    """``Σ_n M[n]``, ``Σ_n M[n]²`` and ``‖M[n]‖²``, from one formation of ``M`` in pieces."""
     if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
         return Moments(
             sums(out, inp) if sum_ else None,
@@ -41,7 +41,7 @@ def moments(
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
-    for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
+    for some, rows, piece in pieces(out, inp, SHARED):  # autograd holds memory, too
         for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
             flat = part.reshape(len(part), -1)  # [n, G·O·I]
             if norms is not None:
@@ -60,8 +60,8 @@ def squared_norm(out: Tensor, inp: Rows) -> Tensor:
     if out.shape[2] == 1:
         return by_group(*squares_of_factors(out, inp))
     if is_gram_cheaper(out, inp):
-        return inner(out, inp, out, inp).clamp(min=0)  # rounding, where positions cancel
-    if torch.is_grad_enabled():  # whose graph has all pieces anyway
+        return inner(out, inp, out, inp).clamp(min=0)  # may round below 0
+    if torch.is_grad_enabled():  # the graph holds all pieces anyway
         return products(out, inp).flatten(2).square().sum(2)
     norms = moments(out, inp, sum_=False, square=False, norm=True).norms
     assert norms is not None
@@ -85,7 +85,8 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
     Args:
         out: Columns at the output.
         inp: What the weight multiplies.
-        is_summed: The sum over samples is needed, too: products have it for one more reading.
+        is_summed: Whether the sum over samples is needed, too; formed products give it for one
+            more read.
     """
     columns, _, positions, _, features = out.shape
     single = columns * features * inp.shape[3]

@@ -1,9 +1,9 @@
-"""Norms that neither overflow nor underflow: open functions of a product, as the core's operations.
+"""Norms of products that neither overflow nor underflow.
 
 ``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
-half precision beyond 256: norms are taken of numbers that were divided by the largest of them. On a
-CPU the usual contraction comes first, and the careful one where it is not good enough. On other
-devices, to look at values means to wait for them: there the careful one is the only one.
+half precision beyond 256. The careful way divides by the largest entry first. On a CPU the usual
+contraction is tried, and the careful way follows only where the result is doubtful. On other
+devices, looking at values means waiting for them, so the careful way is always taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import any_of, at_least_single, is_half, is_symbolic
 from backpack_firstorder import contractions, products
 
-# Numbers smaller than this times the smallest normal one have lost digits.
+# Squares below this multiple of the smallest normal number may have lost digits.
 _MARGIN = 1e7
 
 
@@ -34,7 +34,7 @@ def norm(product: SampleProduct) -> Tensor:
 
 
 def is_doubtful(product: SampleProduct) -> bool:
-    """Whether squares by the usual contraction may not do, or may not be looked at."""
+    """Whether the usual contraction's squares may be wrong, or may not be looked at."""
     known: bool | None = product.results.get("doubtful")
     if known is None:
         known = product.results["doubtful"] = _is_doubtful(in_single(product))
@@ -54,18 +54,18 @@ def _is_doubtful(product: SampleProduct) -> bool:
         return False
     squares = squares.detach()
     if any(any_of((factor > 0) & (factor < least)) for factor in factors):
-        return True  # a product with a large one is in range, and has no more digits
+        return True  # its product with a large factor is in range, but inexact
     small = squares < least
     return any_of(~squares.isfinite() | (small & _may_differ_from_zero(product)))
 
 
 def is_seen(like: Tensor) -> bool:
-    """Whether values of a tensor's device may be looked at without waiting for them."""
+    """Whether values on the tensor's device can be looked at without waiting for them."""
     return like.device.type == "cpu" and not is_symbolic(like)
 
 
 def are_in_range(squares: Tensor, count: int = 1) -> bool:
-    """Whether no square on a CPU is tiny, and ``count`` of them add up to a finite number."""
+    """Whether no square is tiny, and ``count`` of them add up to a finite number; CPU only."""
     least, most = _bounds(squares.dtype)
     low, high = torch.aminmax(squares)
     return low.item() >= least and high.item() * count <= most
@@ -73,7 +73,7 @@ def are_in_range(squares: Tensor, count: int = 1) -> bool:
 
 @cache
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest number that has all of its digits, and the largest one."""
+    """The smallest number with full precision, and the largest number, of a dtype."""
     numbers = torch.finfo(dtype)
     return numbers.tiny * _MARGIN, numbers.max
 
@@ -86,7 +86,7 @@ def _may_differ_from_zero(product: SampleProduct) -> Tensor:
 
 
 def in_single(product: SampleProduct) -> SampleProduct:
-    """The same in single precision, where it is in half precision."""
+    """Cast a product in half precision to single precision; others stay as they are."""
     if not is_half(product.like.dtype):
         return product
     if "single" not in product.results:
@@ -157,13 +157,13 @@ def careful_norm(product: SampleProduct) -> Tensor:
 
 @for_weights(careful_norm)
 def careful_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """From the factors."""
+    """By :func:`product_norm`, from the factors."""
     return product_norm(product.out, inp)
 
 
 @careful_norm.register
 def careful_norm_lookup(product: LookupProduct) -> Tensor:
-    """Of scaled columns, since no row but those that were looked up is formed."""
+    """By scaled columns; only the rows that were looked up are formed."""
     scale = scale_of(product.out, 2)
     scaled = LookupProduct(product.out / _spread(scale, 4), product.row, product.shape)
     return squared_norm(scaled).sqrt() * scale
