@@ -29,7 +29,7 @@ class Quantities(Mapping[Place, Any]):
     the values' own arithmetic (for Kronecker factors see ``KroneckerFactors``).
 
     Attributes:
-        samples: How many samples there were; ``None`` if parameters differ in that.
+        batches: How many batches there were.
         normaliser: What the loss of all samples divides by; ``None`` for a sum.
     """
 
