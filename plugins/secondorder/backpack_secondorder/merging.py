@@ -42,17 +42,17 @@ class OfFactors(OfMatrix):
     """
 
     def part(self, name: str) -> Part:
-        """A sum for the first factor and the weight, an average for all others."""
+        """A sum for the first factor and the weight, an average for other factors."""
         if name in ("factors.0", "weight"):
             return Part("sum", 1)
         return Part("mean", 0) if name.startswith("factors.") else _SAME
 
 
 class OfAverages(OfFactors):
-    """Factors that are all averages; their weight is one."""
+    """As :class:`OfFactors`, for factors whose weight is one, whatever the batch."""
 
     def part(self, name: str) -> Part:
-        """An average for all factors."""
+        """As for :class:`OfFactors`, but the weight has to agree."""
         return _SAME if name == "weight" else super().part(name)
 
 

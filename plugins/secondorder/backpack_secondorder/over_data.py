@@ -230,11 +230,11 @@ class GGN(_Curvature):
 class Fisher(_Curvature):
     """The Fisher information matrix over a data set, from gradients of samples.
 
-    ``kind="sampled"``: ``c Σ_n 1/M Σ_m J_nᵀ g gᵀ J_n``, where ``g`` is the gradient at the output of
-    the negative log-likelihood of target ``m`` of ``M``, drawn from the likelihood of the loss. If
-    the loss has weights, ``g`` is multiplied by their root. ``c`` is the factor of the reduction
-    (``1/N`` for a mean). In expectation it is the generalised Gauss-Newton matrix. The draws are the
-    same in every product.
+    ``kind="sampled"``: ``c Σ_n 1/M Σ_m J_nᵀ g gᵀ J_n``. ``g`` is the gradient at the output of the
+    negative log-likelihood of target ``m`` of ``M``, drawn from the likelihood of the loss. If the
+    loss has weights, ``g`` is multiplied by their root. ``c`` is the factor of the reduction
+    (``1/N`` for a mean). In expectation it is the generalised Gauss-Newton matrix. The draws are
+    the same in every product.
 
     ``kind="empirical"``: ``c Σ_n ∇ℓ_n ∇ℓ_nᵀ`` with the gradients of the samples' own losses. A
     sample is a row of the output. Kunstner et al. (2019), arXiv:1905.12558, compare both.
