@@ -32,7 +32,7 @@ class SumGradSquared(SquaresExtension):
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
-        """``Σ_n M[n]²``; affine products form no individual gradients for it."""
+        """``Σ_n M[n]²``."""
         return square_sum(in_single(product))
 
 
