@@ -1,8 +1,11 @@
-"""Torch's checkpoints give each saved tensor once: has them give it to us, and to autograd.
+"""Makes torch's checkpoints give each saved tensor twice: to us, and then to autograd.
 
-Tensors of ours are saved beside those of autograd, through the same hooks. The private interface of
-both is used here, as the rest of torch's is in ``_torch.py``; where it is no longer offered, a
-checkpoint gives once, and says so, and tensors of ours are kept. Imports ``_torch`` only.
+A checkpoint hands out every recomputed tensor once. We cross a node before autograd does, so the
+tensor would be gone when autograd asks. The tensors of our calls are saved through the same hooks.
+
+The private interface of checkpoints and of saved-tensor hooks is used here only; ``_torch.py`` has
+the rest of torch's. Where it is no longer offered, a checkpoint gives a tensor once, and says so,
+and tensors of ours are kept in memory. Imports ``_torch`` only.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _unpacking = threading.local()
 
 
 class _Unpacked(dict[Any, Any]):
-    """Where a checkpoint notes what it has given: for :func:`unpacking_again`, it is not noted."""
+    """A checkpoint's note of what it has given out; :func:`unpacking_again` leaves none."""
 
     def __setitem__(self, task: Any, handle: Any) -> None:
         if handle is not None or not getattr(_unpacking, "again", False):
@@ -57,14 +60,15 @@ def let_checkpoints_give_again(model_runs: Callable[[], bool]) -> None:
 
 
 class Recomputed(dict[tuple[Any, Any], int]):
-    """Bytes of what checkpoints computed again for chunks of columns, by frame and task.
+    """How many bytes checkpoints hold recomputed for chunks of columns, by frame and task.
 
-    The next chunk wants it, too. Beyond a bound, the largest is dropped, and computed then.
+    They are held because the next chunk needs them, too. Beyond a bound, the largest is dropped,
+    and recomputed when it is needed.
     """
 
     @contextmanager
     def within(self, bound: int) -> Iterator[None]:
-        """Drop what exceeds a number of bytes, as long as this block is not left."""
+        """Inside this block, hold what is recomputed; afterwards, no more than ``bound`` bytes."""
         before, self._bound = getattr(_unpacking, "recomputed", None), bound
         _unpacking.recomputed = self
         try:
@@ -74,7 +78,7 @@ class Recomputed(dict[tuple[Any, Any], int]):
             self._shrink()
 
     def begin(self, frame: Any, task: Any) -> None:
-        """A checkpoint runs again: what others have is counted, and dropped."""
+        """A checkpoint is about to run again: count what the others hold, and drop the excess."""
         self._shrink()
         self[frame, task] = 0
 
@@ -103,7 +107,7 @@ _enter: Any = getattr(torch_checkpoint, "_recomputation_hook", None)
 
 
 def _run_again(frame: Any, task: Any) -> Any:
-    """What a checkpoint enters to run again."""
+    """The context in which a checkpoint runs its function again; it is counted first."""
     if (recomputed := getattr(_unpacking, "recomputed", None)) is not None:
         recomputed.begin(frame, task)
     return _enter(frame, task)
@@ -117,9 +121,10 @@ def _saved_by(kind: type) -> tuple[str, ...]:
 
 @contextmanager
 def unpacking_again(node: Node) -> Iterator[None]:
-    """What a node saved is asked for, and will be once more: a checkpoint holds it until then.
+    """Inside this block, a node's saved tensors can be read, and once more later, by autograd.
 
-    The checkpoint runs its function at the first time. That is now, and not under vmap.
+    A checkpoint runs its function at the first request. That is at the beginning of this block, so
+    that it does not happen under vmap.
     """
     if not _Holder.is_used:
         yield
@@ -142,10 +147,10 @@ def _again() -> Iterator[None]:
 
 
 class SavedTensor(Protocol):
-    """What autograd keeps in the place of a tensor that it saves."""
+    """What autograd keeps of a tensor that it saved: ``torch._C._autograd.SavedTensor``."""
 
     def unpack(self) -> Tensor:
-        """The tensor, as often as it is asked for."""
+        """Return the tensor; may be called any number of times."""
 
 
 _make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
@@ -154,13 +159,13 @@ _INNER = "_backpack_inner"  # on the same: that checkpoints in it were made one 
 
 
 class _Hook(NamedTuple):
-    """The hook on saved tensors that is on top.
+    """The innermost hook on saved tensors.
 
     Attributes:
-        frame: What a checkpoint knows of one run; ``None`` for hooks of others.
-        task: For which backward pass it computes again; ``None`` in the forward pass.
-        is_foreign: It belongs to no checkpoint, but to somebody who packs by value, or torch does
-            not tell.
+        frame: What a checkpoint knows of one run of its function; ``None`` for other hooks.
+        task: The backward pass for which it recomputes; ``None`` in the forward pass.
+        is_foreign: Whether it belongs to no checkpoint but to somebody who packs by value, or torch
+            does not tell.
     """
 
     frame: Any
@@ -169,7 +174,7 @@ class _Hook(NamedTuple):
 
     @property
     def gives_again(self) -> bool:
-        """Whether what it takes is given to us, and to autograd once more."""
+        """Whether a tensor that it takes can be had by us and by autograd."""
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 
 
@@ -178,7 +183,7 @@ _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks"
 
 
 def saving_hook() -> _Hook | None:
-    """The hook that autograd's saved tensors go through; ``None`` for none."""
+    """The hook that autograd's saved tensors go through now; ``None`` if there is none."""
     try:
         hooks = _top_hooks(False)
     except TypeError:  # it is not public, and its arguments have changed before
@@ -196,15 +201,15 @@ def saving_hook() -> _Hook | None:
 
 
 def is_computed_again() -> bool:
-    """Whether a checkpoint runs its function once more, and expects what it saved before."""
+    """Whether a checkpoint is recomputing, and expects the same saved tensors as before."""
     return getattr(saving_hook(), "task", None) is not None
 
 
 def save(tensor: Tensor) -> SavedTensor | None:
-    """Save a tensor as autograd does, through the hooks of the moment; ``None`` where it cannot.
+    """Save a tensor as autograd does, through the current hooks; ``None`` where it cannot.
 
-    A checkpoint tells what it computes again from the order in which tensors are saved. So then,
-    those that were ours in its forward pass are, and no others.
+    A checkpoint recognises what it recomputes by the order in which tensors are saved. So during
+    recomputation we save exactly where we saved in the forward pass.
     """
     hook = saving_hook()
     if _make is None or hook is None or not (hook.is_foreign or hasattr(hook.frame, "__dict__")):
@@ -223,16 +228,17 @@ _Reentrant: Any = torch_checkpoint.CheckpointFunction
 
 
 class CheckpointFunction(_Reentrant):  # type: ignore[misc]
-    """A re-entrant checkpoint; in an extended model, one whose graph is part of the model's.
+    """A re-entrant checkpoint; inside an extended model, it becomes part of the model's graph.
 
-    The pass of a re-entrant one is a graph of its own, through which nothing but a gradient goes.
+    The backward pass of a re-entrant one has a graph of its own, through which only a gradient
+    goes.
     """
 
     model_runs: Callable[[], bool] = staticmethod(lambda: False)
 
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """As ``torch.utils.checkpoint.checkpoint`` calls it."""
+        """Run with ``use_reentrant=False`` inside an extended model; elsewhere as torch would."""
         if cls is not CheckpointFunction:  # a class that was made of this one
             return super().apply(function, preserve_rng_state, *args)
         # What no gradient arrives at gets none here, and would from the other kind.
@@ -245,7 +251,7 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
 
     @classmethod
     def _is_inside(cls) -> bool:
-        """Whether an extended model runs; where it is computed again, whether it did then."""
+        """Whether an extended model runs; during recomputation, whether one ran before."""
         hook = saving_hook()
         frame = None if hook is None else hook.frame
         if hook is not None and hook.task is not None:

@@ -1,4 +1,8 @@
-"""Where our hooks stand among those of others: torch's tables of hooks. Imports ``_torch`` only."""
+"""Puts our hooks at fixed places among those of others, by torch's tables of hooks.
+
+Hooks of users count as operations outside of a module, so ours run last before the forward and
+first after it. Imports ``_torch`` only.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +58,9 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
 
 
 def hook_leaf_first(leaf: Tensor, owner: T, hear: Callable[[T, Tensor, Tensor], None]) -> Any:
-    """Have autograd call ``hear(owner, leaf, gradient)``, before all other hooks of a leaf.
+    """Have autograd call ``hear(owner, leaf, gradient)`` before all other hooks of a leaf.
 
-    The hook holds neither of them; returns what removes it.
+    The hook holds neither owner nor leaf. Returns a handle that removes it.
     """
     this, that = weakref.ref(owner), weakref.ref(leaf)
 
@@ -72,7 +76,7 @@ def hook_leaf_first(leaf: Tensor, owner: T, hear: Callable[[T, Tensor, Tensor], 
 
 
 def _move_first(table: dict[int, Any], key: int) -> None:
-    """Autograd reads the table as a plain dict, to which ``move_to_end`` makes no difference."""
+    """Make a key the first of a table; ``move_to_end`` would not change what autograd reads."""
     others = [(other, hook) for other, hook in table.items() if other != key]
     hook = table[key]
     table.clear()
@@ -81,10 +85,10 @@ def _move_first(table: dict[int, Any], key: int) -> None:
 
 
 def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
-    """Put our two hooks among those of a module: plain functions, always called.
+    """Put our two hooks into the tables of a module.
 
-    What this does is what ``register_forward_pre_hook(..., with_kwargs=True)`` and
-    ``register_forward_hook(..., with_kwargs=True, always_call=True)`` do, under a key of ours.
+    The same as ``register_forward_pre_hook(..., with_kwargs=True)`` and
+    ``register_forward_hook(..., with_kwargs=True, always_call=True)``, but under keys of our own.
     """
     module._forward_pre_hooks[key] = before
     module._forward_pre_hooks_with_kwargs[key] = True
@@ -94,7 +98,7 @@ def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
 
 
 def remove(module: Module) -> None:
-    """Take out all that are ours."""
+    """Remove all hooks that are ours."""
     for table in (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
@@ -107,15 +111,14 @@ def remove(module: Module) -> None:
 
 
 def are_installed(module: Module) -> bool:
-    """Whether they are there."""
+    """Whether our hooks are in the tables of a module."""
     return KEY in module._forward_hooks
 
 
 def take_places(module: Module) -> bool:
-    """Be the last before the forward and the first after it; false if somebody took us away.
+    """Make ours the last pre-hook and the first hook; false if ours were removed.
 
-    A hook of the user's that changes what goes in or comes out is an operation outside of the
-    module.
+    What the user's hooks change is then an operation outside of the module.
     """
     before: Any = module._forward_pre_hooks
     after: Any = module._forward_hooks
@@ -134,9 +137,10 @@ def take_places(module: Module) -> bool:
 
 
 class PlaceOfAll:
-    """A hook before those of all modules, there as long as the execution lives that holds this.
+    """Puts a hook before those of all modules, for as long as this object lives.
 
-    An exception ends it, too, and so it is gone when others have removed theirs.
+    It belongs to an execution. If an exception ends that, the object goes with it, and the hook is
+    removed.
     """
 
     __slots__ = ("_key",)

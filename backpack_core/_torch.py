@@ -1,7 +1,7 @@
-"""Every use of torch's private interface but hooks and checkpoints. Imports torch only.
+"""Every use of torch's private interface, except for hooks and checkpoints. Imports torch only.
 
-Each function says what it stands for and what happens where torch no longer offers it: a fallback
-that is slower or more careful, never another meaning.
+So that one file has to be read when torch changes. Each function says what happens if torch no
+longer offers what it uses: something slower or more careful, never another meaning.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda
 
 
 def will_execute(node: Node) -> bool:
-    """Whether the pass under way gets to a node: with ``inputs=...``, some are left out."""
+    """Whether the current backward pass gets to a node; ``inputs=...`` leaves some out."""
     # Torch does not count the node that the pass began at. Our own pass, without one of its, gets
     # everywhere.
     return graph_task_id() < 0 or _will_execute(node) or node is current_node()
 
 
 def will_get_gradient(tensor: Tensor) -> bool:
-    """Whether the pass under way brings a gradient to a parameter, where any depends on it."""
+    """Whether the current backward pass computes the gradient of a parameter that it gets to."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
     except RuntimeError:  # torch does not say it of leaves that autograd.grad() was asked for
@@ -81,19 +81,19 @@ def will_get_gradient(tensor: Tensor) -> bool:
 
 
 def at_end_of_pass(function: Callable[[], None]) -> None:
-    """Have autograd call a function when the pass under way is through."""
+    """Have autograd call a function when the current backward pass is through."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 
 
 def keeps_graph() -> bool:
-    """Whether the graph outlives the backward pass under way."""
+    """Whether the graph outlives the current backward pass."""
     # With create_graph=True, grad mode is on inside hooks.
     return torch.is_grad_enabled() or _keeps_graph()
 
 
 def is_inside_function() -> bool:
-    """Whether the backward formula of a Python ``autograd.Function`` is running: a checkpoint's."""
+    """Whether the backward of a Python ``autograd.Function`` is running, as a checkpoint's."""
     code = torch.autograd.function.BackwardCFunction.apply.__code__
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -104,7 +104,7 @@ def is_inside_function() -> bool:
 
 
 def running_calls(module: Module | None) -> int:
-    """How often a module is being called on this thread: more than once if it calls itself."""
+    """How many calls of a module are running on this thread; several if it calls itself."""
     count = 0
     frame: FrameType | None = sys._getframe(1)
     code = Module._wrapped_call_impl.__code__
@@ -127,7 +127,7 @@ def metadata_of(node: Node, output_nr: int) -> Any:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; zero where torch does not count."""
+    """How often a tensor was changed in place (its version); zero where torch does not count."""
     try:
         return tensor._version
     except RuntimeError:  # of an inference tensor
@@ -135,7 +135,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """The same of several, less those that are ``None``."""
+    """The versions of several tensors; ``None`` among them is skipped."""
     try:
         return [tensor._version for tensor in tensors if tensor is not None]
     except RuntimeError:
@@ -143,12 +143,12 @@ def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory with strides, as sparse and nested ones do not."""
+    """Whether a tensor has a strided memory of its own: sparse and nested ones have not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells the memory of one tensor from that of another; views share it."""
+    """A number that identifies the memory of a tensor; views share it."""
     found: int = tensor.untyped_storage()._cdata
     return found
 
@@ -159,7 +159,7 @@ def memories_of(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def hold_address(tensor: Tensor) -> object:
-    """As long as this lives, no other memory has the number of that one, though it may be freed."""
+    """An object; while it lives, :func:`memory_of` gives the number to no other memory."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -169,7 +169,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def is_symbolic(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape, but no values."""
+    """Whether a tensor has a shape, but no values (``FakeTensorMode``, ``meta``)."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
@@ -186,16 +186,16 @@ def operations() -> dict[type, str]:
 
 @cache
 def hands_on(kind: type) -> bool:
-    """Whether nodes of a type give what they get, with effects that must not come twice."""
+    """Whether nodes of a type return the gradient they get, with side effects to happen once."""
     function = getattr(kind, "_forward_cls", None)
     return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
 
 
 def shards_in(model: Module) -> dict[Tensor, Tensor]:
-    """Parameters of a model of which a process holds a part, by the whole that the model runs with.
+    """Parameters of which this process holds a part, by the whole parameter that layers run with.
 
-    ``fully_shard`` puts the whole ones into their place for the time that they are needed. Empty
-    where torch does not tell: what is stored stays on the whole ones then.
+    ``fully_shard`` puts the whole ones in place while layers run. Empty where torch does not tell:
+    results then stay on the whole ones.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
@@ -212,18 +212,18 @@ def shards_in(model: Module) -> dict[Tensor, Tensor]:
 
 
 def node_type(name: str) -> type | None:
-    """The type of torch's own nodes that has a name, if this version has it."""
+    """The type of torch's own nodes with a name; ``None`` if this version has none."""
     found: type | None = getattr(torch._C._functions, name, None)
     return found
 
 
 def is_scripting() -> bool:
-    """Whether ``torch.jit.script`` is asking, two calls up, what a module consists of."""
+    """Whether ``torch.jit.script``, two calls up, asks what a module consists of."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.jit._recursive"
 
 
 def parametrizations_of(module: Module) -> dict[str, Module]:
-    """What computes a module's parametrized tensors, by the name of the tensor."""
+    """The modules that compute a module's parametrized tensors, by name of the tensor."""
     if "parametrizations" not in module._modules or not parametrize.is_parametrized(module):
         return {}
     table: Any = module.parametrizations
@@ -231,7 +231,7 @@ def parametrizations_of(module: Module) -> dict[str, Module]:
 
 
 def cached_tensor(module: Module, name: str) -> Tensor | None:
-    """A parametrized tensor inside ``torch.nn.utils.parametrize.cached()``."""
+    """The parametrized tensor that ``torch.nn.utils.parametrize.cached()`` holds, if any."""
     if not getattr(parametrize, "_cache_enabled", 0):
         return None
     found: Tensor = getattr(module, name)
@@ -248,7 +248,7 @@ def class_of(module: Module) -> type[Module]:
 
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """No warning where torch has no batching rule: that costs time, not exactness."""
+    """Silence torch's warning that vmap loops over an operation: that costs time only."""
     functorch: Any = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
     try:

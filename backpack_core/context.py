@@ -1,4 +1,7 @@
-"""The context ``backpack(...)``: what is asked of the backward passes in a block."""
+"""The context ``backpack(...)``: which extensions run in the backward passes of a block.
+
+The arguments are checked here, so that the engine gets a request that makes sense.
+"""
 
 from __future__ import annotations
 
@@ -56,24 +59,24 @@ class backpack:
                 extensions ran on it. Gradients of the module's own parameters are not accumulated
                 yet at that time.
             debug: Log every step.
-            check: When to measure that samples do not mix, and that the extended losses are all
-                there is: in the ``"first"`` passes of every structure, ``"always"``, or
-                ``"never"``.
+            check: When to measure that samples do not mix, and that gradients come from the
+                extended losses alone: in the ``"first"`` passes of every structure, ``"always"``,
+                or ``"never"``.
             retain_graph: Keep inputs and outputs for another backward pass, also where
                 ``backward()`` does not retain its graph.
             beside: Terms of what ``backward()`` is called on that depend on weights alone, as a
-                penalty does: quantities of single samples, and Gauss-Newton and Fisher matrices,
-                are those of the rest. ``.grad`` has everything, and so has ``HMP``;
-                ``DiagHessian``, which would have to, raises.
-            observer: Called with the :class:`~backpack_core.View` of every output that the backward
-                pass visits, losses included, before extensions read there.
+                penalty does. Quantities of single samples, and Gauss-Newton and Fisher matrices,
+                are then those of the rest. ``.grad`` and ``HMP`` include the terms; ``DiagHessian``
+                would have to, cannot, and raises.
+            observer: Called with the :class:`~backpack_core.View` of every output that is visited,
+                losses included, before extensions read there.
             gradient: Where the plain gradient of the parameters comes from. ``"autograd"``: from
-                there. ``"shared"``: where individual gradients or their moments are formed anyway,
-                it is their sum, equal to rounding, which saves up to a third of a plain pass; it is
-                accumulated, and hooks on parameters are called, at the end of the pass.
-                ``"none"``: parameters of extended modules get no ``grad``. ``"skipped"``: the same,
-                and where nothing that is asked for needs a gradient, autograd does not go at all:
-                no hook on one is called. See ``docs/gradient.md``.
+                autograd, as always. ``"shared"``: if individual gradients or their moments are
+                formed anyway, from their sum, which is equal to rounding and saves up to a third of
+                a plain pass; it is accumulated at the end of the pass, when hooks on parameters are
+                called. ``"none"``: parameters of extended modules get no ``grad``. ``"skipped"``:
+                the same, and if no extension needs a gradient, autograd does not run at all, so
+                that no gradient hook is called. See ``docs/gradient.md``.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -171,7 +174,7 @@ class backpack:
             )
 
 
-_refuse = remembered(refuse)  # of classes that nobody registered, too
+_refuse = remembered(refuse)  # extensions need not be registered
 
 
 def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:

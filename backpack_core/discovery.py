@@ -1,8 +1,8 @@
-"""Which plugins are installed, which of them may load, and which is preferred.
+"""Finds the installed plugins, decides which may load, and which is preferred.
 
-An installed distribution declares plugins as entry points of the group ``backpack``. Listing them
-reads ``entry_points.txt`` of each distribution, and the metadata of those that have some of ours.
-Imports no plugin, and not even torch, so that it takes no time.
+A distribution declares plugins as entry points of the group ``backpack``. To list them, the
+``entry_points.txt`` of each distribution is read, and the metadata of those that have some. Imports
+no plugin and not even torch, so that the command line is quick.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Provenance(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim(Generic[T]):
-    """One contribution for a key."""
+    """What one plugin contributes under a key (a module type, the name of an extension)."""
 
     value: T
     provenance: Provenance
@@ -120,7 +120,7 @@ def discover() -> list[Plugin]:
 
 
 def settle(plugins: list[Plugin]) -> None:
-    """Say which plugins may load: the environment's lists, and one plugin for each name.
+    """Decide which plugins may load, by the environment's lists and by unique names.
 
     Args:
         plugins: All installed plugins; ``state`` and ``error`` of those that did not get as far as
@@ -146,10 +146,10 @@ def settle(plugins: list[Plugin]) -> None:
 
 
 def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConflictError:
-    """The error where several plugins claim one key; the order in which they came does not matter.
+    """The error for several plugins that claim one key.
 
     Args:
-        claim: What they do, before the key.
+        claim: What they do, as the message puts it before the key.
         key: What :func:`backpack_core.prefer` chooses by.
         rivals: The plugins.
     """
@@ -162,7 +162,7 @@ def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConfli
 
 
 def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
-    """The one claim on a key, or the preferred one.
+    """The only claim on a key, or the preferred one of several.
 
     Raises:
         PluginConflictError: There are several, and none is preferred.
@@ -174,7 +174,7 @@ def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
 
 
 def version_of(versions: Mapping[str, T], key: str) -> T:
-    """The one of several versions, by package, or that of the preferred one.
+    """Of several versions by package, the only one, or the one of the preferred package.
 
     Raises:
         PluginConflictError: There are several, and none is preferred.
@@ -186,15 +186,15 @@ def version_of(versions: Mapping[str, T], key: str) -> T:
 
 @cache
 def _of(package: str) -> Provenance:
-    """The distribution that declares plugins in a package; of one that has none, its name."""
+    """The distribution that declares plugins in a package; else the package's own name."""
     known = (p.provenance for p in discover() if re.split("[.:]", p.value)[0] == package)
     return next(known, Provenance("", package))
 
 
 def is_allowed(plugin: Plugin) -> bool:
-    """Whether the allow-list and the block-list of the environment let a plugin load.
+    """Whether the environment's allow-list and block-list let a plugin load.
 
-    Both name plugins (entry points) or distributions.
+    Both lists name plugins (entry points) or distributions.
     """
     own = {canonical(plugin.name), canonical(plugin.distribution)}
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
@@ -208,19 +208,19 @@ def _names(text: str) -> set[str]:
 
 
 def canonical(name: str) -> str:
-    """A name of a distribution or plugin, spelled as package indexes compare it."""
+    """The name of a distribution or plugin, normalised as package indexes do it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-# Distributions by what :func:`backpack_core.prefer` was called for.
+# The preferred distribution by key; set by :func:`backpack_core.prefer`.
 preferred: dict[str, str] = {}
 
 
 def preference(key: str) -> str:
     """The preferred distribution for a key, or an empty string.
 
-    By :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``; ``*`` is a
-    key, too.
+    Set by :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``, where the
+    key ``*`` stands for all others.
     """
     pairs = [p.strip().rsplit("=", 1) for p in os.environ.get("BACKPACK_PREFER", "").split(",")]
     environment = {spelled_out(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
@@ -229,7 +229,7 @@ def preference(key: str) -> str:
 
 
 def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
-    """The one of several plugins, or of their claims, that is preferred for a key, or ``None``."""
+    """The one of several plugins, or claims, that is preferred for a key; ``None`` if none."""
     wanted = canonical(preference(key))
     own = [(rival, map(canonical, rival.provenance[:2])) for rival in rivals]
     chosen = [rival for rival, names in own if wanted and wanted in names]
@@ -237,28 +237,28 @@ def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
 
 
 def spelled_out(key: str | type) -> str:
-    """The one name of a class: ``torch.nn.Linear`` is an alias."""
+    """The qualified name of a class that may be given by an alias, as ``torch.nn.Linear``."""
     kind = key if isinstance(key, type) else class_named(key)
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(key)
 
 
 def class_named(name: str) -> Any:
-    """What a qualified name names, if its module is imported already; never imports."""
+    """The class with a qualified name if its module is imported already; else ``None``."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
 def declarations() -> Iterator[tuple[str, str, list[Any]]]:
-    """Name, version and entry points of each distribution that has some of ours.
+    """Name, version and entry points of each distribution that declares plugins.
 
-    Metadata is parsed of these only: that of all that is installed takes several times longer.
+    Only their metadata is parsed: that of all installed distributions takes several times as long.
     """
     from importlib.metadata import distributions
 
     visible: dict[str, Any] = {}
     for dist in distributions():
-        # What Python imports is the first of a name on the path. A folder without metadata is what
-        # an interrupted removal leaves behind.
+        # Python imports the first distribution of a name on the path. A folder without metadata was
+        # left by an interrupted removal.
         name = name_of(dist)
         first = visible.setdefault(name, dist)
         if first is not dist and first.read_text("METADATA"):

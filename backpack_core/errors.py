@@ -42,7 +42,7 @@ from typing import Any
 
 
 def entry(kind: type) -> str:
-    """The entry of an error or a warning in the manual: the nearest class of ours."""
+    """The name under which the manual explains an error or warning: the nearest class of ours."""
     return next(
         base.__name__
         for base in kind.__mro__
@@ -180,29 +180,29 @@ class BrokenPluginWarning(BackpackWarning):
 
 # Folders whose code is not the user's: this package, and those of torch and the plugins once known.
 _LIBRARY = {str(Path(__file__).parent)}
-# What was warned of.
+# Keys of :func:`warn_once` that have been used.
 warned: set[Hashable] = set()
 
 
 def add_library_folder(file: str) -> None:
-    """Let warnings look for the user's line outside of the folder that a file is in."""
+    """Count the folder of a file as a library's: warnings look for a line outside of it."""
     _LIBRARY.add(str(Path(file).parent))
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to a library, and is not the user's."""
+    """Whether a file belongs to a library, and not to the user."""
     return filename.startswith((*_LIBRARY, "<"))
 
 
 def warn_once(key: Hashable, message: str, category: type[Warning]) -> None:
-    """Warn the first time that ``key`` turns up, at the user's line."""
+    """Warn at the user's line, the first time that ``key`` turns up."""
     if key not in warned:
         warned.add(key)
         warn(message, category)
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line that belongs to no library; at our own where there is none."""
+    """Warn at the innermost line that belongs to no library; if there is none, at ours."""
     if issubclass(category, BackpackWarning):
         message = f"{message}\nRead more: backpack trouble {entry(category)}"
     stack = enumerate(walk_stack(sys._getframe(1)), start=2)

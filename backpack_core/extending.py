@@ -1,4 +1,7 @@
-"""``extend`` and ``unextend``: which modules report their forward passes, and by what hooks."""
+"""``extend`` and ``unextend``: install the hooks that record forward passes.
+
+Only modules that count as one operation get them; see :func:`extend`.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         module: A model, a layer, or a loss function.
         debug: Log what is extended.
         batch_axis: Where the samples lie in what the model receives, if not on axis 0, as in
-            sequences ``[T, N, D]``. A mapping says it by path of a module, ``""`` for the model:
-            what is inside has them on the same axis, unless it says otherwise. Lengths tell
-            themselves wherever they differ, so this matters for one sample, and for as many steps
-            as samples. A loss needs the samples on axis 0 in any case.
+            sequences ``[T, N, D]``. A mapping says it by path of a module, ``""`` for the model;
+            modules inside of a named one have the same axis unless they are named, too. Only needed
+            where lengths do not tell: with one sample, or with as many steps as samples. A loss
+            needs the samples on axis 0 in any case.
 
     Returns:
         The same object.
@@ -58,7 +61,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     let_checkpoints_give_again(model_runs)
     owner = Owner(module, _axes(module, batch_axis))
     module.__dict__[OWNER_ATTRIBUTE] = owner
-    if not registry.resolve(module).rule.is_loss:  # which receives no samples of its own
+    if not registry.resolve(module).rule.is_loss:  # a loss receives no input of the model
         _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)
     _extend(module, "", owner, debug)
     return module
@@ -105,7 +108,7 @@ def is_extended(module: Module) -> bool:
 
 
 def _parts(module: Module) -> tuple[bool, list[tuple[str, Module]]]:
-    """Whether a module is an operation, and what in it reports by itself."""
+    """Whether a module counts as one operation, and which modules in it get hooks of their own."""
     resolved = registry.resolve(module)
     children, computing = list(module.named_children()), parametrizations_of(module)
     has_rule = not resolved.is_fallback

@@ -9,7 +9,7 @@ from backpack_core.errors import nearest
 from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider, missing
 from backpack_core.plugins.registry import registry
 
-# Where this project's own extensions are to be had, for the message when they are not installed.
+# The distributions of this project's extensions, for the message when one is not installed.
 _DISTRIBUTIONS = {
     "backpack-plugin-firstorder": (
         "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad"

@@ -1,4 +1,7 @@
-"""What a backward pass has left on the parameters of a model, by name. Imports ``errors``."""
+"""Results of a backward pass by name of the parameter, for code that a type checker reads.
+
+``parameter.grad_batch`` is an attribute that type checkers do not know. Imports ``errors``.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,10 @@ class Quantities(dict[str, Fields]):
 
 
 def quantities(model: Module) -> Mapping[str, Fields]:
-    """What backward passes have left on the parameters of a model, for code with checked types.
+    """The results that backward passes have left on the parameters of a model, by name.
 
     ``quantities(model)["0.weight"].grad_batch`` is ``model[0].weight.grad_batch``, which a type
-    checker takes for a mistake.
+    checker would report as a mistake.
 
     Args:
         model: The model.

@@ -1,7 +1,7 @@
-"""Where the time of a block goes, by module and extension. Imports the record.
+"""Measures where the time of a block goes, by module and extension. Imports the record.
 
-Two readings of the clock for each value that is read and each quantity that is sent; where a
-profiler of torch's runs, its trace has a label for each as well.
+This costs two readings of the clock for each value that is read and each quantity that is sent.
+While a profiler of torch runs, its trace gets a label for each of them, too.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """Notes what everything took."""
+    """Adds up times; an instance is the ``watch`` that the engine calls functions through."""
 
     def __init__(self) -> None:
-        # By module, class and way.
+        # Calls, seconds and bytes by module, class and way.
         self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
 
     def __call__(
         self, module: Module | None, kind: type, way: str, function: Any, *given: Any
     ) -> Any:
-        """Call a function.
+        """Call a function, and add its time.
 
         Args:
             module: Where; ``None`` for the loss as a whole.
             kind: What: the class of an extension, or of a propagator.
             way: See :class:`Row`.
-            function: What takes time.
+            function: The function.
             given: Its arguments.
 
         Returns:
@@ -78,7 +78,7 @@ class Profile:
         return result
 
     def rows(self) -> Iterator[Row]:
-        """In the order in which they were met; what the engine reads to check itself is one row."""
+        """The rows in the order in which they came up; the engine's own checks are one row."""
         visits, took = 0, 0.0
         for (module, kind, way), (calls, seconds, size) in self._known.items():
             if kind.__module__.startswith("backpack_core.engine."):

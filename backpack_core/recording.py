@@ -1,9 +1,10 @@
-"""The two hooks that record calls.
+"""The hooks that record calls in the forward pass.
 
-The forward pre-hook notes the edge of every input *before* the forward runs, so that in-place
-activations cannot rewrite it. The forward hook makes the :class:`Call`, stores it in the autograd
-node of the output, and puts one tensor hook on the output. No full-backward hook is used, and the
-hooks are globals of this file, so that extended modules can be copied and pickled.
+The pre-hook notes the edge of every input *before* the forward runs, since an in-place activation
+rewrites it. The forward hook makes the :class:`Call`, stores it in the autograd node of the output,
+and puts one tensor hook on the output. Hooks on the output are enough, so no full-backward hook is
+used: these make in-place modules fail. The hooks are globals of this file, so that extended modules
+can be copied and pickled.
 """
 
 from __future__ import annotations

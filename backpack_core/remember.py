@@ -1,4 +1,8 @@
-"""Answers about classes and functions, kept no longer than these live. Imports nothing of ours."""
+"""A cache of answers about classes and functions that does not keep them alive.
+
+A notebook's cell that runs again defines its classes anew; ``functools.cache`` would hold the old
+ones and all they refer to. Imports nothing of ours.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,7 @@ T = TypeVar("T")
 
 
 def remembered(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """``functools.cache`` for a function of one object, which it does not keep alive.
-
-    A class that is defined anew with every run of a notebook's cell holds the cell's variables.
-    """
+    """``functools.cache`` for a function of one object, with weak references to the objects."""
     known: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
 
     def look_up(key: Any) -> T:

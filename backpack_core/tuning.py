@@ -1,7 +1,7 @@
-"""Every number that was measured on a machine, and the one way to change each.
+"""Every machine constant that was found by measuring, and the memory budget.
 
-Results do not depend on any of them, but for rounding. How they were found stands in
-``docs/design/contractions.md``. Imports ``errors`` only.
+Results depend on them by rounding only. ``docs/design/contractions.md`` says how they were found.
+Imports ``errors`` only.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from typing import Final
 
 from backpack_core.errors import UsageError
 
-# Bytes of a piece of products: it is consumed at once, so it should stay in the cache between.
+# Bytes of a piece of products. It is written and then read, and should stay in the cache.
 CACHE: Final = 4 * 2**20
-# The same for a kernel that makes fresh memory for each piece, which takes page faults above.
+# The same for a kernel that allocates each piece anew: larger ones take page faults.
 DIRECT: Final = 5 * 2**19
-# The same for pieces that several read of first order: as fast, and less at the peak of a pass.
+# The same for pieces that several first-order extensions read: as fast, with a lower peak.
 SHARED: Final = 2 * 2**20
-# The same for pieces of one column whose factors are there: half of an L2 cache of 2 MiB.
+# The same for one column whose factors are plain tensors: half of an L2 cache of 2 MiB.
 PIECE: Final = 2**20
-# Entries of one product from which on adding its square by itself beats a reduction over several.
+# From so many entries of a product on, squares are added one product at a time.
 LARGE: Final = 2**14
-# Multiply-adds that one reading of a number costs, which was written to the cache.
+# What one reading of a number from the cache costs, in multiply-adds.
 READ: Final = 12
-# The same for one that is written to be kept, to memory that earlier passes used.
+# What writing a number to memory costs that earlier passes have used, in multiply-adds.
 WRITE: Final = 16
-# Positions from which on adding up what was formed costs less than a product for the sum.
+# From so many positions on, adding up formed products is cheaper than a product for the sum.
 SUMMED: Final = 8
-# Rows of a symmetric product from which on half of it is formed, in bands, and mirrored.
+# From so many rows on, half of a symmetric product is formed, in bands, and mirrored.
 SYMMETRIC: Final = 384
-# Bytes of the widest columns that are carried at once on a CPU. A tensor of more than 32 MiB is
-# fresh memory for every operation, which takes page faults; some need a little more than that.
+# Bytes of columns that travel at once on a CPU, at the widest layer. The allocator maps tensors of
+# more than 32 MiB anew for every operation, and some operations need a little more than a tensor.
 HEAP: Final = 26 * 2**20
 
 _budget = 64 * 2**20
 
 
 def memory_budget() -> int:
-    """Bytes that an intermediate product of an operation may take. Default: 64 MiB."""
+    """The number of bytes that an intermediate product may take. Default: 64 MiB."""
     return _budget
 
 
@@ -58,10 +58,10 @@ def set_memory_budget(size: int) -> None:
 
 
 def column_budget(device: str) -> int:
-    """Bytes that columns at one tensor may take, on a type of device."""
+    """The number of bytes that columns at one tensor may take on a type of device."""
     return min(HEAP, _budget) if device == "cpu" else _budget
 
 
 def even_size(count: int, most: int) -> int:
-    """The size of parts that are about equal and no larger than ``most``."""
+    """The size of parts that are about equal, and no larger than ``most``."""
     return max(1, -(-count // max(1, -(-count // most))))

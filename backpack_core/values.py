@@ -1,8 +1,7 @@
-"""What is asked of numbers: whether any are true, which is largest, in what precision they come.
+"""Questions about the numbers in a tensor that have an answer for tensors without numbers, too.
 
-Tensors of ``FakeTensorMode`` and of the device ``meta`` have a shape and nothing else: whoever
-plans memory with them wants shapes, and no complaint about values that nobody knows. Imports
-``_torch`` only.
+Tensors of ``FakeTensorMode`` and of the device ``meta`` have a shape only. Whoever plans memory
+with them wants shapes, and no error about values. Imports ``_torch`` only.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ _NOTHING = nullcontext()
 
 
 def any_of(mask: Tensor) -> bool:
-    """Whether an entry of a mask is true; false where there are no values."""
+    """Whether any entry of a mask is true; false for a tensor without values."""
     return not is_symbolic(mask) and bool(mask.any())
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest entry, zero of none."""
+    """The largest entry; zero if there is none."""
     return values.max() if values.numel() else torch.zeros_like(values.sum())
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
-    """Single precision in the place of half precision."""
+    """The tensor, in single precision if it was in half precision."""
     return tensor.float() if is_half(tensor.dtype) else tensor
 
 
 def is_flag(value: object) -> bool:
-    """Whether a value is true or false, of Python's or torch's, which pass for integers, too."""
+    """Whether a value is a boolean of Python or torch, which would pass for an integer."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """Whether numbers have less than single precision."""
+    """Whether a floating-point dtype has less than single precision."""
     return dtype.is_floating_point and dtype.itemsize < 4
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Within the block, operations keep the precision they are given."""
+    """A block in which operations compute in the precision of their operands."""
     if not casts():
         return _NOTHING
     stack = ExitStack()

@@ -1,4 +1,5 @@
-"""What authors derive from: rules, losses, products, propagators, extensions.
+"""What authors of plugins derive from: rules, losses, products, propagators, extensions.
 
-Imports torch, ``record`` and ``graph``; never an engine, a registry or a plugin.
+The contract knows no engine, no registry and no plugin, so a rule can be written, and tested,
+against these classes alone. Imports torch, ``record`` and ``graph``.
 """

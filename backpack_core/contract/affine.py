@@ -1,4 +1,8 @@
-"""Affine products, ``Σ_s out[v, n, s] ⊗ inp[n, s]``, and what is read off their two factors."""
+"""Affine products, ``Σ_s out[v, n, s] ⊗ inp[n, s]``, and the operations on their two factors.
+
+Linear layers, convolutions, recurrent cells and attention give such products. What is read from the
+factors avoids ``[V, N, *θ]``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ _ALONG = (batch_sum, square_sum, squared_norm)  # in the order of Moments
 
 
 class AffineProduct(SampleProduct):
-    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of the weight, or the bias, of an affine map.
+    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of a weight, or a bias, of an affine map.
 
     Attributes:
         out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
@@ -73,7 +77,7 @@ class AffineProduct(SampleProduct):
         return (*self.out.shape[3:], *width)
 
     def factors(self, inp: Rows) -> tuple[Tensor, Rows]:
-        """``out`` and ``inp``; as one group, where all groups multiply one input."""
+        """``out`` and ``inp``; as one group if all groups multiply the same input."""
         is_free = self.out.shape[3] > 1 and self.arrange is None
         if is_free and isinstance(inp, Tensor) and not inp.stride(2):
             return self.out.flatten(3).unsqueeze(3), inp[:, :, :1]
@@ -87,7 +91,7 @@ class AffineProduct(SampleProduct):
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """By a batched product; all of it with what others need that costs less along with it."""
+        """``M`` of some, by a batched product; of all, with other ``needs`` that come cheaply."""
         is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
         if self.inp is None:
             out = self.out if is_whole else self.out[columns, samples]
@@ -104,7 +108,7 @@ class AffineProduct(SampleProduct):
         return self.to_parameter(formed)
 
     def pieces(self) -> Iterator[Piece]:
-        """In one buffer."""
+        """``M`` piece by piece, in one buffer."""
         if self.inp is None:
             whole = self.to_parameter(_over_positions(self.out))
             yield slice(0, self.columns), slice(0, self.samples), whole
@@ -123,7 +127,7 @@ class AffineProduct(SampleProduct):
         return AffineProduct(torch.cat([self.out, other.out], 2), inp, self.shape, self.arrange)
 
     def _is_arranged_as(self, other: AffineProduct) -> bool:
-        """Whether both have the entries of the parameter in one order."""
+        """Whether both map the entries of the factors to the parameter in one order."""
         if self.sizes != other.sizes:
             return False
         if self.arrange is None or other.arrange is None:
@@ -132,7 +136,7 @@ class AffineProduct(SampleProduct):
         return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
-        """In the same form, with columns of zeros."""
+        """The same form, with columns of zeros for the other roots."""
         if self.has_roots(roots):
             return self
         blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
@@ -142,23 +146,24 @@ class AffineProduct(SampleProduct):
 
 
 def _over_positions(out: Tensor) -> Tensor:
-    """Their sum, in memory of its own: of one, a copy, which torch makes in less time."""
+    """The sum over positions in memory of its own; of one position a copy, which is faster."""
     return out.squeeze(2).clone() if out.shape[2] == 1 else out.sum(2)
 
 
 def reads_formed(product: AffineProduct) -> bool:
-    """Whether to read ``M``: of a bias it is the sum over positions, and nothing is cheaper.
+    """Whether an operation should read the formed ``M`` rather than the factors.
 
-    Of a weight with one position only, a contraction of the factors costs less, even where ``M`` is
-    there for somebody else.
+    For a bias, ``M`` is the sum over positions, and nothing is cheaper. For a weight with a single
+    position, contracting the factors costs less even if ``M`` has been formed.
     """
     return product.inp is None or (is_formed(product) and product.positions > 1)
 
 
 def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Register a contraction of both factors, ``(product, inp, *arguments)``, with an operation.
+    """Register a version of an operation for weights: a function ``(product, inp, *arguments)``.
 
-    Where ``M`` is to be read instead (:func:`reads_formed`), the operation's definition is.
+    It contracts both factors. Where :func:`reads_formed` says so, ``M`` is read by the operation's
+    definition instead.
     """
 
     def register(contract: Callable[..., R]) -> Callable[..., R]:
@@ -179,7 +184,7 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
 
 @for_weights(square_sum)
 def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.square_sum`, or as a by-product of what others need."""
+    """By :func:`contractions.square_sum`, or along with what others need."""
     known = read_together(product).get(square_sum)
     if known is not None:
         return known
@@ -188,7 +193,7 @@ def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
 
 @batch_sum.register
 def batch_sum_affine(product: AffineProduct) -> Tensor:
-    """By :func:`contractions.sums`, or as a by-product of what others need."""
+    """By :func:`contractions.sums`, or along with what others need."""
     inp = product.inp
     if inp is None or reads_formed(product):
         values = dense(product)
@@ -208,11 +213,11 @@ def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
 
 @for_weights(weighted_sum)
 def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
-    """A plain gradient of weighted columns."""
+    """A plain weight gradient, of weighted columns."""
     out, inp = product.factors(inp)
     if len(weights) == product.columns == 1:
         each = weights[0, 0, :, None, None, None]
-        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # the smaller factor has them
+        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # weigh the smaller one
             inp = inp * each
         else:
             out = out * each

@@ -1,4 +1,8 @@
-"""Columns of every sample apart, through nodes behind which no tensor has samples any more."""
+"""Pushes columns through nodes behind which tensors have no samples.
+
+A plain sum over samples would lose whose the columns were. So they are kept apart there, ``[V, N,
+*]`` at a tensor ``[*]``.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,12 @@ from backpack_core.values import largest
 
 
 def taken_apart(mat: Tensor, positions: int | Tensor, samples: slice) -> Tensor:
-    """Columns of some samples, with zeros for all others.
+    """For each of some samples, the columns with zeros at the entries of all others.
 
     Args:
         mat: Shape ``[V, R, *]``.
         positions: How many entries each sample has, ``R = N · positions``; or which, ``[N, R]``.
-        samples: Which.
+        samples: Which samples.
 
     Returns:
         Shape ``[V, n, R, *]``.
@@ -39,11 +43,15 @@ def taken_apart(mat: Tensor, positions: int | Tensor, samples: slice) -> Tensor:
 
 
 def put_together(mat: Tensor, positions: int) -> Tensor:
-    """Columns ``[V, N · positions, *]``, from those of every sample apart, ``[V, N, N · …, *]``.
+    """The reverse of :func:`taken_apart`: ``[V, N, N · positions, *] → [V, N · positions, *]``.
+
+    Each sample's entries are taken from its own columns; those of other samples have to be zero
+    there.
 
     Args:
-        mat: What arrived at a tensor that has samples.
-        positions: How many entries each sample has; zero where there are no samples.
+        mat: Columns of every sample apart, at a tensor that has samples.
+        positions: How many entries each sample has; zero if the tensor has none, so that columns
+            are added.
 
     Returns:
         The sum over the second axis.
@@ -78,7 +86,7 @@ def cross_apart(
         node: An autograd node that autograd has not executed yet.
         quantities: Columns at the node's outputs, of the whole batch or of every sample apart.
         there: What is known of the samples at the node.
-        keeps_all: Whether those are wanted, too, that are not kept apart any more.
+        keeps_all: Whether to return columns as well that are not kept apart behind the node.
 
     Returns:
         Pairs (position in ``node.next_functions``, columns there).
@@ -128,7 +136,7 @@ def _of_nothing(
 
 
 def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:
-    """Push columns through a node, root by root.
+    """Push columns of the whole batch through a node, one root after the other.
 
     Args:
         node: An autograd node that autograd has not executed yet.
@@ -149,7 +157,7 @@ def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[i
 
 
 def _by_root(quantities: Mapping[int, Columns]) -> Iterator[tuple[Root, dict[int, Columns]]]:
-    """Each root, and the columns that have some of it."""
+    """Each root, with the columns that have a block of it."""
     for root in dict.fromkeys(root for columns in quantities.values() for root in columns.blocks):
         yield root, {nr: c for nr, c in quantities.items() if root in c.blocks}
 
@@ -157,7 +165,7 @@ def _by_root(quantities: Mapping[int, Columns]) -> Iterator[tuple[Root, dict[int
 def _factored(
     node: Node, quantities: Mapping[int, Columns], there: Crossing
 ) -> dict[int, FactoredColumns]:
-    """What goes on in factors, by position."""
+    """The operands, by position, at which columns can stay products in factors."""
     (columns, *others) = quantities.values()
     if others:
         return {}
@@ -179,13 +187,13 @@ def _factored(
 def _push_apart(
     node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
 ) -> dict[int, Tensor]:
-    """Everything behind a node, ``[V, N, *]`` by position; what is zero may be missing."""
+    """All columns behind a node, ``[V, N, *]`` by position; those that are zero may be missing."""
     owned: Mapping[int, int | Tensor] = {**there.owned, **there.positions}
     for nr, columns in present.items():
         if not isinstance(columns, ApartColumns) and nr not in owned:
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
-    size = max(columns.blocks[root].nbytes for columns in present.values())  # with masks, for each
+    size = max(columns.blocks[root].nbytes for columns in present.values())  # for each mask
     for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
         mats, count = {}, len(range(there.batch_size)[samples])
         for nr, columns in present.items():

@@ -1,4 +1,4 @@
-"""What a call was given, by argument name: for rules of modules with several arguments.
+"""The arguments of a call by name, for rules of modules with several arguments.
 
 A rule of ``forward(self, query, mask=None, *, bias=None)`` asks for ``tensor(view, "query")`` and
 ``optional_tensor(view, "bias")``, however the caller passed them, and returns its products with
@@ -20,7 +20,7 @@ from backpack_core.remember import remembered
 
 
 def arguments(view: View) -> dict[str, Any]:
-    """The arguments of the module's ``forward`` by name, defaults filled in; nobody's to change."""
+    """The arguments of ``forward`` by name, with defaults filled in; not to be changed."""
     return view.once("arguments", lambda: _bound(view))
 
 
@@ -36,7 +36,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def slots(view: View) -> dict[str, range]:
-    """Which of ``view.inputs`` each argument that was given holds; nobody's to change."""
+    """For each argument that was given, which of ``view.inputs`` it holds; not to be changed."""
     return view.once("slots", lambda: _found(view))
 
 
@@ -53,7 +53,7 @@ def _found(view: View) -> dict[str, range]:
 
 
 def optional_tensor(view: View, name: str) -> Tensor | None:
-    """A tensor argument by name, in the dtype of the gradient; ``None`` if none was given."""
+    """A tensor argument by name, in the dtype of the gradient; ``None`` if it was not given."""
     found = slots(view).get(name)
     return view.tensor_input(found[0]) if found else None
 
@@ -66,7 +66,7 @@ def tensor(view: View, name: str) -> Tensor:
 def by_slot(
     view: View, products: dict[str, tuple[Tensor | None, ...]]
 ) -> tuple[Tensor | None, ...]:
-    """Products by argument name, in the order of ``view.inputs``; ``None`` for the others."""
+    """Products by argument name, in the order of ``view.inputs``; ``None`` for the other inputs."""
     result: list[Tensor | None] = [None] * len(view.stored.inputs)
     for name, places in slots(view).items():
         for slot, product in zip(places, products.get(name, ()), strict=False):
@@ -77,8 +77,8 @@ def by_slot(
 def whole_call(view: View) -> tuple[View, Tensor | None]:
     """The call with all samples, and which of them this view shows (``None`` for all).
 
-    A view cuts every tensor whose axis 0 is as long as the batch. A mask or an initial state, whose
-    axis 0 is another one, is what it was only in the call with all samples.
+    A view cuts every tensor whose axis 0 is as long as the batch. An argument whose axis 0 is
+    something else (a mask, an initial state) is therefore intact only in the whole call.
     """
     whole = view.full
     if view.indices is None:

@@ -1,7 +1,7 @@
 """Parameters that plain functions use: ``F.linear(x, self.weight)``, a tied weight, a penalty.
 
-They are looked at as a call that returns the parameter itself. What arrives there of every sample
-apart is the product.
+Each is treated as a call that returns the parameter itself, so that the engine needs no other way
+of reading. The columns that arrive there, kept apart by sample, are the product.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from backpack_core.record.view import View
 
 
 class BareRule(ParametricRule):
-    """``θ ↦ θ``."""
+    """The rule of the identity ``θ ↦ θ``."""
 
     def covers(self, module: Module, name: str) -> bool:
-        """The one that there is."""
+        """It covers its only parameter."""
         return True
 
     def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
-        """What arrives, in the form in which it does."""
+        """What arrives, in its form."""
         return (
             columns.product() if isinstance(columns, FactoredColumns) else DenseProduct(columns.mat)
         )
@@ -55,13 +55,13 @@ _RULE = BareRule()
 
 
 def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) -> Call:
-    """A parameter as a call.
+    """The call that stands for a parameter.
 
     Args:
-        module: What owns it.
-        name: What that calls it.
+        module: The module that owns the parameter.
+        name: Its name there.
         parameter: The parameter.
-        provenance: Who speaks for it, for messages.
+        provenance: Who counts as provider of the rule, for messages.
     """
     owned = {name: (parameter, version_of(parameter))}
     value = parameter.detach()

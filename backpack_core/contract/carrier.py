@@ -1,7 +1,7 @@
-"""Who answers for a module in one group of extensions; by default, its layer rule.
+"""What answers for a module in one group of extensions; by default, its layer rule.
 
-A carrier reads off at parameters and sends on to inputs; the traversal does not ask which it is.
-One that speaks for a pair (extension, module type) is made by a function in
+The traversal asks every carrier the same questions. So an extension may replace the layer rule for
+one module type, and nothing else changes. Such carriers are made by a function in
 ``extension.carriers``, or in what the hook ``backpack_pair_overrides`` returns.
 """
 
@@ -38,13 +38,14 @@ class Found:
 
 
 class Carrier(ABC):
-    """What a call does with a group's quantity.
+    """What answers for a call: what arrives, what there is at parameters, what goes on.
 
     Class attributes:
-        gives_values: What is found at parameters is stored as it is; else extensions read it.
+        gives_values: Whether what is found at parameters is stored as it is; else extensions read
+            it.
 
     Attributes:
-        speaker: Whose code that is, for messages.
+        speaker: The object whose code this is, for messages.
 
     To write:
         ``starts(view)``, ``arrive(view, waiting)``, ``find(view, trained, quantity)`` and
@@ -56,19 +57,19 @@ class Carrier(ABC):
 
     @abstractmethod
     def starts(self, view: View) -> bool:
-        """Whether nothing need arrive at the call: sending is what begins there."""
+        """Whether sending begins at this call, so that nothing need arrive."""
 
     @abstractmethod
     def arrive(self, view: View, waiting: Any) -> Any:
-        """The quantity at the call's output, from what was sent there; ``None`` for nothing."""
+        """The quantity at the output, from what was sent there; ``None`` if there is none."""
 
     @abstractmethod
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterable[Found]:
-        """What there is at every parameter."""
+        """What there is at each of some parameters."""
 
     @abstractmethod
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
-        """What goes on to the inputs, by position."""
+        """The quantities at the inputs of the call, by position."""
 
 
 # Called with the extension and what travels for it, which may be a propagator like its own.

@@ -1,4 +1,7 @@
-"""Propagators that send columns: pushed by transposed Jacobians, crossed root by root."""
+"""Propagators that send columns: by transposed Jacobians, and through nodes root by root.
+
+An author writes how the columns start; everything else is here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class ColumnPropagator(Propagator):
     sheds_everywhere = False
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
-        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        """The columns in the dtype of the gradient: under autocast, neighbours differ in it."""
         if rule.is_loss:
             waiting = super().arrive(rule, view, waiting)
             found = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
@@ -43,7 +46,7 @@ class ColumnPropagator(Propagator):
         return None if waiting is None else waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:
-        """A column of zeros."""
+        """One column of zeros."""
         assert view.grad_output is not None
         return Columns.start("nothing", torch.zeros_like(view.grad_output).unsqueeze(0))
 
@@ -66,11 +69,11 @@ class ColumnPropagator(Propagator):
         return products
 
     def merge(self, first: Columns, second: Columns) -> Columns:
-        """Sum root by root."""
+        """Add blocks of the same root."""
         return first.merge(second)
 
     def widen(self, quantity: Columns, batch_size: int) -> Columns:
-        """Zeros for the samples that were left out."""
+        """Zeros for samples that were left out."""
         return quantity.widened(self.subsampling, batch_size)
 
     def narrow(self, quantity: Columns) -> Columns:
@@ -86,7 +89,7 @@ class ColumnPropagator(Propagator):
         return cross_columns(node, quantities)
 
     def take_apart(self, quantity: Columns, positions: int | Tensor) -> Columns:
-        """A column of the whole batch for every sample."""
+        """Every sample gets columns of its own, with zeros for all others."""
         if isinstance(quantity, ApartColumns):
             return quantity
         every: Any = slice(None)
@@ -97,11 +100,11 @@ class ColumnPropagator(Propagator):
         )
 
     def put_together(self, quantity: Columns, positions: int) -> Columns:
-        """The sum, where no sample reaches another one."""
+        """The samples in one column again; raises if one reaches another."""
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 
     def split_positions(self, quantity: Columns, turns: Tensor) -> Columns:
-        """Each position of a sample in turn, zeros at the others."""
+        """Columns of their own for the entries of one sample, zeros at the others."""
 
         def split(mat: Tensor) -> Tensor:  # [V, R, *] → [k · V, R, *]
             at = nn.functional.one_hot(turns.to(mat.device)).to(mat.dtype).T
@@ -111,7 +114,7 @@ class ColumnPropagator(Propagator):
         return Columns({Root(r.name, scale=r.scale): split(mat) for r, mat in blocks})
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Block by block."""
+        """Apply the function to all columns at once."""
         return quantity.map(function)
 
     def shed(
@@ -122,7 +125,7 @@ class ColumnPropagator(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Columns, Iterable[Columns]]:
-        """At a loss, chunks of about one size; later on, columns may have a part elsewhere."""
+        """Chunks of about one size at a loss; nothing later, where others may be added."""
         return quantity.cut(size) if rule is not None and rule.is_loss else (quantity, ())
 
 
@@ -135,11 +138,11 @@ class OutputGradient(ColumnPropagator):
     subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Columns:
-        """Nothing starts at a loss: autograd carries the gradient itself."""
+        """Nothing starts at a loss: autograd carries this quantity."""
         raise UnsupportedError("The output gradient is autograd's own quantity.")
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
-        """What autograd brought; at a tensor without samples, what was kept apart."""
+        """Autograd's gradient; at a tensor without samples, the columns that were kept apart."""
         if waiting is not None:
             return waiting.to(view.dtype)
         assert view.grad_output is not None
@@ -148,7 +151,7 @@ class OutputGradient(ColumnPropagator):
     def supply(
         self, quantities: dict[int, Columns], grads: Sequence[Tensor | None]
     ) -> dict[int, Columns]:
-        """At the last tensors that have samples, what autograd brought."""
+        """Autograd's gradient, at the last tensors that have samples."""
         brought = {
             nr: Columns({self._ROOT: gradient.unsqueeze(0)})
             for nr, gradient in enumerate(grads)
@@ -159,7 +162,7 @@ class OutputGradient(ColumnPropagator):
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Crossing
     ) -> list[tuple[int, Columns]]:
-        """Only to tensors that have no samples: else autograd brings the gradient."""
+        """Go on to tensors without samples only: elsewhere autograd brings the gradient."""
         if self.subsampling is not None:
             quantities = {
                 nr: columns
@@ -170,7 +173,7 @@ class OutputGradient(ColumnPropagator):
         return cross_apart(node, quantities, there, keeps_all=False)
 
     def _chosen(self, columns: Columns, nr: int, there: Crossing) -> Columns:
-        """The gradient of the whole batch as columns of some samples, zeros for the others."""
+        """The whole batch's gradient with zeros for the samples that do not take part."""
         if nr in there.owned and nr not in there.positions:  # each is chosen when it is narrowed
             chosen = [n % there.batch_size for n in self.subsampling or ()]
             turns = max(map(chosen.count, chosen), default=1)

@@ -1,4 +1,8 @@
-"""Columns at a tensor: the quantity that most propagators send backwards. Uses only ``tuning``."""
+"""Columns at a tensor: the quantity that most propagators send backwards.
+
+They remember the root that started them, since columns of one root are added where branches meet,
+before anything is squared. Imports ``tuning`` only.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class Root:
     Attributes:
         name: For messages and debugging.
         signs: Sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
-        scale: What stands in front of each sample's loss, a number; ``None`` where that is unknown.
+        scale: The factor in front of each sample's loss; ``None`` if it is unknown.
     """
 
     name: str
@@ -28,10 +32,10 @@ class Root:
 
 
 class Columns:
-    """Columns ``[V, N, *]`` at a tensor, kept apart by the root that started them.
+    """Columns ``[V, N, *]`` at a tensor, in one block for each root that started some.
 
-    What arrives over several branches from one root is one set of columns and is added. What comes
-    from different roots (two losses on one output, say) is two sets and stays side by side.
+    Columns of one root that arrive over several branches are added. Those of different roots (two
+    losses on one output, say) stay side by side.
 
     Attributes:
         blocks: One tensor ``[V, N, *]`` for every root.
@@ -47,7 +51,7 @@ class Columns:
     def start(
         cls, name: str, mat: Tensor, signs: Tensor | None = None, scale: Tensor | None = None
     ) -> Columns:
-        """A single block with a root of its own."""
+        """Columns in a single block, with a new root."""
         return cls({Root(name, signs, scale): mat})
 
     @cached_property
@@ -58,12 +62,12 @@ class Columns:
 
     @property
     def sizes(self) -> dict[Root, int]:
-        """How many columns each root has."""
+        """How many columns each root has here."""
         return {root: block.shape[0] for root, block in self.blocks.items()}
 
     @property
     def signs(self) -> Tensor | None:
-        """Signs of all columns, ``[V, N]``, or ``None`` where all are positive."""
+        """The signs of all columns, ``[V, N]``; ``None`` if all are positive."""
         if all(root.signs is None for root in self.blocks):
             return None
         return torch.cat(
@@ -74,46 +78,46 @@ class Columns:
         )
 
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """Columns of the same kind."""
+        """Columns of the same class."""
         return type(self)(blocks)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Apply a function that is linear in, and keeps, axis 0 of :attr:`flat`."""
+        """Apply a linear function that keeps axis 0 of :attr:`flat`."""
         return self.split(function(self.flat))
 
     @property
     def flat(self) -> Tensor:
-        """All of them as columns of the tensor."""
+        """All columns, each with the shape of the tensor."""
         return self.mat
 
     def split(self, mat: Tensor) -> Columns:
-        """Columns with the roots of these and the values of ``mat``, as :attr:`flat` has them."""
+        """Columns with the same roots, and the values of ``mat`` in the layout of :attr:`flat`."""
         if len(self.blocks) == 1:
             return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
         return self.like(dict(zip(self.blocks, parts, strict=True)))
 
     def to(self, dtype: torch.dtype) -> Columns:
-        """The same columns in another precision."""
+        """The same columns in another dtype."""
         if self.mat.dtype == dtype:
             return self
         return self.like({root: block.to(dtype) for root, block in self.blocks.items()})
 
     def merge(self, other: Columns) -> Columns:
-        """The sum of what arrived over two branches, root by root."""
+        """The sum with what arrived over another branch, root by root."""
         blocks = dict(self.blocks)
         for root, block in other.blocks.items():
             blocks[root] = blocks[root] + block if root in blocks else block
         return self.like(blocks)
 
     def cut(self, size: int) -> tuple[Columns, list[Columns]]:
-        """At most ``size`` of the columns, and the others in sets of about as many."""
+        """At most ``size`` of the columns, and the others in sets of about that size."""
         count = sum(self.sizes.values())
         *others, last = self.chunks(even_size(count, size)) if count > size else [self]
         return last, others
 
     def chunks(self, size: int) -> list[Columns]:
-        """The same columns in sets of at most ``size``, each with roots of its own."""
+        """The columns in sets of at most ``size``, each with roots of its own."""
         result: list[Columns] = []
         for root, block in self.blocks.items():
             for start in range(0, len(block), size):
@@ -123,10 +127,10 @@ class Columns:
         return result
 
     def widened(self, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
-        """``[V, n, *]`` of chosen samples as columns of the whole batch; zeros elsewhere.
+        """Columns ``[V, n, *]`` of chosen samples as columns of the whole batch, zero elsewhere.
 
         A sample that was chosen several times may have other columns each time (drawn ones have),
-        so that the repetitions become columns of their own. ``None`` stands for all samples.
+        so each repetition becomes columns of its own. ``None`` stands for all samples.
         """
         if chosen is None:
             return self
@@ -155,29 +159,29 @@ class Columns:
 
 
 class ApartColumns(Columns):
-    """Columns ``[V, N, *]`` at a tensor ``[*]`` that has no samples: those of every sample apart.
+    """Columns ``[V, N, *]`` at a tensor ``[*]`` without samples: every sample has its own.
 
-    A table of positions, or a tied weight, gets a sum over samples. Its part of each of them is
-    what arrives when the columns of all others are zero.
+    The gradient of a table of positions, or of a tied weight, is a sum over samples. The columns of
+    one sample are what arrives if the columns of all others are zero.
     """
 
     def merge(self, other: Columns) -> Columns:
-        """Root by root; in the form of the other one, if that is more than these have."""
+        """Root by root; in the other one's form, if that is more special."""
         is_formed = type(self) is ApartColumns and type(other) is not ApartColumns
         return other.merge(self) if is_formed else super().merge(other)
 
     @property
     def flat(self) -> Tensor:
-        """All of them as columns of the tensor. Shape ``[V·N, *]``."""
+        """All columns, each with the shape of the tensor: ``[V·N, *]``."""
         return self.mat.flatten(0, 1)
 
     def split(self, mat: Tensor) -> Columns:
-        """From ``[V·N, *]``."""
+        """From the layout ``[V·N, *]``."""
         return super().split(mat.unflatten(0, self.mat.shape[:2]))
 
 
 def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
-    """How often each entry was there before: ``(3, 1, 3) → [0, 0, 1]``."""
+    """How often each number occurs before: ``(3, 1, 3) → [0, 0, 1]``."""
     seen: dict[int, int] = {}
     found = []
     for index in chosen:

@@ -1,4 +1,7 @@
-"""What extensions read at the parameters that another one was computed from."""
+"""Readings at the leaves that a module's parameter was computed from, by a parametrization.
+
+The layer rule knows the computed tensor only, but results belong on the leaves.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from backpack_core.graph.parameters import pull_back
 
 
 class ComputedProduct(SampleProduct):
-    """``J[v, n]ᵀ M``: of a leaf ``θ``, where ``M`` is the product of a tensor computed from it."""
+    """``Jᵀ M``: the product of a leaf, with ``M`` the product of what was computed from it."""
 
     def __init__(self, product: SampleProduct, source: Tensor, leaf: Tensor) -> None:
         """Store the product of the computed tensor ``source``."""
@@ -21,20 +24,20 @@ class ComputedProduct(SampleProduct):
         self._leaf = leaf
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """Through the graph of the computation, for all columns and samples at once."""
+        """Pulled back through the graph of the computation, for all columns and samples at once."""
         mat = self._product.part(columns, samples)
         pulled = pull_back(mat.flatten(0, 1), self._source, self._leaf)
         product: Tensor = pulled.unflatten(0, mat.shape[:2])
         return product
 
     def lasting(self) -> SampleProduct:
-        """Formed: what computes it goes with the graph."""
+        """The formed product: the graph of the computation goes with the pass."""
         values = self.part(slice(0, self.columns), slice(0, self.samples))
         return DenseProduct(values).placed_as(self)
 
 
 def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:
-    """The reading of a leaf, from that of the parameter ``source`` that was computed from it.
+    """The reading at a leaf, from that of the parameter ``source`` that was computed from it.
 
     Raises:
         UnsupportedError: It exists at the computed parameter only.

@@ -1,11 +1,12 @@
-"""Contractions of layers in weight-sharing form ``y[n, s, g] = W[g] x[n, s, g]``. Imports budget.
+"""Contractions of ``M`` for layers in weight-sharing form ``y[n, s, g] = W[g] x[n, s, g]``.
 
 Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp`` (what the weight
-multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape
-``[V, N, G, O, I]``, each returns a reduction of ``M``, formed piece by piece or not at all.
+multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape ``[V, N, G,
+O, I]``, each returns a reduction of ``M``, which is formed piece by piece or not at all.
 
-A first write to fresh memory takes as long as many multiply-adds. Pieces fit into the cache and
+A first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
 share a buffer, and patches are made for some samples at a time: ``docs/design/contractions.md``.
+Imports the memory budget.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def products(out: Tensor, inp: Rows) -> Tensor:
 def products_with(
     out: Tensor, inp: Rows, sum_: bool, square: bool, norm: bool
 ) -> tuple[Tensor, Moments]:
-    """``M``, and moments of it that cost less while pieces of it are in the cache.
+    """``M``, and those of its moments that are cheap while a piece of it is in the cache.
 
-    Of one column without groups all of them, else the sum; none where positions are not shared, or
+    For one column without groups all of them, else the sum; none if positions are not shared, or if
     autograd records.
     """
     columns, samples, positions, groups, features = out.shape
@@ -59,7 +60,7 @@ def products_with(
 
 
 def _formed(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
-    """Form ``M`` in a result; yields a column of it, which one, and the samples just written."""
+    """Form ``M`` in a result; yields each time a column of it, its number, and the new samples."""
     features, size = result.shape[3:]
     if len(out) == 1 and _is_direct(inp, 1, out):
         for _, rows, piece in pieces(out, inp):
@@ -107,7 +108,7 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
 
 
 def sums(out: Tensor, inp: Rows) -> Tensor:
-    """``Σ_n M``, at the price of a plain gradient for each column. Shape ``[V, G, O, I]``."""
+    """``Σ_n M``, at the cost of a plain gradient for each column. Shape ``[V, G, O, I]``."""
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
@@ -128,7 +129,7 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
 
 
 def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, slice, Tensor]]:
-    """``M`` for some columns of some samples at a time, in one buffer: use a piece before the next.
+    """``M`` for some columns of some samples at a time, in one buffer: use each before the next.
 
     All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``. A piece has at most
     ``limit`` bytes, or one product.
@@ -167,7 +168,7 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
 
 
 def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
-    """Samples whose inputs fit into half of the cache together: a copy has a source, too."""
+    """Samples whose inputs fit into half of the cache: copying them has a source as well."""
     samples, *shape = inp.shape
     # A batched product gives each thread whole samples, and each thread has a cache of its own.
     threads, single = torch.get_num_threads(), max(1, torch.Size(shape).numel() * itemsize)
@@ -177,7 +178,7 @@ def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[sli
 
 
 def is_empty(out: Tensor, inp: Rows) -> bool:
-    """Whether there is nothing to add up: no sample, column, position or feature."""
+    """Whether there is nothing to sum: no sample, column, position or feature."""
     return 0 in out.shape or 0 in inp.shape
 
 
@@ -199,7 +200,7 @@ def _right(inp: Tensor) -> Tensor:
 
 
 def _batched(out: Tensor) -> Tensor:
-    """``[v, n, S, G, O] → [n·G, v·O, S]``; copies several columns, in the order they are stored."""
+    """``[v, n, S, G, O] → [n·G, v·O, S]``; several columns are copied in their storage order."""
     columns, samples, positions, groups, features = out.shape
     shape = (samples * groups, columns * features)
     if out.stride(4) == 1:
@@ -208,7 +209,7 @@ def _batched(out: Tensor) -> Tensor:
 
 
 def square_norm_of(mat: Tensor) -> Tensor:
-    """``Σ_k mat[..., k]²``, without writing squares where autograd records nothing."""
+    """``Σ_k mat[..., k]²``; writes no squares unless autograd records."""
     if torch.is_grad_enabled():
         return mat.square().sum(-1)
     norms: Tensor = torch.linalg.vector_norm(mat, dim=-1)

@@ -1,6 +1,6 @@
-"""What is read off at a parameter: base classes of extensions.
+"""Extensions: which result is read at every parameter, and under which name it is stored.
 
-An extension is *what travels backwards* (its propagator) times *what is read off at a parameter*.
+An extension is *what travels backwards* (its propagator) times *what is read at a parameter*.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class Extension(ABC):
         """Compute the quantity of one parameter.
 
         Args:
-            product: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, a :class:`~backpack_core.SampleProduct`; or
-                what else the propagator makes for a parameter.
+            product: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, a :class:`~backpack_core.SampleProduct`, or
+                another reading of the propagator.
 
         Returns:
             The value to store; not to share memory with anything. Only the engine writes to
@@ -148,20 +148,20 @@ class Extension(ABC):
         return parameter.dtype
 
     def as_stored(self, value: Any, parameter: Tensor) -> Any:
-        """What :meth:`read` returned, in that dtype: under autocast it is computed in another."""
+        """A value in the dtype that it is stored in: under autocast it was computed in another."""
         dtype = self.dtype_for(parameter)
         is_so = not isinstance(value, Tensor) or value.dtype is dtype
         return value if is_so else value.to(dtype)
 
     def combine(self, first: Any, second: Any) -> Any:
-        """The value for all columns from those for two disjoint sets; see ``columns_add``."""
+        """The value for all columns, from those of two disjoint sets; see ``columns_add``."""
         return first + second
 
     def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
         """What to store, once the backward pass is through; called only if ``is_deferred``.
 
         Args:
-            values: What :meth:`read` returned last for each parameter.
+            values: What :meth:`read` returned last, by parameter.
 
         Returns:
             The values to store.
@@ -175,7 +175,7 @@ class Extension(ABC):
 
 
 class FirstOrderExtension(Extension):
-    """An extension of the individual gradients: nothing but the gradient itself travels.
+    """An extension of individual gradients: only autograd's own gradient travels.
 
     To write:
         ``read(product)``, with a single column: ``V = 1``.
@@ -198,7 +198,7 @@ class FirstOrderExtension(Extension):
 
 
 class SecondOrderExtension(Extension):
-    """An extension that needs a propagated quantity, started at an extended loss.
+    """An extension of curvature: its propagator starts at an extended loss.
 
     To write:
         ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.

@@ -1,4 +1,7 @@
-"""Extensions that read the loss as a whole: derivatives of its graph, not of single samples."""
+"""Extensions that differentiate the graph of the loss as a whole, instead of reading products.
+
+Products with the Hessian, for example, need no samples, and exist for every architecture.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,7 @@ class LossGraph:
         roots: The tensors that ``backward()`` was called on.
         gradients: The gradient that came in at each of them.
         parameters: The trained parameters of extended modules that they depend on.
-        nonlinear: Nodes between calls, with parameters behind them, that are not known to be
-            linear.
+        nonlinear: Nodes between calls, with parameters behind, that are not known to be linear.
     """
 
     roots: tuple[Any, ...]
@@ -47,40 +49,40 @@ class LossGraph:
 
 
 class GraphReading(ABC):
-    """What one such extension gathers in one backward pass.
+    """What a graph extension gathers in one backward pass.
 
     To write:
         ``results(graph)``: the value of each parameter. Optional: ``observe(view)``.
     """
 
     def observe(self, view: View) -> None:  # noqa: B027 - most wait for the end
-        """Called at every output of a call, when its gradient is there."""
+        """Called at every output of every call, with its gradient."""
 
     @abstractmethod
     def results(self, graph: LossGraph) -> Mapping[Tensor, Any]:
-        """The value of each parameter, once the pass is through."""
+        """The result for each parameter; called when the backward pass has ended."""
 
 
 class WholeLoss(OutputGradient):
-    """Nothing travels and samples need not be separate: the graph is read as a whole."""
+    """The propagator of graph extensions: nothing travels, and samples may mix."""
 
     only_at_losses = True
 
     @property
     def per_sample(self) -> bool:  # type: ignore[override]  # not of the class here
-        """Those of some samples have to be there."""
+        """True with ``subsampling``: the chosen samples have to be separate."""
         return self.subsampling is not None
 
 
 class GraphExtension(SecondOrderExtension):
     """An extension that exists wherever autograd can differentiate twice.
 
-    Whatever the architecture is: samples that influence each other, parameters used by plain
-    functions. It keeps the graph of the pass alive as long as its results, which differentiate it.
+    Samples may influence each other, and functions may use parameters. The graph of the pass stays
+    alive as long as the results, which differentiate it.
 
     Attributes:
-        is_of_losses: Whether it belongs to the extended losses, so that there has to be nothing but
-            a weighted sum of them; else to whatever ``backward()`` is called on.
+        is_of_losses: Whether the result belongs to the extended losses, so that ``backward()`` has
+            to be called on a weighted sum of them; else it belongs to whatever that is called on.
 
     To write:
         ``begin()``: a :class:`GraphReading` for one backward pass.

@@ -1,4 +1,7 @@
-"""The mark of an implementation of a hook: base classes carry it for those who derive from them."""
+"""The marker of hook implementations; base classes carry them for the classes derived from them.
+
+In a file of its own, since the contract must not import the registry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Products of tables whose rows are looked up, ``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``."""
+"""Products of tables whose rows are looked up, ``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``.
+
+A table of embeddings is large, and each sample reads a few rows. So operations touch only those.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from backpack_core.contract.product import SampleProduct, misfit
 
 
 class LookupProduct(SampleProduct):
-    """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]`` whose rows were looked up.
+    """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]``.
 
     Attributes:
         out: Columns at each look-up. Shape ``[V, N, K, dim]``.
-        row: Which row it got. Shape ``[N, K]``.
+        row: Which row each look-up read. Shape ``[N, K]``.
     """
 
     def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
@@ -37,7 +40,7 @@ class LookupProduct(SampleProduct):
         return flat.reshape(count, samples_, num, dim)
 
     def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that are not zero; one that a sample reads twice is summed first.
+        """The rows that are not zero, with rows that a sample reads twice summed.
 
         Returns:
             Their values ``[V, K', dim]``, the sample and the row of each, ``[K']``.
@@ -55,7 +58,7 @@ class LookupProduct(SampleProduct):
 
 @square_sum.register
 def square_sum_lookup(product: LookupProduct) -> Tensor:
-    """Of the rows that are not zero."""
+    """Only the rows that are not zero are squared."""
     sums, _, row = product.segments()
     squares = sums[0].square() if len(sums) == 1 else sums.square().sum(0)
     return scattered(squares, row, 0, product.shape)
@@ -63,14 +66,14 @@ def square_sum_lookup(product: LookupProduct) -> Tensor:
 
 @batch_sum.register
 def batch_sum_lookup(product: LookupProduct) -> Tensor:
-    """Of the rows that are not zero."""
+    """Only the rows that are not zero are summed."""
     shape = (product.columns, *product.shape)
     return scattered(product.out.flatten(1, 2), product.row.flatten(), 1, shape)
 
 
 @weighted_sum.register
 def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
-    """Of weighted columns."""
+    """Only the rows that are not zero are weighted and added."""
     if len(weights) == product.columns == 1:
         out = product.out * weights[0, :, :, None, None]
     else:

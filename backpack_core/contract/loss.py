@@ -1,4 +1,7 @@
-"""The contract of losses, where quantities start. Imports torch and the layer-rule contract."""
+"""The contract of losses, where quantities start.
+
+A loss is a rule with a Hessian in its input. Imports torch and the layer-rule contract.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +72,14 @@ class LossRule(LayerRule):
         return 1.0
 
     def factor(self, view: View) -> Tensor:
-        """What stands in front of each sample's loss, shaped to multiply ``[V, N, *in]``.
+        """The factor in front of each sample's loss, shaped to multiply ``[V, N, *in]``.
 
-        The module's reduction (:meth:`normalisation`) times the gradient that really arrives.
+        The module's reduction (:meth:`normalisation`) times the gradient that arrives.
         """
         return self._scale(view) * self.normalisation(view)
 
     def gradient(self, view: View) -> Tensor:
-        """Gradient of each sample's loss, with :meth:`factor` in front. Shape ``[N, *in]``."""
+        """Gradient of each sample's loss, :meth:`factor` included. Shape ``[N, *in]``."""
         whole = view.full
         x = whole.input
         if not (view.is_differentiable and x.requires_grad):
@@ -91,7 +94,7 @@ class LossRule(LayerRule):
         return gradient if view.indices is None else gradient[list(view.indices)]
 
     def sqrt_hessian(self, view: View) -> Tensor:
-        """Exact square root of the loss Hessian, columns times the root of the arriving gradient.
+        """Exact square root of the loss Hessian, including the gradient that arrives.
 
         Args:
             view: The loss call.

@@ -1,10 +1,10 @@
-"""What an extension declares of its values for disjoint batches: how they make that of all.
+"""How the values of an extension for disjoint batches combine to the value for all samples.
 
-The loss of all samples is ``1/W Σ_b W_b ℓ_b``, with the normaliser ``W_b`` that the loss of a batch
-divides by (the number of samples for a mean, the weights of the targets for a weighted one), and
-``W = Σ_b W_b``; a sum has none. A part of a value that carries the power ``d`` of the loss's scale
-is multiplied by ``W_b^d`` when it comes in, combined, and divided by ``W^d`` at the end. Who does
-so is not the core: ``backpack-data`` does.
+The loss of all samples is ``1/W Σ_b W_b ℓ_b``. Here ``W_b`` is what the loss of batch ``b`` divides
+by (the number of samples for a mean, the weights of the targets for a weighted one), and ``W = Σ_b
+W_b``; a sum divides by nothing. If a part of a value carries the power ``d`` of the loss's scale,
+it is multiplied by ``W_b^d``, then combined, and the result is divided by ``W^d``. An extension
+only declares this here; ``backpack-data`` computes it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Way: TypeAlias = Literal["sum", "mean", "concatenate", "same"] | Callable[[Tenso
 
 @dataclass(frozen=True)
 class Part:
-    """How one tensor of a value combines.
+    """How one tensor of a value combines over batches.
 
     Attributes:
         way: ``"sum"``; ``"mean"``, weighted by the numbers of samples; ``"concatenate"`` along
             ``axis``; ``"same"`` for what does not depend on the samples; or a commutative,
             associative function of two tensors.
-        degree: The power of the loss's scale; ``None`` for that of the extension.
-        axis: Where samples lie, to concatenate.
+        degree: The power of the loss's scale in it; ``None`` for that of the extension.
+        axis: The axis of the samples, for ``"concatenate"``.
     """
 
     way: Way = "sum"
@@ -41,17 +41,17 @@ class Part:
 
 
 class OverBatches:
-    """The declaration of an extension: values as named tensors, and how each of them combines.
+    """How the values of an extension combine: as named tensors, each in its own way.
 
     Attributes:
-        refusal: Why values of batches make none of all, and what to do; empty where they do.
-        parts: How each tensor combines, by name.
+        refusal: Why values of several batches do not combine, and what to do; empty if they do.
+        parts: How each tensor combines, by its name.
     """
 
     refusal: str = ""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        """Store how tensors combine; a value that is a tensor has the name ``""``."""
+        """Store how tensors combine; a value that is one tensor has the name ``""``."""
         self.parts = parts
 
     def __repr__(self) -> str:
@@ -59,13 +59,13 @@ class OverBatches:
         return f"{type(self).__name__}({dict(self.parts)})"
 
     def refused(self, refusal: str) -> OverBatches:
-        """The same, to scale values only: those of several batches make none of all, and why."""
+        """The same declaration for scaling only, with a reason why batches do not combine."""
         found = copy(self)
         found.refusal = refusal
         return found
 
     def part(self, name: str) -> Part:
-        """How the tensor of a name combines."""
+        """How the tensor with a name combines."""
         return self.parts[name]
 
     def take_apart(self, value: Any) -> dict[str, Tensor]:
@@ -73,19 +73,19 @@ class OverBatches:
         return {"": value}
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Any:
-        """The value of a parameter of a shape, from its tensors."""
+        """The value of a parameter with a shape, from its tensors."""
         return tensors[""]
 
     def reader(self, extension: Extension) -> Extension:
-        """What to run in the place of an extension whose own value does not say enough."""
+        """The extension to run instead, if this one's values lack what combining needs."""
         return extension
 
     def first_pass(self, extension: Extension) -> Extension | None:
-        """What has to be known of all samples before the extension can be run."""
+        """The extension to run over all samples first, if this one depends on its result."""
         return None
 
     def second_pass(self, extension: Extension, known: Mapping[Tensor, Any]) -> Extension:
-        """What to run when it is known.
+        """The extension to run after that.
 
         Args:
             extension: The extension.
@@ -95,10 +95,10 @@ class OverBatches:
 
 
 class Refused(OverBatches):
-    """No value of several batches, and nothing that could be scaled."""
+    """The declaration that values neither combine over batches nor scale."""
 
     def __init__(self, refusal: str) -> None:
-        """Store why, and what to do instead, as a sentence."""
+        """Store the reason, and what to do instead, as a sentence."""
         super().__init__({})
         self.refusal = refusal
 
@@ -117,7 +117,7 @@ Declaration: TypeAlias = (
 
 
 def declaration(extension: Extension) -> OverBatches:
-    """What an extension declares, be it a refusal."""
+    """What an extension declares; it may be a refusal."""
     found = extension.over_batches
     if isinstance(found, OverBatches):
         return found

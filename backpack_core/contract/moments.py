@@ -1,6 +1,7 @@
-"""Sums, sums of squares and norms of the products of one column, along with them or without.
+"""Sums, sums of squares and norms of the products of one column, all in one pass.
 
-A piece of ``M[n] = Σ_s out[n, s] ⊗ inp[n, s]`` is formed, and read by all while it is in the cache.
+A piece of ``M[n] = Σ_s out[n, s] ⊗ inp[n, s]`` is formed, and read for all of them while it is in
+the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from backpack_core.tuning import CACHE, PIECE, even_size, memory_budget
 
 
 class Moments(NamedTuple):
-    """What was asked for of one product; else ``None``."""
+    """The moments of one product that were asked for; the others are ``None``."""
 
     sums: Tensor | None  # Σ_n M, [V, G, O, I]
     squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
@@ -28,7 +29,7 @@ NOTHING = Moments(None, None, None)
 
 
 def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one column without groups, and factors that are views."""
+    """Whether there is one column without groups, plain factors, and no autograd to record."""
     is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
     return is_one and not torch.is_grad_enabled()
 
@@ -44,22 +45,22 @@ def moments_of_column(
         sum_: Whether ``Σ_n M`` is wanted.
         square: Whether ``Σ_n M²`` is wanted.
         norm: Whether ``‖M[n]‖²`` is wanted.
-        formed: Gets ``M``. Shape ``[1, N, 1, O, I]``.
+        formed: Is filled with ``M``. Shape ``[1, N, 1, O, I]``.
     """
     (_, samples, positions, _, features), size = out.shape, inp.shape[3]
     single = features * size * out.element_size()
     left = out.reshape(samples, positions, features).mT
     right = inp.reshape(samples, positions, size)
     target = None if formed is None else formed.view(samples, features, size)
-    limit = PIECE if square or norm else CACHE  # what only one reads may be larger
+    limit = PIECE if square or norm else CACHE  # pieces that are read once may be larger
     few = even_size(samples, max(1, min(limit, memory_budget()) // single))
     place = out.new_empty(few, features, size) if target is None else target
     parts: Iterable[tuple[Tensor, ...]] = ((left, right, place),)
-    if few < samples:  # views take time
+    if few < samples:  # else no views, which take time
         places = repeat(place) if target is None else place.split(few)
         parts = zip(left.split(few), right.split(few), places, strict=False)
     ones = out.new_ones(few)
-    total = squares = None  # the first piece is written where zeros would have to be
+    total = squares = None  # the first piece is written, not added to zeros
     norms: list[Tensor] = []
     for some, seen, place in parts:
         count = len(some)
@@ -84,5 +85,5 @@ def moments_of_column(
 
 
 def _with(total: Tensor | None, rows: Tensor, ones: Tensor) -> Tensor:
-    """A sum, of nothing so far or in place, and ``Σ_k rows[k]``."""
+    """A sum, or nothing so far, plus ``Σ_k rows[k]``; a sum is added to in place."""
     return torch.mv(rows.T, ones) if total is None else total.addmv_(rows.T, ones)

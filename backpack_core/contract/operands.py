@@ -1,8 +1,8 @@
-"""Products at operands that no sample has a part in: what autograd saved there is the other factor.
+"""Products in factors at operands without samples: autograd saved the other factor at the node.
 
 A parameter that a function uses (``F.linear(x, self.weight)``) is such an operand. What is sent to
-it of every sample apart has a form, as at a module, and stays in it on the way to the parameter, as
-long as nothing but the order of entries changes.
+it, apart by sample, has two factors, as at a module. It keeps that form on the way to the parameter
+as long as only the order of its entries changes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from backpack_core.graph import bridge, nodes
 
 
 class Operand(NamedTuple):
-    """An operand that no sample has a part in.
+    """An operand of an operation that is the same for all samples.
 
     Attributes:
-        node: The operation, which autograd has not executed yet; it may be asked for what it saved.
-        position: Which operand it is, in ``node.next_functions``.
+        node: The node of the operation, not executed yet; it may be asked for what it saved.
+        position: The position of the operand in ``node.next_functions``.
         shape: Its shape.
-        is_apart: Whether columns are of every sample apart, and not of samples in front.
+        is_apart: Whether the columns at the output are kept apart, rather than having samples in
+            front.
     """
 
     node: Any
@@ -41,19 +42,19 @@ class Operand(NamedTuple):
 
 
 Maker = Callable[[Operand, Tensor], SampleProduct | None]
-_MAKERS: dict[str, dict[str, Maker]] = {}  # by operation, and by package
+_MAKERS: dict[str, dict[str, Maker]] = {}  # by operation and package
 
 
 class FactoredColumns(ApartColumns):
-    """Columns of every sample apart, as products ``[V, N, *]`` that are formed if need be."""
+    """Columns of every sample apart, as products ``[V, N, *]`` that are formed only if need be."""
 
     def __init__(self, products: Mapping[Root, Sequence[SampleProduct]]) -> None:
-        """Store what is to be added up of each root."""
+        """Store the products of each root, which are to be added."""
         self.products = products
 
     @cached_property
     def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
-        """Formed, when somebody wants that."""
+        """The formed columns."""
         parts = self.products.items()
         return {root: reduce(torch.add, map(dense, some)) for root, some in parts}
 
@@ -63,16 +64,16 @@ class FactoredColumns(ApartColumns):
         return {root: some[0].columns for root, some in self.products.items()}
 
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """What is computed from these is formed."""
+        """Formed columns: what is computed from factored ones has lost the form."""
         return ApartColumns(blocks)
 
     def to(self, dtype: torch.dtype) -> Columns:
-        """In their form, if they have the precision."""
+        """Unchanged if the products have the dtype already; else formed."""
         known = {product.like.dtype for some in self.products.values() for product in some}
         return self if known == {dtype} else super().to(dtype)
 
     def merge(self, other: Columns) -> Columns:
-        """Side by side; what is formed is a product, too."""
+        """Keep the products of both; formed columns count as a product, too."""
         if isinstance(other, FactoredColumns):
             added = other.products
         else:
@@ -81,14 +82,14 @@ class FactoredColumns(ApartColumns):
         return FactoredColumns({r: [*self.products.get(r, ()), *added.get(r, ())] for r in roots})
 
     def product(self) -> SampleProduct:
-        """The product of all columns, side by side."""
+        """One product of all columns, side by side."""
         for root, some in self.products.items():
             for product in some:
                 product.roots = {root: product.columns}
         return sum_of([product for some in self.products.values() for product in some])
 
     def through(self, node: Node) -> FactoredColumns | None:
-        """Behind a node that changes the order of entries alone; ``None`` at any other."""
+        """The same behind a node that only reorders entries; ``None`` at other nodes."""
         every = [product for some in self.products.values() for product in some]
         is_known = nodes.operation_of(node) in nodes.VIEWS | nodes.TURNS | {"Clone"}
         if not is_known or not all(isinstance(product, AffineProduct) for product in every):
@@ -100,12 +101,12 @@ class FactoredColumns(ApartColumns):
 
 
 def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
-    """An affine product behind a node that puts entries into another order."""
+    """An affine product behind a node that reorders the entries of the parameter."""
     count, device = len(product.sizes), product.like.device
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
     if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
-        return AffineProduct(product.out, product.inp, shape)  # the order is that of the factors
+        return AffineProduct(product.out, product.inp, shape)  # ordered as the factors
     numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
     order: Tensor = node(product.to_parameter(numbers)).flatten()
 
@@ -116,11 +117,11 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:
-    """Register what gives products at operands of an operation, by the name of its node.
+    """Register a function that makes products at operands of some operations, named as their nodes.
 
-    It is given an :class:`Operand` and columns ``[V, R, *out]``, with the entries of axis 0 in the
-    place of samples, and returns a product ``[V, R, *θ]``; ``None`` where it knows no form. Where
-    columns are of every sample apart, ``R`` may be any other axis that is summed over.
+    The function is given an :class:`Operand` and columns ``[V, R, *out]``, and returns a product
+    ``[V, R, *θ]``; ``None`` if it knows no form. ``R`` counts the entries of axis 0, which take the
+    place of samples. If columns are kept apart, ``R`` may be any other axis that is summed over.
     """
 
     def register(make: Maker) -> Maker:
@@ -134,13 +135,13 @@ def products_at(*operations: str) -> Callable[[Maker], Maker]:
 def operand_product(
     node: Node, position: int, columns: Columns, root: Root, samples: int
 ) -> SampleProduct | None:
-    """What is sent to an operand of every sample apart, in some form.
+    """The product at an operand that is the same for all samples.
 
     Args:
         node: An autograd node that autograd has not executed yet, with one output.
-        position: Where the operand is, in ``node.next_functions``.
-        columns: At its output, with samples in front, or of every sample apart.
-        root: Which of them.
+        position: The position of the operand in ``node.next_functions``.
+        columns: At the node's output, with samples in front, or kept apart.
+        root: The root whose columns are meant.
         samples: ``N``.
 
     Returns:

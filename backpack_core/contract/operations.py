@@ -1,9 +1,9 @@
-"""What is read off at a parameter: open functions of a product.
+"""Operations: functions of a product that may have faster versions for its form.
 
-An operation dispatches on the form of the product and keeps its result on it. It is no method, so
-that someone who needs a new one is not second class: write its definition through
-``product.pieces()``, and register a contraction for the forms that allow one. Definitions are here,
-with what holds for sums; contractions of factors stand with the forms that have them.
+An operation keeps its result on the product, for other extensions. It is not a method, so that
+anybody can add a new one: write its definition through ``product.pieces()``, and register a
+contraction for the forms that allow one. Definitions are here, with the versions for sums;
+contractions of factors stand with the forms that have them.
 
     @Operation
     def largest(product: SampleProduct) -> Tensor: ...
@@ -32,17 +32,17 @@ R = TypeVar("R")
 
 
 class OpenFunction(Generic[R]):
-    """A function of a product, open to versions for some forms.
+    """A function of a product, to which anybody may add versions for single forms.
 
-    Anybody may register one. Two for one form, from two packages, are a conflict, which raises when
-    such a product is met, unless :func:`backpack_core.prefer` chooses.
+    Two versions for one form, from two packages, are a conflict. It raises when such a product is
+    met, unless :func:`backpack_core.prefer` chooses.
     """
 
     def __init__(self, definition: Callable[..., R]) -> None:
-        """Take the definition, which holds for every form."""
+        """Take the definition, which works for every form."""
         self.definition = definition
-        self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form, and by package
-        self._found: dict[type, Callable[..., R]] = {}  # what a form leads to: a plain look-up
+        self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form and package
+        self._found: dict[type, Callable[..., R]] = {}  # the function for a form, once known
         self.__name__ = ""
         update_wrapper(self, definition)
 
@@ -64,11 +64,11 @@ class OpenFunction(Generic[R]):
         return version
 
     def has_version(self, form: type[SampleProduct]) -> bool:
-        """Whether a form has a version of its own, beside the definition for all."""
+        """Whether a form has a version besides the definition."""
         return not self._versions.keys().isdisjoint(form.__mro__)
 
     def _version_for(self, form: type) -> Callable[..., R]:
-        """What a form leads to.
+        """The function to call for a form.
 
         Raises:
             PluginConflictError: Several packages have one, and none is preferred.
@@ -76,7 +76,7 @@ class OpenFunction(Generic[R]):
         its = next(filter(self._versions.__contains__, form.__mro__), None)
         versions = {"": self.definition} if its is None else self._versions[its]
         found = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
-        if len(versions) == 1:  # a preference may change
+        if len(versions) == 1:  # else a preference decides, which may change
             self._found[form] = found
         return found
 
@@ -90,19 +90,19 @@ class OpenFunction(Generic[R]):
         return f"<operation {self.__name__}>"
 
     def __reduce__(self) -> str:
-        """Itself, in copies and files of what was read."""
+        """Copies and pickles refer to the one object of that name."""
         return self.__name__
 
 
 class Operation(OpenFunction[R]):
-    """An open function whose result is kept on the product, for whoever asks next.
+    """An open function whose result is kept on the product.
 
-    Further arguments have to be hashable values (a setting); a function of tensors is an
+    Further arguments have to be hashable values (a setting). A function of further tensors is an
     :class:`OpenFunction`.
     """
 
     def __call__(self, product: SampleProduct, *settings: Any) -> R:
-        """The result for a product: computed once, and nobody's to change."""
+        """The result for a product: computed once, and not to be changed."""
         key, form = (self, *settings), type(product)
         results = product.results
         result: R | None = results.get(key)
@@ -203,35 +203,35 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
 
 @Operation
 def read_together(product: SampleProduct) -> Mapping[Operation[Tensor], Tensor]:
-    """What one reading of a product gives for several of its ``needs``, by operation: open, too."""
+    """Results of several of a product's ``needs``, from one reading; by operation. Open, too."""
     return {}
 
 
 @OpenFunction
 def has_free_sum(product: SampleProduct) -> bool:
-    """Whether :func:`batch_sum` comes with what else is needed, at no more than its reading."""
+    """Whether :func:`batch_sum` comes with what else is needed, for one more reading at most."""
     return False
 
 
 def _values(product: SampleProduct) -> Tensor | None:
-    """``M``, if it is there."""
+    """``M`` if it has been formed, else ``None``."""
     if isinstance(product, DenseProduct):
         return product.values
     return dense(product) if is_formed(product) else None
 
 
 def _pieces(product: SampleProduct) -> Iterator[Piece]:
-    """The pieces of ``M``, of what is there already if it was formed."""
+    """The pieces of ``M``, cut from the formed ``M`` if there is one."""
     return as_formed(product).pieces() if is_formed(product) else product.pieces()
 
 
 def as_formed(product: SampleProduct) -> DenseProduct:
-    """The product as it was formed."""
+    """The product with ``M`` formed."""
     return DenseProduct(dense(product))
 
 
 def is_formed(product: SampleProduct) -> bool:
-    """Whether ``M`` is there, or has to be for somebody, so that reading it costs least."""
+    """Whether ``M`` has been formed, or will be for somebody: then reading it costs least."""
     return dense in product.needs or (dense,) in product.results
 
 
@@ -240,16 +240,16 @@ def is_formed(product: SampleProduct) -> bool:
 
 @batch_sum.register
 def batch_sum_sum(product: SumProduct) -> Tensor:
-    """Part by part."""
+    """The sum over the parts."""
     return reduce(torch.add, map(batch_sum, product.parts))
 
 
 @weighted_sum.register
 def weighted_sum_sum(product: SumProduct, weights: Tensor) -> Tensor:
-    """Part by part."""
+    """The sum over the parts."""
     return reduce(torch.add, (weighted_sum(part, weights) for part in product.parts))
 
 
 def _flat(part: Tensor) -> Tensor:
-    """Shape ``[V, N, P]``, also of a parameter that is a single number."""
+    """``M`` as ``[V, N, P]``, also of a parameter that is a single number."""
     return part.flatten(2) if part.dim() > 2 else part.unsqueeze(2)

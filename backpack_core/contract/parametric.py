@@ -1,4 +1,7 @@
-"""Rules of layers with parameters: what extensions read at them, in the form that costs least."""
+"""Rules of layers with parameters: which product extensions read at each of them.
+
+The base classes differ in how much structure they know, and thus in what the product costs.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +44,11 @@ class ParametricRule(LayerRule):
     linear_in_params: ClassVar[tuple[str, ...]] = ()
 
     def parameter_names(self, module: Module) -> tuple[str, ...]:
-        """The parameters of a module that the rule covers; where they depend on it, override."""
+        """The covered parameters of a module; override this if they depend on the module."""
         return self.params
 
     def param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
-        """What extensions read at a parameter: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, in some form.
+        """The product at a parameter: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, in some form.
 
         Args:
             view: The forward execution.
@@ -87,7 +90,7 @@ class ParametricRule(LayerRule):
         return products
 
     def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
-        """The same of a call that has no samples, for columns of every sample apart.
+        """The product at a parameter of a call without samples, for columns kept apart.
 
         Args:
             view: The forward execution.
@@ -125,7 +128,7 @@ class ParametricRule(LayerRule):
         """``[V, N, *out] → [V, N, *θ]``."""
 
     def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
-        """``[V, N, *out]`` to a product. Default: formed by ``_param_jac_t_mat_prod`` in parts."""
+        """The product for columns ``[V, N, *out]``. Default: ``_param_jac_t_mat_prod`` in parts."""
         shape, samples = view.parameter_itself(name).shape, range(mat.shape[1])
 
         def form(columns: slice, rows: slice) -> Tensor:
@@ -142,7 +145,7 @@ class ParametricRule(LayerRule):
 
 
 class ProductRule(ParametricRule):
-    """A layer that knows the form of ``M[v, n]`` without forming it: it gives products itself.
+    """A layer that knows its products in another form than the dense one.
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, and ``_param_product(view, name, mat)``: columns
@@ -151,7 +154,7 @@ class ProductRule(ParametricRule):
 
     @abstractmethod
     def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
-        """``[V, N, *out]`` to a product ``[V, N, *θ]``."""
+        """The product ``[V, N, *θ]`` for columns ``[V, N, *out]``."""
 
     def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         return dense(self._param_product(view, name, mat))

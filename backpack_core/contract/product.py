@@ -1,8 +1,8 @@
-"""The one thing every quantity reads: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, for columns and samples.
+"""Products: what every quantity reads, ``M[v, n] = J_θ[n]ᵀ mat[v, n]`` for columns and samples.
 
-``M`` has the shape ``[V, N, *θ]`` and is hardly ever formed: a product holds what determines it,
+``M`` has the shape ``[V, N, *θ]`` and is hardly ever formed. A product holds what determines it,
 and operations (``operations.py``) contract that. A rule returns a product, an extension reads it.
-Forms with factors stand in files of their own, together with their contractions.
+Forms with factors stand in files of their own, with their contractions.
 
 =============== ============================================= ===================================
 form            ``M[v, n]``                                   for
@@ -14,8 +14,9 @@ form            ``M[v, n]``                                   for
 `SumProduct`    ``Σ_p M_p[v, n]``                             a parameter that is used several times
 =============== ============================================= ===================================
 
-A product belongs to those who read it: what one operation computed is kept on it for the others.
-Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions, ``G`` groups, ``I``, ``O``.
+All extensions of a group read the same product: what one operation computed is kept on it for the
+others. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions, ``G`` groups, ``I`` and
+``O`` features.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from backpack_core.record.call import path_of
 from backpack_core.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
-_PLACE = ("name", "module", "rule", "is_linear", "needs", "kept", "beside")  # the engine says it
+_PLACE = ("name", "module", "rule", "is_linear", "needs", "kept", "beside")  # set by the engine
 
 
 class Reading:
-    """What an extension reads at a parameter, whatever the propagator makes of it.
+    """What extensions read at a parameter; a product, unless the propagator makes another one.
 
     Attributes:
         shape: Shape of the parameter, ``[*θ]``.
-        name: Which parameter of its module.
+        name: The name of the parameter in its module.
         module: The module.
         rule: The class of the rule that made it, for messages.
         is_linear: Whether the module is known to be linear in the parameter.
-        needs: Operations that will be asked for, so that one can serve another.
-        results: What operations have computed.
-        made: Those that are tensors, with the versions that they were stored with.
-        kept: What was computed from the call alone, for all columns that pass through it.
-        beside: What the parameters of the call share for the same columns.
+        needs: The operations that extensions will ask for, so that one can serve another.
+        results: What operations have computed, for whoever asks next.
+        made: The tensors among the results, with their versions.
+        kept: What was computed from the call alone, for all of its columns.
+        beside: What the parameters of a call share for the same columns.
     """
 
     name: str = ""
@@ -74,21 +75,21 @@ class Reading:
 
     @property
     def path(self) -> str:
-        """Which module, for messages."""
+        """The path of the module, for messages."""
         return "" if self.module is None else path_of(self.module)
 
     def placed_as(self, other: Reading) -> Self:
-        """This one, where another stood."""
+        """This reading, with the place (module, name, rule) of another one."""
         for name in _PLACE:
             setattr(self, name, getattr(other, name))
         return self
 
     def lasting(self) -> Any:
-        """The same for later, when the graph of the pass is gone; default: it needs none."""
+        """The reading in a form that outlives the graph of the pass. Default: itself."""
         return self
 
     def join(self, others: Sequence[Any]) -> Any:
-        """The same for a parameter that is used several times, from this and later readings.
+        """One reading for a parameter with several uses, from this one and those of later visits.
 
         Raises:
             UnsupportedError: It has no meaning.
@@ -101,11 +102,11 @@ class Reading:
 
 
 def misfit(form: SampleProduct, expected: str, *factors: Any) -> ShapeError:
-    """The error where factors have other axes, or as many entries on them, than they should.
+    """The error for factors whose axes, or lengths of axes, do not fit the form.
 
     Args:
-        form: What was given them.
-        expected: Their axes.
+        form: The product that they were given to.
+        expected: The axes that they should have.
         factors: The factors.
     """
     found = " and ".join(str(list(f.shape)) for f in factors if f is not None)
@@ -113,13 +114,13 @@ def misfit(form: SampleProduct, expected: str, *factors: Any) -> ShapeError:
 
 
 class SampleProduct(Reading, ABC):
-    """``M[v, n]``, ``[V, N, *θ]``, in some form.
+    """A product ``M[v, n]``, ``[V, N, *θ]``, in some form.
 
     Attributes:
         columns: ``V``.
         samples: ``N``.
-        like: Some tensor with the product's dtype and device.
-        roots: Where the columns were started, and how many each root has.
+        like: A tensor with the product's dtype and device.
+        roots: The roots of the columns, and how many columns each has.
 
     To write:
         ``part(columns, samples)``: ``M`` of some, formed.
@@ -128,7 +129,7 @@ class SampleProduct(Reading, ABC):
     roots: Mapping[Root, int] = MappingProxyType({})
 
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
-        # There are many: without a call for the base.
+        # Not by super().__init__, since many products are made.
         self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
         self.results, self.made, self.kept, self.beside = {}, [], {}, {}
 
@@ -137,9 +138,9 @@ class SampleProduct(Reading, ABC):
         """``M`` of some columns and samples, formed. Shape ``[v, n, *θ]``."""
 
     def pieces(self) -> Iterator[Piece]:
-        """``M`` piece by piece: each within the memory budget, as far as one product allows.
+        """``M`` piece by piece, each within the memory budget, as far as one product allows.
 
-        A piece may lie in memory that the next one uses again: be done with it before.
+        A piece may lie in memory that the next one overwrites: use it before.
         """
         single = max(1, prod(self.shape) * self.like.element_size())
         few = min(self.samples, max(1, memory_budget() // single))
@@ -148,15 +149,15 @@ class SampleProduct(Reading, ABC):
             yield some, rows, self.part(some, rows)
 
     def join(self, others: Sequence[SampleProduct]) -> SampleProduct:
-        """The sum, for the columns of all of them."""
+        """The sum of products for several uses, over all their columns."""
         return sum_of([self, *others])
 
     def plus(self, other: SampleProduct) -> SampleProduct | None:
-        """The sum with another product for the same columns, if the form has one of its own."""
+        """The sum with another product of the same columns, if this form has one; else ``None``."""
         return None
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
-        """The product among the columns of other roots, for which it is zero.
+        """The product for a larger set of roots, zero for those that it does not have.
 
         Args:
             roots: All of them, and how many columns each has.
@@ -164,11 +165,11 @@ class SampleProduct(Reading, ABC):
         return self if self.has_roots(roots) else PlacedProduct(self, roots)
 
     def has_roots(self, roots: Mapping[Root, int]) -> bool:
-        """Whether these are its roots, in this order."""
+        """Whether the product has exactly these roots, in this order."""
         return list(self.roots.items()) == list(roots.items())
 
     def placed_as(self, other: Reading) -> Self:
-        """With its roots, too."""
+        """Also with the roots of the other one."""
         if isinstance(other, SampleProduct):
             self.roots = other.roots
         return super().placed_as(other)
@@ -194,7 +195,7 @@ class DenseProduct(SampleProduct):
         mat: Tensor | None = None,
         shape: torch.Size | None = None,
     ) -> None:
-        """Store either.
+        """Store the values, or the function that forms them.
 
         Args:
             values: ``M``, of shape ``[V, N, *θ]``.
@@ -210,14 +211,14 @@ class DenseProduct(SampleProduct):
         self._form = form
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """A slice, or what the function gives."""
+        """A slice of the values, or what the function returns."""
         if self.values is not None:
             return self.values[columns, samples]
         assert self._form is not None
         return self._form(columns, samples)
 
     def pieces(self) -> Iterator[Piece]:
-        """Of values that exist, pieces that stay in the cache."""
+        """If the values exist, pieces that stay in the cache."""
         if self.values is None:
             yield from super().pieces()
             return
@@ -227,10 +228,10 @@ class DenseProduct(SampleProduct):
 
 
 class SumProduct(SampleProduct):
-    """``Σ_p M_p[v, n]``: a parameter that several calls, or several outputs of one, use.
+    """``Σ_p M_p[v, n]``: of a parameter that several calls, or several outputs of one, use.
 
     Attributes:
-        parts: The summands; no two of one affine form.
+        parts: The summands; no two have the same affine form.
     """
 
     def __init__(self, parts: Sequence[SampleProduct]) -> None:
@@ -240,17 +241,17 @@ class SumProduct(SampleProduct):
         self.parts = tuple(parts)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """Formed one by one."""
+        """The sum of the parts, formed one after the other."""
         return reduce(torch.add, (part.part(columns, samples) for part in self.parts))
 
     def lasting(self) -> SampleProduct:
-        """Part by part."""
+        """The sum of the lasting parts."""
         parts = [part.lasting() for part in self.parts]
         return self if parts == [*self.parts] else SumProduct(parts).placed_as(self)
 
 
 class PlacedProduct(SampleProduct):
-    """A product among columns of other roots, for which it is zero."""
+    """A product for a larger set of roots, zero for those that it does not have."""
 
     def __init__(self, product: SampleProduct, roots: Mapping[Root, int]) -> None:
         """Store the product, and which columns there are in all."""
@@ -258,7 +259,7 @@ class PlacedProduct(SampleProduct):
         self.roots = roots
         starts = dict(zip(roots, accumulate((0, *roots.values())), strict=False))
         own = zip(product.roots, accumulate((0, *product.roots.values())), strict=False)
-        # Where each root's columns begin here, where in the product, and how many there are.
+        # For each root: where its columns begin here, where in the product, and how many it has.
         self._places = [(starts[root], start, roots[root]) for root, start in own]
         self._product = product
 
@@ -278,8 +279,8 @@ class PlacedProduct(SampleProduct):
 def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     """The sum of products of one parameter, root by root.
 
-    A weight that is used at several places is one that is shared by more positions (Eschenhagen et
-    al., 2023, arXiv:2311.00636), so affine products of one form become a single one.
+    A weight that is used at several places is a weight that more positions share (Eschenhagen et
+    al., 2023, arXiv:2311.00636). So affine products of one form become a single one.
     """
     roots: dict[Root, int] = {}
     for part in parts:

@@ -1,7 +1,7 @@
-"""What travels backwards, and how it starts at a loss.
+"""Propagators: what travels backwards, and how it starts at a loss.
 
-The engine knows no quantity. It asks the propagator: what is at this call, what goes on to its
-inputs, what is read at a parameter, what happens where branches meet, how to go in chunks.
+The engine knows no quantity. It asks the propagator what there is at a call, what goes on to its
+inputs, what is read at a parameter, what happens where branches meet, and what can go on in chunks.
 """
 
 from __future__ import annotations
@@ -114,12 +114,12 @@ class Propagator(ABC):
         """
 
     def arrive(self, rule: LayerRule, view: View, waiting: Any | None) -> Any | None:
-        """The quantity at a call, from what was sent there; starts at a loss.
+        """The quantity at a call, from what was sent there; at a loss, it starts.
 
         Args:
             rule: The layer's rule.
             view: The forward execution.
-            waiting: What was sent; ``None`` for nothing.
+            waiting: What was sent there; ``None`` if nothing was.
 
         Returns:
             The quantity; ``None`` where there is none, which is an error.
@@ -134,19 +134,19 @@ class Propagator(ABC):
         return ask(view, self, "start", rule, view)
 
     def serving(self, extensions: Sequence[Any]) -> Propagator:
-        """What travels for these extensions, all of this propagator. Default: itself."""
+        """The propagator to use for these extensions, all of this one. Default: itself."""
         return self
 
     def nothing(self, view: View) -> Any | None:
-        """The quantity at an output that the loss does not depend on; ``None`` for an error."""
+        """The quantity at an output that the loss does not depend on; ``None`` to raise."""
         return None
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Any]:
-        """What comes into being at a call, at its inputs; asked once per call. Default: nothing."""
+        """What a call adds to the quantities at its inputs; asked once. Default: nothing."""
         return {}
 
     def merge(self, first: Any, second: Any) -> Any:
-        """The quantity at a tensor that several consumers reach; refused unless overridden.
+        """The quantity at a tensor that several consumers send to; refused unless overridden.
 
         Raises:
             UnsupportedError: Always, here.
@@ -158,13 +158,13 @@ class Propagator(ABC):
     def cross(
         self, node: Node, quantities: dict[int, Any], there: Crossing
     ) -> list[tuple[int, Any]]:
-        """Carry quantities through an autograd node that no module call covers.
+        """Carry quantities through an autograd node that lies between module calls.
 
         Args:
             node: The autograd node, not yet executed.
             quantities: What arrived, by output number of the node, for the whole batch.
-            there: Where samples lie; with gradients, where autograd is, if something may be split
-                off: what comes into being at the node is added once, there.
+            there: Where samples lie. If residuals may be added here, it has the gradients at the
+                node, and takes what does not fit into memory.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).
@@ -175,38 +175,39 @@ class Propagator(ABC):
         raise refuse(node, f"{self!r} only passes through modules with a layer rule")
 
     def supply(self, quantities: dict[int, Any], grads: Sequence[Tensor | None]) -> dict[int, Any]:
-        """What arrived at an autograd node, once its gradients are known; default: as it is."""
+        """What arrived at an autograd node, when its gradients are known. Default: unchanged."""
         return quantities
 
     def widen(self, quantity: Any, batch_size: int) -> Any:
-        """A quantity of the chosen samples as one of the whole batch: autograd nodes know no other.
+        """A quantity of the chosen samples as one of the whole batch, which autograd nodes need.
 
-        Undone by :meth:`narrow`. Only for propagators with ``subsampling``.
+        :meth:`narrow` is the reverse. Only for propagators with ``subsampling``.
         """
         return quantity
 
     def split_positions(self, quantity: Any, turns: Tensor) -> Any:
         """The quantity at a loss that has several entries of axis 0 for each sample.
 
-        Those of one sample are columns of their own. Only for propagators with ``keeps_apart``.
+        The entries of one sample get columns of their own. Only for propagators with
+        ``keeps_apart``.
 
         Args:
             quantity: At the loss.
-            turns: A number for each entry of axis 0, another one for each of a sample.
+            turns: A number for each entry of axis 0; those of one sample have different numbers.
         """
         return quantity
 
     def take_apart(self, quantity: Any, positions: int | Tensor) -> Any:
-        """What is sent on of every sample apart, zeros for all others.
+        """A quantity that is kept apart by sample: for each, with zeros for all others.
 
         Args:
             quantity: At the output of a call that has samples.
-            positions: How many entries of axis 0 each of them has, or which, ``[N, R]``.
+            positions: How many entries of axis 0 each sample has; or which, ``[N, R]``.
         """
         return quantity
 
     def put_together(self, quantity: Any, positions: int) -> Any:
-        """The reverse, at a tensor that has samples; zero positions where it has none."""
+        """The reverse of :meth:`take_apart`; ``positions`` is zero at a tensor without samples."""
         return quantity
 
     def narrow(self, quantity: Any) -> Any:
@@ -214,7 +215,7 @@ class Propagator(ABC):
         return quantity
 
     def map(self, quantity: Any, function: Callable[[Tensor], Tensor]) -> Any:
-        """Apply a linear function of columns ``[V, *]`` to whatever the quantity is made of.
+        """Apply a linear function of columns ``[V, *]`` to everything in the quantity.
 
         Raises:
             UnsupportedError: Always, here.
@@ -232,16 +233,17 @@ class Propagator(ABC):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Any, Iterable[Any]]:
-        """Split off what need not travel with the rest, so that no more than ``size`` columns do.
+        """Split off what need not travel with the rest, so that at most ``size`` columns do.
 
         Args:
-            rule: What the quantity goes through next; ``None`` for a residual, which has just come
-                into being at the inputs of the call.
+            rule: What the quantity goes through next; ``None`` for a residual, which has just
+                started at the inputs of the call.
             view: The call.
-            quantity: The quantity at its output; at a loss, and of a residual, at its input.
+            quantity: The quantity at the output of the call; at a loss, and for a residual, at its
+                input.
             size: How many columns fit into memory at the widest call.
-            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`: a parameter is
-                used several times, or an operation between modules comes next.
+            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`, since a
+                parameter is used several times, or an operation between modules comes next.
 
         Returns:
             What goes on, and parts that are carried through the net one after the other, at once.
@@ -250,16 +252,16 @@ class Propagator(ABC):
         return quantity, ()
 
     def rooted(self, quantity: Any) -> Any:
-        """The quantity in a form in which parts that belong together are found again.
+        """The quantity in a form in which uses of one parameter can be added.
 
-        Asked for where a parameter is used several times: what reaches it from one start by several
+        Asked for if a parameter is used several times: what reaches it from one start over several
         ways is added before it is squared.
         """
         return quantity
 
 
 def loss_behind_a_loss(view: View) -> UnsupportedError:
-    """The error where two losses both claim to be where the model ends."""
+    """The error if two losses both claim to be where the model ends."""
     return UnsupportedError(
         f"{view.path} is a loss, and another loss is computed from its output: where the model "
         "ends, and so what curvature is meant, is not known. Extend the one of them that reads the "

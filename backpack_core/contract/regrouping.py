@@ -1,8 +1,8 @@
-"""Products of calls that saw something else on axis 0 than the samples.
+"""Products of calls that had something else than the samples on axis 0.
 
-Either several entries of it belong to each sample, or none does and columns came for every sample
-apart. What the rule took for samples are then more positions: of all samples, as the rows of a
-table are, or of one sample each, as windows are, which is read off what arrived.
+Either several entries of axis 0 belong to each sample, or none does and columns are kept apart. The
+rule takes those entries for samples, but they are positions: shared by all samples, as rows of a
+table are, or each of one sample, as windows are. What arrives tells which.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from backpack_core.contract.scale import ScaleProduct
 def regrouped(
     product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
 ) -> SampleProduct:
-    """A product ``[V, N, *θ]``, from one of ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
+    """A product ``[V, N, *θ]``, from what a rule gave as ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
 
     Args:
-        product: What a rule gave.
+        product: The product of the rule.
         columns: ``V``.
         samples: ``N``.
-        kept: What is known of the call; which rows the samples reach is added.
+        kept: What is kept of the call; which samples reach which rows is added.
 
     Returns:
         The sum over ``B``, in the same form where that is possible.
@@ -72,7 +72,7 @@ def _regrouped_factors(
 def _positions(
     out: Tensor, rows: Rows | None, columns: int, samples: int, kept: dict[Any, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """``[V, N, positions, *]`` and ``[N, positions, *]``, from what a rule took for samples."""
+    """The factors as ``[V, N, positions, *]`` and ``[N, positions, *]``."""
     is_apart = out.shape[0] != columns
     count = out.shape[2] * (out.shape[1] if is_apart else out.shape[1] // max(1, samples))
     out = out.reshape(columns, samples, count, *out.shape[3:])
@@ -90,7 +90,7 @@ def _positions(
 
 
 def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:
-    """Which samples reach which rows, by these columns and those before. Shape ``[N, B]``."""
+    """Which samples reach which rows, in these columns or in earlier ones. Shape ``[N, B]``."""
     found = (out.detach() != 0).flatten(3).any(-1).any(0).cpu()
     key = ("reached", *found.shape)
     kept[key] = found | kept[key] if key in kept else found
@@ -99,10 +99,10 @@ def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:
 
 
 def _layout(reached: Tensor) -> tuple[int, int] | None:
-    """How axis 0 is made of samples, ``[before, N, after]``; ``None`` if they share its rows.
+    """How axis 0 is made of samples, as ``[before, N, after]``; ``None`` if they share its rows.
 
-    A row of a table is reached by all samples that need it. Where each is reached by one at most,
-    and in the order of samples, it is theirs.
+    A row of a table is reached by all samples that use it. If each row is reached by one sample at
+    most, and in the order of samples, the rows belong to them.
     """
     samples, rows = reached.shape
     used = reached.any(0).nonzero().flatten()

@@ -1,4 +1,8 @@
-"""What a weight multiplies, ``[N, S, G, I]``: a tensor, or what makes it for some samples."""
+"""The inputs that a weight multiplies, ``[N, S, G, I]``: a tensor, or an object that makes them.
+
+The patches of a convolution are many times as large as its input, so they are made for some samples
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Inputs ``[N, S, G, I]`` that may be made for some samples at a time. A tensor is one, too."""
+    """Inputs ``[N, S, G, I]``, possibly made for the samples one asks for. A tensor is one, too."""
 
     @property
     def shape(self) -> torch.Size:
@@ -21,7 +25,7 @@ class Rows(Protocol):
 
 
 class JoinedRows:
-    """Inputs of two calls of one map, as positions side by side."""
+    """The inputs of two calls of one map, with their positions side by side."""
 
     def __init__(self, first: Rows, second: Rows) -> None:
         """Store both, ``[N, S, G, I]`` and ``[N, S', G, I]``."""
@@ -35,7 +39,7 @@ class JoinedRows:
 
 
 class DirectRows(ABC):
-    """Inputs with a kernel that forms ``M`` without showing what each position sees."""
+    """Inputs with a kernel that forms ``M`` without forming what each position sees."""
 
     shape: torch.Size
 
@@ -45,11 +49,11 @@ class DirectRows(ABC):
 
     @abstractmethod
     def suits(self, columns: int, out: Tensor) -> bool:
-        """Whether the kernel is there, and faster, for so many columns of ``out`` at a time."""
+        """Whether the kernel exists, and is faster, for that many columns at a time."""
 
     @abstractmethod
     def total(self, out: Tensor) -> Tensor | None:
-        """``Σ_n M`` of columns ``[V, N, S, G, O]``, ``[V, G, O, I]``, if a kernel has it."""
+        """``Σ_n M``, ``[V, G, O, I]``, of columns ``[V, N, S, G, O]``, if a kernel has it."""
 
     @abstractmethod
     def position_sum(self) -> Tensor:

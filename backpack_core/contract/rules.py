@@ -53,7 +53,7 @@ class LayerRule(ABC):
         jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
         hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
-        reads_inside: Parameters whose columns autograd may bring, at :meth:`node_inside`.
+        reads_inside: Parameters to which autograd may bring the gradient, at :meth:`node_inside`.
 
     A property that is not declared is assumed absent. The conformance kit checks each of them.
 
@@ -109,15 +109,16 @@ class LayerRule(ABC):
         return ()
 
     def node_inside(self, view: View) -> Node | None:
-        """Where the gradient arrives that the parameters of :attr:`reads_inside` are read from.
+        """The node where the gradient for the parameters of :attr:`reads_inside` arrives.
 
-        Of first-order extensions these are read when autograd gets there, from ``view.inner``;
-        where nothing is named, and for all other quantities, at the output as ever.
+        First-order extensions read them when autograd gets there, with the gradient in
+        ``view.inner``. For other quantities, and if this returns ``None``, they are read at the
+        output, like others.
         """
         return None
 
     def covers(self, module: Module, name: str) -> bool:
-        """Whether a parameter is one of them."""
+        """Whether the rule covers a parameter."""
         return name in self.parameter_names(module)
 
     def jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,7 +152,7 @@ class LayerRule(ABC):
         return tuple(products)
 
     def jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        """Input Jacobian, applied to every column of every sample: the transpose of the other.
+        """Input Jacobian, applied to every column of every sample; found by transposition.
 
         Args:
             view: The forward execution.
@@ -238,7 +239,7 @@ class ElementwiseRule(LayerRule):
 
 
 def _refuse_uncut(view: View, tensor: Tensor) -> None:
-    """Raise if an input that a view of some samples leaves whole wants columns of those samples."""
+    """Raise if columns of some samples go to an input that the view does not cut to these."""
     if tensor.requires_grad:
         raise UnsupportedError(
             f"{view.path} received an input of shape {list(tensor.shape)} that requires a gradient "
@@ -255,7 +256,7 @@ def expect(
     shape: torch.Size,
     columns: int | None = None,
 ) -> None:
-    """Raise unless ``mat`` is ``[V, N, *]`` over ``shape = [N, *]``."""
+    """Raise unless ``mat`` is ``[V, N, *]`` for ``shape = [N, *]``."""
     is_tensor = isinstance(mat, Tensor)
     if is_tensor and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return

@@ -1,4 +1,7 @@
-"""Products of gains and offsets, ``Σ_s out[v, n, s] ⊙ inp[n, s]``."""
+"""Products of gains and offsets, ``Σ_s out[v, n, s] ⊙ inp[n, s]``.
+
+As in normalisations; their sums need no ``[V, N, *θ]``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from backpack_core.contract.product import SampleProduct, misfit
 
 
 class ScaleProduct(SampleProduct):
-    """``Σ_s out[v, n, s] ⊙ inp[n, s]``: of a gain, or an offset, that multiplies elementwise.
+    """``Σ_s out[v, n, s] ⊙ inp[n, s]``: of a gain, or an offset, that acts elementwise.
 
     Attributes:
         out: Columns at the output. Shape ``[V, N, S, D]``.
@@ -25,7 +28,7 @@ class ScaleProduct(SampleProduct):
         self.out, self.inp = out, inp
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """A sum over positions."""
+        """The sum over positions."""
         out, inp = self.out, self.inp
         if (columns, samples) != (slice(0, self.columns), slice(0, self.samples)):
             out, inp = out[columns, samples], None if inp is None else inp[samples]
@@ -35,7 +38,7 @@ class ScaleProduct(SampleProduct):
 
 @batch_sum.register
 def batch_sum_scale(product: ScaleProduct) -> Tensor:
-    """Samples are positions here."""
+    """The sum over samples and positions alike."""
     if is_formed(product):
         return dense(product).sum(1)
     if product.inp is None:
@@ -46,7 +49,7 @@ def batch_sum_scale(product: ScaleProduct) -> Tensor:
 
 
 def _summed(out: Tensor, inp: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """``Σ out[v] ⊙ inp`` over some axes of a column; of all at once it takes ten times."""
+    """``Σ out[v] ⊙ inp`` over some axes, column by column: at once it takes ten times as long."""
     if out.shape[0] < 2:
         return (out * inp).sum([1 + axis for axis in axes])
     return torch.stack([(column * inp).sum(axes) for column in out])

@@ -1,4 +1,7 @@
-"""Transposes of linear maps that are written as functions."""
+"""Transposes of linear maps that are written as functions.
+
+A rule that knows ``A w`` gets ``Aᵀ v`` from it, and need not write a second formula.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,4 @@
-"""What happens in a backward pass. Knows no layer and no quantity: rules and propagators do."""
+"""What happens in a backward pass: who is visited when, and where quantities and results go.
+
+The engine knows no layer and no quantity; it asks rules and propagators.
+"""

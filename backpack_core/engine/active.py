@@ -1,9 +1,9 @@
-"""What is active on which thread: the contexts that hooks of a backward pass look up.
+"""Which context is active on which thread; the hooks of a backward pass look it up here.
 
-Every user thread has a stack of contexts. Autograd runs hooks of CPU graphs on the thread that
-called backward, and those of CUDA graphs on device threads of its own, which see neither
-thread-locals nor ContextVars. So the stacks lie in one table by thread: a thread that Python did
-not start looks up the thread that ran the forward pass.
+Every user thread has a stack of contexts. Autograd runs the hooks of CPU graphs on the thread that
+called backward, and those of CUDA graphs on its own device threads, which see neither thread-locals
+nor ContextVars. So all stacks lie in one table by thread. A thread that Python did not start looks
+up the thread that ran the forward pass.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ logger = logging.getLogger("backpack_core")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Context:
-    """What one ``with backpack(...)`` block asked for.
+    """What one ``with backpack(...)`` block asks for, and the passes that run in it.
 
     Attributes:
         extensions: The active extensions, in the order they were given.
         extension_hook: Called with each module after all extensions ran on it.
         debug: Whether to log.
-        check: In which passes alignment is measured.
+        check: In which passes to measure that samples stay apart.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
-        beside: Outputs of nodes that are no part of the loss that quantities are of.
-        observer: Called with what a rule sees of each output that is visited.
+        beside: Edges of terms that do not belong to the loss that quantities are of.
+        observer: Called with the view of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
-        watch: Who calls what takes time.
-        groups: The extensions by propagator: each propagator is pushed once.
-        graph_extensions: Those that read the loss as a whole.
-        passes: State of the backward passes under way, by autograd's graph-task id; owned by
+        watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
+        groups: The extensions by propagator; each propagator sends one quantity.
+        graph_extensions: The extensions that read the loss as a whole.
+        passes: The backward passes under way, by autograd's graph-task id. They are owned by
             autograd, or by whoever saw the call of ``backward()``.
-        announced: Passes whose ``backward()`` was seen and has not returned yet, innermost last.
+        announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
     """
 
     extensions: tuple[Extension, ...] = ()
@@ -73,12 +73,12 @@ class Context:
         return f"<context of {names or 'no extensions'}, {len(self.passes)} passes under way>"
 
 
-# By thread; none is empty.
+# The stacks by thread; none of them is empty.
 stacks: dict[int, tuple[Context, ...]] = {}
 
 
 def current(forward_thread: int) -> Context | None:
-    """The context that applies to a hook running on this thread.
+    """The context for a hook that runs on this thread; ``None`` if there is none.
 
     Args:
         forward_thread: The thread that ran the forward pass of the call in question.
@@ -102,7 +102,7 @@ def push(context: Context) -> None:
 def pop(context: Context) -> None:
     """Remove a context, or one made of it by ``dataclasses.replace``, from this thread."""
     ident = threading.get_ident()
-    # By what they have seen, which a replacement shares.
+    # Compared by ``seen``, which a replacement shares.
     remaining = tuple(c for c in stacks.get(ident, ()) if c.seen is not context.seen)
     if remaining:
         stacks[ident] = remaining
@@ -112,7 +112,7 @@ def pop(context: Context) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """No context applies to the backward passes of this thread inside the ``with`` block."""
+    """A block in which no context applies to the backward passes of this thread."""
     ident = threading.get_ident()
     stack = stacks.pop(ident, None)
     try:
@@ -123,17 +123,17 @@ def suspended() -> Iterator[None]:
 
 
 def _is_foreign_thread() -> bool:
-    """Whether this thread was not started by Python's ``threading``: one of autograd's own."""
+    """Whether Python's ``threading`` did not start this thread: it is one of autograd's."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _is_alive(ident: int) -> bool:
-    # A new thread, this one for example, may have got the number of one that has ended.
+    # A new thread may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
 
 
 def log_visit(view: View) -> None:
-    """Say where a backward pass is."""
+    """Log that an output is visited."""
     shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
     logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)

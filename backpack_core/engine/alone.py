@@ -1,7 +1,7 @@
-"""A pass without autograd, where nothing that is asked for needs a gradient.
+"""A backward pass without autograd, for extensions that need no gradient.
 
-Curvature by columns is read off what rules send. Autograd's own pass, of the gradients of
-activations, would only say in which order to visit calls, and that is known of the graph.
+Curvature reads what rules send. Autograd's own pass would only tell in which order to visit calls,
+and the graph tells that as well; the gradients of activations would be computed for nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
     """Visit every call in an order of our own, if nobody needs a gradient.
 
     Args:
-        found: The pass, which autograd has not begun.
+        found: The pass, before autograd has begun.
         options: The arguments of ``backward()``.
 
     Returns:
@@ -43,18 +43,18 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
         found.visit(site, None if loss is None else torch.ones_like(loss), None)
 
     with torch.no_grad(), without_autocast():
-        for site in found.survey.sites.values():  # where nothing is sent, that is an error
+        for site in found.survey.sites.values():  # nothing sent there is an error
             schedule.await_site(site)
         schedule.run(visit)
     return True
 
 
 def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] | None:
-    """Where every node stands in that order; ``None`` where autograd has to go.
+    """The place of every node in that order; ``None`` if autograd has to run.
 
-    It has to for a gradient that somebody reads: a propagator, the dye, a parameter without any
-    quantity, a hook that gathers what is sharded; from anything but a single loss; and behind
-    Python functions, of which it alone knows what they leave undefined.
+    It has to if somebody reads a gradient (a propagator, the dye, a parameter without quantities, a
+    hook that gathers shards), if anything but a single loss is differentiated, and if Python
+    functions are in the graph: only autograd knows which gradients they leave undefined.
     """
     survey, context, groups = found.survey, found.context, found.groups
     if context.gradient != "skipped" or not found.is_outermost or not groups:

@@ -1,8 +1,8 @@
-"""One backward pass of autograd, and what our hooks do in it.
+"""One backward pass of autograd under one context, and what our hooks do in it.
 
 Autograd runs hooks in topological order: when the hook on an output fires, every consumer of that
-output has been visited. So a quantity waits where it was delivered, at a call's output or at an
-autograd node between calls, until autograd gets there, and every call and node is passed once.
+output has been visited. So a quantity waits where it was sent, at a call's output or at an autograd
+node between calls, and each call and node is passed once.
 """
 
 from __future__ import annotations

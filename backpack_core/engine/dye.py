@@ -1,10 +1,10 @@
-"""Which sample a number belongs to is measured: a gradient dyed sample by sample.
+"""The dye: columns that travel besides others, to measure which sample a number belongs to.
 
-Columns travel besides what was asked for. The first is the gradient itself; in the others, every
-sample has a random weight of its own. Where samples stay apart, they are the first times the
-weights, at every call. Where they do not, an operation on the way mixes them, or axis 0 holds
-something else that is as long as the batch. The first column tells whether autograd brought what is
-known of, or something besides: a term beside the loss, a hook.
+The first column is the gradient itself. In the others, each sample has a random weight. Where
+samples stay apart, these are the first column times the weights, at every call. If they are not, an
+operation on the way mixes samples, or axis 0 holds something else that is as long as the batch. The
+first column also tells whether autograd brought anything besides what came from the losses: another
+term, a hook. See ``docs/design/samples.md``.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _COUPLED = Root("a function of numbers that several samples share")
 
 
 class DyePropagator(Propagator):
-    """Starts at every call anew, and compares what arrives with what autograd brought.
+    """A quantity that starts anew at each call, after it was compared with autograd's gradient.
 
     Attributes:
-        settled: Outputs of calls where there is nothing more to learn in passes of this structure.
-        is_cut: Whether nothing but zeros came behind an operation that may mix: of a factor that is
-            zero, say, or a gate that is shut. Another one may let through what mixes.
+        settled: Outputs of calls at which passes of this structure have nothing more to learn.
+        is_cut: Whether only zeros came behind an operation that may mix, as of a factor that is
+            zero, or a gate that is shut. In a later pass it may let through what mixes.
     """
 
     per_sample = True
@@ -69,11 +69,12 @@ class DyePropagator(Propagator):
         """Begin.
 
         Args:
-            judge: Compares, with the weights and by the question that it has.
+            judge: Compares columns; it has the weights, and the question to answer.
             is_readable: Whether nodes between calls may be asked for what autograd saved.
-            gives_again: Whether they may be called at least, as by quantities that cross them.
+            gives_again: Whether such nodes may at least be called, as other quantities do to cross
+                them.
             owned: Which entries of axis 0 of an output each sample has, if they are in no order.
-            is_table: Says which nodes' tensors have no samples.
+            is_table: Tells whether the tensor of a node has no samples.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
         self._is_readable, self._gives_again = is_readable, gives_again
@@ -82,17 +83,17 @@ class DyePropagator(Propagator):
         self.is_cut = False
 
     def begin(self, gradient: Tensor, root: Root = _BEFORE, way: tuple[str, ...] = ()) -> Dye:
-        """The gradient at a root of the pass, not dyed yet unless it has samples."""
+        """The gradient at a root of the pass; dyed at once if it has samples, else later."""
         columns = Columns({root: self._weights.plain(gradient.detach())})
         return self._dyed(Dye(columns, way=way))
 
     def start(self, rule: LayerRule, view: View) -> Dye:
-        """The gradient at the loss; :meth:`cross` dyes it where it gets samples."""
+        """The gradient at a loss; :meth:`cross` dyes it when it gets samples."""
         assert view.grad_output is not None
         return self.begin(view.grad_output, _IN_LOSS, (view.path,))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
-        """Compare, and start anew.
+        """Compare what arrived, and start anew with the gradient at this output.
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
@@ -129,10 +130,10 @@ class DyePropagator(Propagator):
         return Dye(Columns({OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
-        """Whether what a call sends can be told from the gradients at its inputs.
+        """Whether autograd's gradients at the inputs of a call show what the call sends.
 
-        A rule keeps samples apart. So where only they matter, what it sends is not computed but
-        taken from autograd, at the next operation that may mix them.
+        A rule keeps samples apart by contract. So if only that matters, what the call sends is not
+        computed, but taken from autograd at the next operation that may mix samples.
         """
         is_other = view.axis or view.call.goes_inside or view.positions != 1
         received = [view.stored.inputs[position] for position in _live(view)]
@@ -145,7 +146,7 @@ class DyePropagator(Propagator):
         return is_known and all(map(self._weights.fit, received))
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
-        """By the rule; where that fails, it ends."""
+        """By the rule; if that fails, the dye ends here."""
         if quantity.positions:
             return dict.fromkeys(_live(view), quantity)
         lost = dict.fromkeys(_live(view), LOST)
@@ -171,27 +172,27 @@ class DyePropagator(Propagator):
         raise AssertionError("no extension reads the dye")
 
     def nothing(self, view: View) -> Dye:
-        """Nothing."""
+        """An output that the loss does not depend on has nothing to compare."""
         return Dye(Columns({}))
 
     def merge(self, first: Dye, second: Dye) -> Dye:
-        """Added over branches."""
+        """Add columns where branches meet."""
         return history((first, second))._replace(columns=first.columns.merge(second.columns))
 
     def map(self, quantity: Dye, function: Any) -> Dye:
-        """Block by block."""
+        """Apply the function to all columns."""
         if not quantity.columns.blocks:
             return LOST if quantity.axis else quantity
         return quantity._replace(columns=quantity.columns.map(function))
 
     def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
-        """Autograd's gradient, to compare with."""
+        """Autograd's gradient at the node, to compare with."""
         return {nr: dye._replace(brought=grads[nr]) for nr, dye in quantities.items()}
 
     def cross(
         self, node: Node, quantities: dict[int, Dye], there: Crossing
     ) -> list[tuple[int, Dye]]:
-        """Call the node for all columns, if that has no effects; else it ends."""
+        """Call the node for all columns if that has no side effects; else the dye ends here."""
         ways = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         is_aside = any(dye.positions and nr in there.others for nr, dye in quantities.items())
         is_apart = is_aside or not there.kept.isdisjoint(quantities)
@@ -209,7 +210,7 @@ class DyePropagator(Propagator):
         return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
 
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
-        """Where samples are known to stay apart: autograd's gradient tells behind the node, too."""
+        """Behind a node that keeps samples apart, where autograd's gradient tells as before it."""
         size, found = len(self._weights), {}
         before = history(quantities.values())
         for nr, dye in quantities.items():
@@ -229,7 +230,7 @@ class DyePropagator(Propagator):
         return found
 
     def _closed(self, dye: Dye) -> Dye:
-        """What calls sent is what autograd brought, but for what came by operations."""
+        """What calls sent here: autograd's gradient, less what came from operations."""
         gradient, known = dye.brought, dye.total()
         if not dye.positions or not dye.is_whole:
             return dye
@@ -243,7 +244,7 @@ class DyePropagator(Propagator):
     def _judge_at(
         self, node: Node, quantities: dict[int, Dye], positions: Mapping[int, Positions]
     ) -> bool:
-        """Compare at the outputs of a node; whether everything there is known."""
+        """Compare at the outputs of a node; returns whether everything there was known."""
         where = f"the operation {nodes.described(node)} and its result"
         known = True
         for nr, arrived in quantities.items():
@@ -257,7 +258,7 @@ class DyePropagator(Propagator):
         return known
 
     def _cross(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
-        """Through the node, or behind it as behind a call."""
+        """Go through the node, or start behind it as behind a call."""
         crossed, step = [*self._through(node, quantities)], nodes.described(node)
         for position, dye in crossed:
             yield position, self._dyed(dye, *node.next_functions[position])
@@ -287,7 +288,7 @@ class DyePropagator(Propagator):
         )
 
     def _pushed(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Columns]]:
-        """All columns behind a node; nothing where it may have effects."""
+        """All columns behind a node; none if calling the node may have side effects."""
         if not self._gives_again or (nodes.is_function(node) and not nodes.hands_on(node)):
             return []
         try:
@@ -306,7 +307,7 @@ class DyePropagator(Propagator):
         ]
 
     def _dyed(self, dye: Dye, node: Node | None = None, number: int = 0) -> Dye:
-        """Weigh what has got samples just now."""
+        """Multiply columns by the weights if they have just got samples."""
         blocks: dict[Root, Tensor] = {}
         is_whole, size = dye.is_whole, dye.size
         for root, block in dye.columns.blocks.items():

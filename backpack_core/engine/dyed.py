@@ -1,4 +1,7 @@
-"""The dyed gradient, the weights of samples in it, and what it means where these are others."""
+"""The quantity of the dye: columns with random weights of samples, and how they are compared.
+
+``dye.py`` says where it goes; this file, what a comparison means.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ Positions = int | Tensor  # how many each sample has on an axis, or which, [N, R
 
 
 class Question(NamedTuple):
-    """What has to be known of a pass.
+    """What a pass has to show, which depends on the extensions.
 
     Attributes:
-        is_per_sample: Whether samples stay apart: quantities belong to single ones.
-        is_curvature: Whether autograd brings what is known of, and nothing besides.
-        is_of_losses: Whether that comes from extended losses alone.
+        is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
+        is_curvature: Whether autograd has to bring what the dye has seen, and nothing besides.
+        is_of_losses: Whether all of it has to come from extended losses.
     """
 
     is_per_sample: bool
@@ -38,18 +41,18 @@ class Question(NamedTuple):
 
 
 class Dye(NamedTuple):
-    """The dyed gradient at a tensor.
+    """The dyed gradient at a tensor, as far as it is known.
 
     Attributes:
-        columns: Blocks of columns ``[V, N, *]``: the gradient, and weighted ones.
-        is_whole: Whether it came through every operation on the way.
-        positions: How many entries of axis 0 each sample has of what calls send here besides, as
-            autograd's gradient tells; zero if they send nothing.
-        axis: Where samples lie in that, if operations have moved them.
-        size: The largest entry it had at the calls that it comes from.
+        columns: Blocks of columns ``[V, N, *]``: the gradient, and the weighted ones.
+        is_whole: Whether no part of it was lost at an operation on the way.
+        positions: If calls send something here that only autograd's gradient shows: how many
+            entries of axis 0 each sample has in it; else zero.
+        axis: The axis of the samples in that part, if operations have moved them.
+        size: The largest entry at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
-        way: Calls and operations that it came through.
-        brought: What autograd has brought, at a node that it is at.
+        way: The calls and operations that it came through, for messages.
+        brought: Autograd's gradient at the node that it has reached.
     """
 
     columns: Columns
@@ -62,13 +65,13 @@ class Dye(NamedTuple):
     brought: Tensor | None = None
 
     def total(self) -> Tensor | None:
-        """The sum of all blocks; ``None`` where there are none, or more than that arrived."""
+        """The sum of all blocks; ``None`` if there are none, or if a part was lost."""
         blocks = [*self.columns.blocks.values()] if self.is_whole else []
         return sum(blocks[1:], blocks[0]) if blocks else None
 
     @property
     def is_told(self) -> bool:
-        """Whether autograd's gradient is all that there is, as what calls sent."""
+        """Whether calls sent all of it, so that autograd's gradient is the whole."""
         return bool(self.positions) and self.is_whole and not self.columns.blocks
 
 
@@ -78,7 +81,7 @@ OPEN = Dye(Columns({}), positions=1)
 
 
 def history(dyes: Iterable[Dye]) -> Dye:
-    """What is known of the ways of several, without their columns."""
+    """What several dyes that meet have in common, without their columns."""
     dyes = [*dyes]
     positions = {0, *(dye.positions for dye in dyes)}
     return Dye(
@@ -93,13 +96,13 @@ def history(dyes: Iterable[Dye]) -> Dye:
 
 
 class Weights:
-    """A random power of two for every sample: rounding is the same with it and without.
+    """A random power of two for each sample, which changes no mantissa and so no rounding.
 
-    Where nobody says how a tensor is laid out, there are several guesses: columns besides the plain
-    one, of which one has to turn out right.
+    If the layout of a tensor is not known, there are several guesses. Each is a weighted column,
+    and one of them has to turn out right.
 
     Attributes:
-        guesses: How many.
+        guesses: How many guesses there are.
     """
 
     def __init__(self, batch_size: int, seed: int, guesses: int) -> None:
@@ -120,12 +123,12 @@ class Weights:
         return len(self._values)
 
     def fit(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> bool:
-        """Whether an axis has so many positions of every sample, or those, ``[N, R]``."""
+        """Whether an axis has that many positions of each sample, or those, ``[N, R]``."""
         count = positions * len(self) if isinstance(positions, int) else positions.shape[1]
         return tensor.shape[axis : axis + 1] == (count,)
 
     def along(self, tensor: Tensor, axis: int = 0, positions: Positions = 1) -> Tensor:
-        """One for each entry of an axis, to be multiplied with the tensor."""
+        """The weights of the entries of an axis, shaped to multiply the tensor."""
         if isinstance(positions, int):
             values = self._values.repeat_interleave(positions)
         else:
@@ -133,11 +136,11 @@ class Weights:
         return self._shaped(values, tensor, axis)
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Columns without weights."""
+        """A tensor in all columns, without weights."""
         return tensor.expand(1 + self.guesses, *tensor.shape)
 
     def dyed(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> Tensor:
-        """Columns of a tensor with samples on an axis."""
+        """Columns of a tensor that has samples on an axis."""
         columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
         columns[0] = tensor
         columns[1:] = tensor * self.along(tensor, axis, positions)
@@ -146,12 +149,14 @@ class Weights:
     def guess(
         self, tensor: Tensor, is_first: bool, owners: Owners | None = None
     ) -> list[Tensor] | None:
-        """Where samples may lie in a tensor: weights to multiply with, for every guess.
+        """Weights to multiply a tensor with, one for each guess of where its samples lie.
+
+        There may be none, if more guesses would be needed than there are.
 
         Args:
             tensor: Shape ``[*]``.
-            is_first: Whether they are on axis 0, if that is as long as the batch.
-            owners: Whose the entries of axis 0 are, if that is known.
+            is_first: Whether samples are known to be on axis 0, if that is as long as the batch.
+            owners: The sample of each entry of axis 0, if that is known.
 
         Returns:
             As many as there are guesses, or none if there would have to be more; ``None`` if there
@@ -189,10 +194,10 @@ class Weights:
 
 
 class Judge:
-    """Compares columns with each other, and with what autograd brings, to answer a question."""
+    """Compares columns with each other, and with autograd's gradient, to answer a question."""
 
     def __init__(self, weights: Weights, question: Question) -> None:
-        """Begin with all guesses, of which one has to be right everywhere."""
+        """Begin with all guesses; one has to be right at every comparison."""
         self.weights = weights
         self.question = question
         self._right = {*range(weights.guesses)}
@@ -277,7 +282,7 @@ def _between(where: str, arrived: Dye, most: int = 8) -> str:
 
 
 def _mixed(where: str, arrived: Dye) -> SampleMixingError:
-    """Weights of samples are not those that they started with."""
+    """The error if the weights of samples are not those that they started with."""
     return SampleMixingError(
         f"{_between(where, arrived)}, samples of the batch influence each other: a gradient of one "
         "sample reaches another one, or axis 0 holds something else there that is as long as the "
@@ -288,7 +293,7 @@ def _mixed(where: str, arrived: Dye) -> SampleMixingError:
 
 
 def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
-    """Autograd's gradient is another than what came from extended losses."""
+    """The error if autograd's gradient is not what came from the extended losses."""
     return UnsupportedError(
         f"{_between(where, arrived)}, autograd brings another gradient than that of the extended "
         "losses: a term beside them depends on the output, a hook changes gradients on the way, a "

@@ -1,6 +1,7 @@
-"""What fields are stored on: parameters that plain functions use, and shards, too.
+"""Which parameters results are stored on, besides those of visited modules.
 
-Fields of earlier passes go.
+Parameters that plain functions use get results, and so do shards of a parameter. Results of earlier
+passes are removed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def add_leaves(survey: Survey) -> set[Node]:
 
 
 def clear(survey: Survey, extensions: Iterable[Extension]) -> None:
-    """Remove the fields of earlier passes from the models that take part in this one."""
+    """Remove the results of earlier passes from the models that take part."""
     fields = [extension.savefield for extension in extensions]
     for model in owners_of(call.module for call in survey.trained):
         shards = shards_in(model)
@@ -41,7 +42,7 @@ def clear(survey: Survey, extensions: Iterable[Extension]) -> None:
 
 
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
-    """Have parameters of which a process holds a part carry what was stored on the whole ones."""
+    """Copy results from whole parameters to the shards that this process holds."""
     fields = [extension.savefield for extension in extensions]
     models = owners_of(call.module for call in survey.trained) if survey.shards else ()
     shown = {id(parameter) for model in models for parameter in model.parameters()}

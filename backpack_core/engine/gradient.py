@@ -1,10 +1,9 @@
-"""The plain gradient of the parameters: autograd's, a sum of what was read for others, or nothing.
+"""The plain gradient: autograd's, the sum of products that were read anyway, or none.
 
-Autograd forms the gradient of every weight, a third of a plain pass, and individual gradients
-contain it. A pass that is told what it has to reach, by ``inputs=``, leaves that work out at all
-others. So the forward pass is the usual one, autograd is told to reach every call and every leaf
-but those whose gradient comes from a product, and what comes from there goes through autograd's
-engine again, for hooks and accumulation.
+Autograd computes the gradient of every weight, a third of a plain pass, and individual gradients
+contain it. A pass can be told by ``inputs=`` what to reach. So the forward pass is as always.
+Autograd is told to reach every call, and every leaf but those whose gradient a product has. At the
+end of the pass these gradients go through autograd's engine, which calls hooks and accumulates.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ class PlainGradient:
     """
 
     def __init__(self, survey: Survey, group: Group, leaves: Sequence[Node]) -> None:
-        """Decide.
+        """Decide which parameters autograd leaves out.
 
-        In the passes 1, 2, 4, 8, … of a structure autograd computes everything, and what would have
-        been shared is compared with it.
+        In the passes 1, 2, 4, 8, … of a structure it leaves out none, and the sums are compared
+        with its gradients.
 
         Args:
             survey: What is known about the graph.
-            group: See the class.
+            group: The extensions of individual gradients.
             leaves: Every leaf that autograd would get to.
         """
         self.group = group
@@ -82,12 +81,12 @@ class PlainGradient:
         return number in self._left or number in self._judged
 
     def take(self, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
-        """Sum a product, which all who asked for it have read.
+        """Take the sum over samples of a product that the extensions have read.
 
         Args:
             parameter: The parameter.
             whole: The product, of all uses.
-            is_reached: Whether any gradient arrives; where none does, autograd stores none.
+            is_reached: Whether any gradient arrives; if not, autograd stores none.
         """
         number = id(parameter)
         if number in self._judged and not operations.has_free_sum(whole):
@@ -100,7 +99,7 @@ class PlainGradient:
         self._sums[number] = total.clone() if is_known else total
 
     def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Compare a sum with what autograd brings."""
+        """Compare a sum with autograd's gradient, and trust it from then on, or not."""
         total, keys = self._sums.pop(id(parameter), None), self._judged[id(parameter)][1]
         if total is None or not total.numel():
             return
@@ -112,7 +111,7 @@ class PlainGradient:
             self._summed.update(keys)
 
     def leave(self) -> None:
-        """The pass is over, however it ended."""
+        """The pass is over, by its end or by an error: remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -128,17 +127,17 @@ class PlainGradient:
 
 
 class _Sums(torch.autograd.Function):
-    """A number whose gradients are given."""
+    """A number whose gradients are given tensors, which autograd then delivers."""
 
     @staticmethod
     def forward(ctx: Any, sums: list[Tensor], *parameters: Tensor) -> Tensor:
-        """Keep them."""
+        """Store the gradients."""
         ctx.sums = sums
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Let go of them: what nobody else holds is stored without a copy."""
+        """Return them and keep no reference, so that autograd stores them without a copy."""
         sums = tuple(ctx.sums)
         ctx.sums.clear()
         return (None, *sums)
@@ -159,7 +158,7 @@ def narrowed(
 def plan(
     survey: Survey, groups: Iterable[Group], edges: Sequence[Edge], options: Mapping[str, Any]
 ) -> PlainGradient | None:
-    """What is done where sums are shared; ``None`` where autograd does everything.
+    """Which sums to take for the plain gradient; ``None`` if autograd computes everything.
 
     Args:
         survey: What is known about the graph.
@@ -180,7 +179,7 @@ def plan(
 def without_gradients(
     survey: Survey, edges: Sequence[Edge], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What to tell autograd, so that parameters with quantities get no gradient.
+    """The ``inputs=`` of a pass in which parameters with quantities get no gradient.
 
     Args:
         survey: What is known about the graph.
@@ -204,10 +203,10 @@ def without_gradients(
 def inputs_without(
     left: Mapping[int, Tensor], survey: Survey, leaves: Sequence[Node]
 ) -> dict[str, Any]:
-    """``inputs=`` of a pass that reaches every call and every leaf but some.
+    """The ``inputs=`` of a pass that reaches every call, and every leaf but some.
 
     Args:
-        left: The parameters that get no gradient, by ``id``.
+        left: The parameters to leave out, by ``id``.
         survey: What is known about the graph.
         leaves: Every leaf that autograd would get to.
     """
@@ -220,7 +219,7 @@ def inputs_without(
 
 
 def _candidates(survey: Survey) -> dict[int, _Candidate]:
-    """Parameters that are read by products wherever they are used, by ``id``."""
+    """Parameters whose every use is read by a product, by ``id``."""
     found: dict[int, _Candidate] = {}
     sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
@@ -240,7 +239,7 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
 
 
 def _has_individual(group: Group) -> bool:
-    """Whether a group may form individual gradients, at once or in pieces, of all samples."""
+    """Whether a group forms individual gradients of all samples, at once or in pieces."""
     return (
         isinstance(group.propagator, OutputGradient)
         and group.propagator.subsampling is None
@@ -252,9 +251,9 @@ def _has_individual(group: Group) -> bool:
 def leaves_to_narrow(
     survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]
 ) -> list[Node] | None:
-    """Every leaf behind some edges; ``None`` where autograd cannot be told what to reach.
+    """Every leaf behind some edges; ``None`` if autograd cannot be told what to reach.
 
-    Where the user told it, that holds.
+    If the user has told it, that holds.
     """
     if options.get("inputs") is not None:
         return None

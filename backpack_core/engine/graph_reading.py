@@ -1,4 +1,7 @@
-"""Gathers what graph extensions read in one backward pass."""
+"""Runs the graph extensions of one backward pass, which read the loss as a whole.
+
+They see every visit, and get the graph when autograd is through.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from backpack_core.record.view import View
 
 
 class GraphPass:
-    """The readings of all graph extensions of a context."""
+    """The readings of all graph extensions in one backward pass."""
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class GraphPass:
 
         Args:
             extensions: The extensions.
-            roots: The tensors that ``backward()`` was called on; none where that went unseen.
+            roots: What ``backward()`` was called on; none if that was not seen.
             gradients: What came in at each of them.
         """
         self._readings = [(extension, extension.begin()) for extension in extensions]
@@ -48,7 +51,7 @@ class GraphPass:
             )
 
     def observe(self, view: View) -> None:
-        """Show a visit to all of them."""
+        """Show a visit to every reading."""
         for extension, reading in self._readings:
             try:
                 reading.observe(view)
@@ -59,7 +62,7 @@ class GraphPass:
     def results(
         self, survey: Survey, watch: Watch
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
-        """The values of all parameters, by extension."""
+        """The results by extension and parameter."""
         parameters = _parameters(survey) if self._readings else ()
         graph = LossGraph(self._roots, self._gradients, parameters, partial(nonlinear, survey))
         for extension, reading in self._readings:
@@ -72,7 +75,7 @@ class GraphPass:
 
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:
-    """What calls use, and what plain functions use of the models that were extended."""
+    """The parameters that calls use, and those of extended models that functions use."""
     found = {key: use.parameter for key, use in survey.uses.items()}
     own = owned_by_models() if survey.bare else {}
     for key, (parameter, *_) in survey.bare.items():

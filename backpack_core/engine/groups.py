@@ -1,4 +1,7 @@
-"""Extensions that share a propagator, and what they have in common."""
+"""Groups of extensions that share a propagator, and thus one quantity in a backward pass.
+
+Everything that travels is sent once for each group.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ Watch = Callable[..., Any]  # called with a module, a class, a way, a function a
 
 
 def unwatched(module: Any, kind: type, way: str, function: Any, *given: Any) -> Any:
-    """Call a function: nobody watches."""
+    """Call a function without measuring it; the default ``watch``."""
     return function(*given)
 
 
 class Group(NamedTuple):
-    """Extensions that share a propagator; a *lane* is a position in a list of groups.
+    """Extensions that share a propagator; a *lane* is the index of a group in the list of groups.
 
     Attributes:
         propagator: What travels for all of them.
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
-        has_overrides: Whether another carrier than the layer rule may speak for some modules.
-        watch: Who calls what takes time; see :class:`~backpack_core.backpack`.
+        has_overrides: Whether carriers other than layer rules may speak for some modules.
+        watch: Calls whatever takes time: see :class:`~backpack_core.profile.Profile`.
     """
 
     propagator: Propagator
@@ -37,18 +40,18 @@ class Group(NamedTuple):
 
     @property
     def first(self) -> Extension | None:
-        """The extension that messages name."""
+        """The extension that error messages name."""
         return self.extensions[0] if self.extensions else None
 
 
 def group(
     extensions: tuple[Extension, ...], watch: Watch = unwatched
 ) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
-    """Group extensions by equal propagators, except where one goes its own way at some modules.
+    """Group extensions with equal propagators, but leave one alone that has carriers of its own.
 
     Args:
         extensions: What was asked for.
-        watch: Who calls what takes time for them.
+        watch: What the groups call functions through.
 
     Returns:
         The groups, and apart from them what reads the loss as a whole.

@@ -1,4 +1,7 @@
-"""Where autograd, or whoever calls it, enters a backward pass."""
+"""Where a backward pass enters the engine: from ``backward()``, and from autograd's hooks.
+
+The first entry makes the :class:`BackwardPass`; every later one finds it by autograd's graph task.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ from backpack_core.record.call import Call, Edge, Site, edge_of
 
 
 class OutputHook:
-    """The tensor hook on the output of a call, before all others.
+    """The tensor hook on an output of a call, which runs before all others.
 
     Attributes:
-        hooks: A weak reference to the table of the tensor's hooks, this one included.
+        hooks: A weak reference to the table of the tensor's hooks, this one among them.
     """
 
     __slots__ = ("call", "hooks", "index", "output_nr")
@@ -41,7 +44,7 @@ class OutputHook:
         self.hooks: Any = None
 
     def __call__(self, grad: Tensor | None) -> None:
-        """Called by autograd with the gradient of the output, before other hooks change it."""
+        """Called by autograd with the gradient, before other hooks change it."""
         context = current(self.call.thread)
         if context is None:
             if not _torch.keeps_graph():
@@ -68,7 +71,7 @@ class OutputHook:
 
 
 def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
-    """The backward pass that is running; begun, if this is the first that is seen of it."""
+    """The backward pass that is running; a new one if it was not known."""
     task = graph_task_id()
     found: BackwardPass | None = context.passes.get(task)
     if found is not None:
@@ -94,7 +97,7 @@ def begin(
 
     Args:
         context: What was asked for.
-        roots: What ``backward()`` is called on: tensors, or edges of the graph.
+        roots: What ``backward()`` is called on, as tensors or edges.
         gradients: What comes in at each of them.
 
     Returns:
@@ -125,9 +128,9 @@ _NAMES = {function: tuple(inspect.signature(function).parameters) for function i
 
 
 class Announcer(TorchFunctionMode):
-    """Tells the engine of every backward pass that is begun by its context's thread.
+    """Notices every call of ``backward()`` on the thread of a context, and begins a pass for it.
 
-    Everything else runs as it does without; so does all that runs inside of a backward pass.
+    All other torch functions run as without it, and so does everything inside of a backward pass.
     """
 
     def __init__(self, context: Context) -> None:
@@ -135,7 +138,7 @@ class Announcer(TorchFunctionMode):
         self._context = context
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at calls of ``backward()``, let others pass."""
+        """Act on calls that start a backward pass; let all others through."""
         kwargs = kwargs or {}
         if func not in _ENTRIES or current(threading.get_ident()) is not self._context:
             return func(*args, **kwargs)
@@ -168,7 +171,7 @@ class Announcer(TorchFunctionMode):
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
-    """One thing, several, or none, as a tuple; an edge is a named one, and as such a sequence."""
+    """One thing, several, or none, as a tuple; an edge, itself a named tuple, is one thing."""
     if isinstance(value, Sequence) and not isinstance(value, (Tensor, GradientEdge)):
         return tuple(value)
     return () if value is None else (value,)

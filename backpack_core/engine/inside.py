@@ -1,8 +1,9 @@
-"""Parameters deep inside of a module, read when autograd brings the gradient that arrives there.
+"""Parameters deep inside of a module, read when autograd brings their gradient.
 
-What first-order extensions read at a projection of attention is the gradient at that projection. A
-rule can carry the one at the output back to it, which is a part of the backward pass once more; or
-say where it arrives anyway (``LayerRule.node_inside``), and have it in ``view.inner``.
+First-order extensions read a projection of attention from the gradient at that projection. A rule
+could carry the gradient at the output back to it, which would repeat a part of the backward pass.
+Or it says where autograd brings that gradient anyway (``LayerRule.node_inside``), and reads
+``view.inner``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
 def read_here(
     traversal: Traversal, lane: int, view: View, carrier: Carrier, quantity: Any
 ) -> Sequence[Trained]:
-    """What is read at the output of a call; the rest waits where autograd brings its gradient."""
+    """The parameters to read at the output now; the others are read when their gradient arrives."""
     survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule
     trained, context = survey.trained[view.call], current(view.call.thread)
     later = [use for use in trained if use.name in rule.reads_inside]
@@ -44,7 +45,7 @@ def read_here(
         or view.positions != 1
         or survey.alignment.owned
         or context is None
-        or context.extension_hook is not None  # which sees all that is read at a module
+        or context.extension_hook is not None  # it has to see everything that is read at a module
     ):
         return trained
     node = rule.node_inside(view)

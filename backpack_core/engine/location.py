@@ -1,7 +1,7 @@
-"""Adds to an error where it happened: module, extension, and who provided them.
+"""Adds to an error where it happened: module, extension, and the plugins that provided them.
 
-What code of a plugin raises of its own accord, whatever its type, becomes a ``PluginCodeError``
-here, and nowhere else.
+Whatever code of a plugin raises by itself, of any type, becomes a ``PluginCodeError`` here, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backpack_core.record.view import View
 
 
 def place(error: Exception, view: View, extension: Extension | None) -> None:
-    """Say at which call."""
+    """Add the call at which an error happened."""
     rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
     _place(error, extension, f", at {view.path}, rule {rule}")
 
@@ -29,13 +29,13 @@ def place(error: Exception, view: View, extension: Extension | None) -> None:
 def place_between(
     error: Exception, survey: Survey, extension: Extension | None, node: Node | None = None
 ) -> None:
-    """Say behind which modules an operation between them stands, as far as it is known.
+    """Add the modules behind which an operation between calls stands, as far as known.
 
     Args:
         error: The error.
         survey: What is known about the graph.
         extension: The extension.
-        node: The operation; ``None`` if the error says.
+        node: The operation; ``None`` to take the one that the error names.
     """
     at = error.node if node is None and isinstance(error, errors.BridgeError) else node
     paths = [] if at is None else sources(survey, at)
@@ -43,7 +43,7 @@ def place_between(
 
 
 def _place(error: Exception, extension: Extension | None, where: str) -> None:
-    """Say it once: the innermost place counts."""
+    """Add a place, unless one was added before: the innermost counts."""
     if getattr(error, "backpack_context", ""):
         return
     who = "no extension" if extension is None else registry.describe(extension)
@@ -63,13 +63,13 @@ def _place(error: Exception, extension: Extension | None, where: str) -> None:
     error.backpack_context = text  # type: ignore[attr-defined]
 
 
-# Ours say what to do, callers recover from memory that is used up, users make errors of warnings.
+# Not wrapped: our errors, which say what to do; lack of memory; warnings made into errors.
 _AS_THEY_ARE = (errors.BackpackError, Warning, torch.OutOfMemoryError, MemoryError)
 _OURS = tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 def _foreign_line(error: Exception) -> str:
-    """The innermost line that is neither core's nor torch's, and empty if there is none."""
+    """The innermost line that is neither core's nor torch's; empty if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*_OURS, "<")):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}"

@@ -1,4 +1,7 @@
-"""What a backward pass refuses, or warns of, before it computes anything."""
+"""What a backward pass refuses, or warns of, before it computes anything.
+
+An error in the middle of a pass would leave half of the results behind.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from backpack_core.record.view import View
 
 
 def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
-    """Refuse parameters that plain functions use, where a quantity cannot be had there.
+    """Refuse parameters that functions use, if an extension has no quantity for them.
 
-    Of parameters that are no part of an extended model, warn.
+    Warn of parameters that belong to no extended model.
 
     Args:
         survey: What is known about the graph.
-        known: Those that were reported, by ``id``.
+        known: Parameters that were reported before, by ``id``.
         extensions: What was asked for.
 
     Raises:
@@ -63,7 +66,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
-    """What uses a parameter, and what to do."""
+    """What uses a parameter, and what to do about it, for messages."""
     for call, uncovered in survey.uncovered.items():
         for own in uncovered:
             if own.parameter is parameter:
@@ -94,7 +97,7 @@ def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
 
 
 def named(survey: Survey, parameter: Tensor) -> str:
-    """A parameter in words."""
+    """A parameter in words, for messages."""
     name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
     which = "a parameter" if name is None else f"the parameter {name}"
     return f"{which} of shape {list(parameter.shape)}"
@@ -103,15 +106,15 @@ def named(survey: Survey, parameter: Tensor) -> str:
 def refuse_misaligned(
     survey: Survey, alignment: Alignment, propagators: Sequence[Propagator]
 ) -> None:
-    """Raise where a quantity of single samples cannot be had, as some tensor has none of them.
+    """Raise if samples are not on axis 0 at a tensor, and a quantity needs them there.
 
     Args:
         survey: What is known about the graph.
         alignment: Where samples lie in it.
-        propagators: Of what was asked for.
+        propagators: The propagators that were asked for.
 
     Raises:
-        BackpackError: Somewhere it cannot.
+        BackpackError: A quantity needs the samples on axis 0, and they are elsewhere.
     """
     for propagator in propagators:
         if not propagator.per_sample:
@@ -141,15 +144,15 @@ def refuse_misaligned(
 
 
 def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
-    """Raise if a term that was handed over depends on the output of a module, or is asked for.
+    """Raise if a term in ``beside=`` depends on outputs of modules, or an extension needs it.
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
 
     Raises:
-        UnsupportedError: It does, so that gradients there are not those of the loss alone; or it
-            has a part in what an extension computes.
+        UnsupportedError: A term depends on such an output, so that gradients there are not those of
+            the loss alone; or it has a part in what an extension computes.
     """
     if not survey.beside:
         return
@@ -186,7 +189,7 @@ def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.Unsupported
 
 
 def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
-    """The module that owns a parameter inside an extended model and does not report itself."""
+    """The module that owns a parameter in an extended model, but was not extended itself."""
     for model in owners_of(modules):
         for path, part in model.named_modules():
             own = any(parameter is other for other in part._parameters.values())
@@ -196,7 +199,7 @@ def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
 
 
 def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
-    """Raise where losses are all that is extended, and parameters are trained behind them.
+    """Raise if only losses are extended, although parameters are trained behind them.
 
     Args:
         survey: What is known about the graph.
@@ -221,18 +224,18 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
 def curvature_of_losses(
     groups: Iterable[Group], whole: Iterable[GraphExtension]
 ) -> list[Extension]:
-    """Extensions whose quantity starts at extended losses, by what rules of these say."""
+    """The extensions whose quantity is the curvature of extended losses."""
     started = [g.extensions for g in groups if g.propagator.travels and not g.has_overrides]
     return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
 
 
 def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[Extension]) -> None:
-    """Raise unless there is nothing but a weighted sum of extended losses.
+    """Raise unless ``backward()`` is called on a weighted sum of extended losses only.
 
     Args:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
-        extensions: Those that belong to the extended losses.
+        extensions: Those whose quantity belongs to the extended losses.
 
     Raises:
         NotExtendedError: There is no extended loss.
@@ -264,7 +267,7 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[E
 
 
 def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
-    """The error where autograd gets to a call by no way that a sample goes.
+    """The error if autograd reaches a call by no way that a sample goes.
 
     Args:
         call: The call.
@@ -283,11 +286,11 @@ def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
 
 
 def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
-    """The error where hooks change what curvature would be the curvature of.
+    """The error if hooks change the gradient, which curvature does not follow.
 
     Args:
-        view: Where.
-        changed_by: Hooks on the tensor; none if they are on its node.
+        view: The visit at which it was seen.
+        changed_by: The hooks on the tensor; empty if they are on its node.
     """
     names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
     where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
@@ -299,11 +302,11 @@ def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.Unsupporte
 
 
 def nothing_arrived(view: View, name: str) -> Exception:
-    """The error where a call is no part of an extended loss: a quantity would miss something.
+    """The error if nothing was sent to a call, so that a quantity would miss a part.
 
     Args:
         view: The call.
-        name: What needs the loss.
+        name: The extension that needs it.
     """
     if view.output_shape == ():
         return missing(

@@ -1,7 +1,7 @@
-"""What waits where, until everything that adds to it has been visited.
+"""Where quantities wait until everything that adds to them has been visited.
 
-A :class:`Schedule` calls nobody back at calls: whoever decides the order of the visits takes what
-waits there. At nodes between calls, a subclass sees to it that :meth:`Schedule.cross` is called.
+A :class:`Schedule` does not decide who is visited when. At calls, whoever does takes what waits
+there; at nodes between calls, a subclass sees to it that :meth:`Schedule.cross` is called.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-
 
 
 class Waiting(NamedTuple):
-    """What was sent to a call.
+    """What was sent to a call, in the two forms that senders have.
 
     Attributes:
-        wide: From nodes between calls, for the whole batch.
-        own: From calls, for the samples that take part.
+        wide: From nodes between calls: for the whole batch.
+        own: From calls: for the samples that take part.
     """
 
     wide: Any = None
@@ -51,7 +51,7 @@ NOTHING = Waiting()
 
 
 class Schedule(ABC):
-    """What waits at calls and at nodes, for every group."""
+    """What waits at calls and at nodes, for each group."""
 
     def __init__(self, survey: Survey, groups: Sequence[Group]) -> None:
         self.survey = survey
@@ -64,35 +64,35 @@ class Schedule(ABC):
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
-        """Something waits at a node for the first time: see to it that :meth:`cross` is called."""
+        """Something waits at a node for the first time: have :meth:`cross` called in time."""
 
     def await_site(self, site: Site) -> None:
-        """Something waits at a call for the first time: autograd calls back by itself."""
+        """Something waits at a call for the first time; autograd visits it by itself."""
         return
 
     def waiting_at(self, site: Site) -> list[int]:
-        """Groups that something waits for at an output of a call."""
+        """The groups for which something waits at an output of a call."""
         lanes = range(len(self.groups))
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
     def is_empty(self) -> bool:
-        """Whether everything that was sent has arrived."""
+        """Whether everything that was sent has been taken."""
         return not (self._at_sites or self._at_nodes)
 
     def deliver(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
-        """Leave a quantity at an edge, to wait for a visit.
+        """Send a quantity to an edge, unless the pass does not get there.
 
         Args:
-            lane: Which group it belongs to.
-            edge: Where it goes: to a call, or to a node between calls.
-            wide: What comes from nodes, for the whole batch.
-            own: What comes from calls, for the samples that take part.
+            lane: The index of the group.
+            edge: The address: of a call, or of a node between calls.
+            wide: The quantity for the whole batch, as nodes send it.
+            own: The quantity for the samples that take part, as calls send it.
         """
         if _torch.will_execute(edge.node):
             self.leave(lane, edge, wide, own)
 
     def leave(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
-        """The same where autograd is known to get."""
+        """Send a quantity to an edge that the pass is known to reach."""
         propagator = self.groups[lane].propagator
         site = self.survey.site_at(edge)
         if site is not None:
@@ -119,7 +119,7 @@ class Schedule(ABC):
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
 
     def _leads_to_readers(self, start: Node) -> bool:
-        """Whether a call, or a parameter that is looked at by itself, lies at a node or behind."""
+        """Whether a call, or a parameter that is read by itself, lies at a node or behind it."""
         known, todo = self._is_read, [start]
         leaves = self.survey.alignment.leaves
         if len(leaves) != self._leaves:  # a later walk found more
@@ -140,15 +140,15 @@ class Schedule(ABC):
         return known[start]
 
     def take(self, lane: int, site: Site) -> Waiting:
-        """What waits at an output of a call, which is visited now."""
+        """What waits at an output of a call that is being visited."""
         return self._at_sites.pop((site.call, site.index, lane), NOTHING)
 
     def cross(self, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
-        """Push what waits at a node through it.
+        """Carry what waits at a node through it, and send it on.
 
         Args:
             node: The node.
-            grads: The gradients at its outputs, where autograd has brought them.
+            grads: The gradients at its outputs, if autograd is at the node.
         """
         waiting = self._at_nodes.pop(node, {})
         if grads and node in self.survey.alignment.starts and node not in self._started:
@@ -176,11 +176,11 @@ class Schedule(ABC):
     def _reached(
         self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
     ) -> Crossing:
-        """Where samples lie, and, where autograd is, what takes what comes into being there."""
+        """Where samples lie at a node that autograd is at, and what takes residuals there."""
         return there
 
     def send(self, lane: int, node: Node, crossed: Sent) -> None:
-        """Leave what has crossed a node at the edges behind it."""
+        """Send what has crossed a node to the edges behind it."""
         edges = dict(edges_behind(node)) if crossed else {}
         for position, quantity in crossed:
             edge = edges.get(position)
@@ -188,7 +188,7 @@ class Schedule(ABC):
                 self._send(lane, edge, quantity)
 
     def _send(self, lane: int, edge: Edge, quantity: Any) -> None:
-        """Leave what has crossed a node at an edge behind it."""
+        """Send what has crossed a node to one edge behind it."""
         leaf = self.survey.alignment.leaves.get((edge.node, edge.output_nr))
         if leaf is None:
             if not nodes.is_leaf(edge.node):  # of other parameters, calls are read off
@@ -198,14 +198,14 @@ class Schedule(ABC):
 
 
 class HookSchedule(Schedule):
-    """In autograd's order, whose hooks tell when a node is reached."""
+    """A schedule in autograd's order: hooks tell when autograd is at a node."""
 
     def __init__(self, chunks: Chunks, passes: Passes) -> None:
         """Begin.
 
         Args:
-            chunks: Knows the graph, and what is sent.
-            passes: Where the pass is known by its task, until it fails.
+            chunks: Makes sweeps; knows the graph and the groups.
+            passes: The passes under way, by graph task, from which a failed one is removed.
         """
         super().__init__(chunks.survey, chunks.groups)
         self._chunks, self.passes = chunks, passes
@@ -221,19 +221,19 @@ class HookSchedule(Schedule):
         return there._replace(grads=grads, size=size, carry=carry)
 
     def await_node(self, node: Node) -> None:
-        """Autograd calls back when it has visited every consumer of the node's outputs."""
+        """Have autograd call back when it has visited all consumers of the node."""
         when_reached(node, self, HookSchedule.reach, self.passes)
 
     def reach(self, grads: Any) -> None:
-        """Autograd is at a node."""
+        """Autograd is at a node: cross it."""
         self.cross(_torch.current_node(), grads)
 
 
 def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passes: Passes) -> None:
     """Have autograd call ``function(owner, gradients)`` when it reaches a node.
 
-    It may never get there (``backward(inputs=...)``, an exception): then the hook stays on the
-    node, and holds neither the node nor the owner.
+    It may never get there (``backward(inputs=...)``, an exception), and the hook then stays on the
+    node. So it holds neither the node nor the owner.
     """
     this, task = weakref.ref(owner), _torch.graph_task_id()
 
@@ -250,7 +250,7 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
 
 
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
-    """Do something in a hook; the pass under way ends if it fails."""
+    """Call a function in a hook; if it fails, the pass under way is over."""
     try:
         if _torch.casts():
             with without_autocast():  # the forward pass has said what precision to take
@@ -263,15 +263,15 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
 
 
 class RankSchedule(Schedule):
-    """In an order that was made beforehand."""
+    """A schedule in an order that was made beforehand, for chunks and passes without autograd."""
 
     def __init__(self, survey: Survey, groups: Sequence[Group], ranks: dict[Node, int]) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
-            groups: What is sent.
-            ranks: Every node's place in the order.
+            groups: The groups whose quantities are sent.
+            ranks: The place of each node in the order.
         """
         super().__init__(survey, groups)
         self._ranks = ranks
@@ -279,16 +279,16 @@ class RankSchedule(Schedule):
         self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}
 
     def await_node(self, node: Node) -> None:
-        """Put it in its place of the order."""
+        """Put the node into the queue, at its place in the order."""
         heapq.heappush(self._queue, (self._ranks[node], node))
 
     def await_site(self, site: Site) -> None:
-        """Put it in its place of the order."""
+        """Put the call into the queue, at its place in the order."""
         self._sites.setdefault(site.edge.node, {})[site.call, site.index] = site
         self.await_node(site.edge.node)
 
     def run(self, visit: Callable[[Site], None]) -> None:
-        """Visit calls, and cross nodes, until nothing waits any more."""
+        """Visit calls and cross nodes, in order, until nothing waits."""
         while self._queue:
             _, node = heapq.heappop(self._queue)
             for site in self._sites.pop(node, {}).values():
@@ -298,7 +298,7 @@ class RankSchedule(Schedule):
 
 
 def _add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
-    """The sum, where ``None`` is nothing."""
+    """The sum of two quantities, either of which may be ``None``."""
     if first is None or second is None:
         return second if first is None else first
     return merge(first, second)

@@ -1,4 +1,7 @@
-"""Where values of parameters go; several uses of a parameter wait here for each other."""
+"""Where readings of a parameter wait for its other uses, and where results are stored.
+
+Nothing may be read before the last use: the products of all uses are added before they are squared.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""In passes that are measured, products have to add up to the gradient that autograd brings.
+"""Checks, in passes that are measured, that products add up to autograd's gradient.
 
-What adds nothing to a product, or adds something twice, shows here whatever it is: an operation
-that never met a call, a rule that is not that of the module, a fault of our own.
+Whatever is missing from a product, or counted twice, shows here: an operation that met no call, a
+rule of another module, a fault of our own.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from backpack_core.graph.survey import Survey
 
 
 class SumCheck(FirstOrderExtension):
-    """Compares, when the pass is through; stores nothing."""
+    """An extension that compares sums at the end of a pass, and stores nothing."""
 
     savefield = "_backpack_sum"
     needs = (batch_sum,)
     is_deferred = True
 
     def __init__(self, survey: Survey, groups: list[Group]) -> None:
-        """Begin, and have autograd tell what it brings, before hooks of others change it.
+        """Begin, and have autograd tell its gradients before hooks of others change them.
 
         Args:
             survey: What is known about the graph.
-            groups: What was asked for. It reads along with what is read anyway, or is a group of
-                its own.
+            groups: What was asked for. The check joins the group of individual gradients, or makes
+                one.
         """
-        super().__init__(fail_mode="silent")  # nothing is run once more for it alone
+        super().__init__(fail_mode="silent")  # do not replay modules for this check alone
         self._survey = survey
         # Under autocast, what is stored in single precision may have been computed in half.
         self._unit = _unit(call.stored.outputs[index].dtype for call, index in survey.sites)
@@ -61,28 +61,28 @@ class SumCheck(FirstOrderExtension):
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
                 groups[lane] = group._replace(extensions=extensions, needs=needs)
                 if "autodiff" in [other.fail_mode for other in group.extensions]:
-                    self.fail_mode = "autodiff"  # which is run for them
+                    self.fail_mode = "autodiff"  # modules are replayed for them anyway
                 return
         groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
 
     def leave(self) -> None:
-        """Listen no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def _hear(self, parameter: Tensor, gradient: Tensor) -> None:
-        """What autograd brings, in this pass or in one inside of it."""
-        # A copy: autograd may store the tensor itself, which is averaged or added to from then on.
+        """Note autograd's gradient, in this pass or in one inside of it."""
+        # A copy: autograd may store the tensor itself as ``.grad``, which others then change.
         self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
 
     def read(self, product: SampleProduct) -> tuple[Tensor, Tensor]:
-        """The sum over all samples, and how large its terms are."""
+        """The sum over all samples, and the size of its terms."""
         if self._task < 0:
             self._task = graph_task_id()
         return batch_sum(product)[0].detach(), magnitude(product)
 
     def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
-        """Compare.
+        """Compare the sums with the gradients.
 
         Raises:
             UnsupportedError: They do not add up.
@@ -103,7 +103,7 @@ class SumCheck(FirstOrderExtension):
         differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
         for (parameter, *tensors), difference in zip(compared, differences, strict=True):
             unit = max(self._unit, _unit(t.dtype for t in tensors))
-            # Terms may cancel before they get to the parameter, too: in a softmax, say.
+            # Terms may also cancel on the way to the parameter, as in a softmax.
             size = sizes[parameter], max(terms[parameter], widest / 32)
             if difference > _allowed(*size, unit):  # what is not finite is not compared
                 unit = max(unit, self._coarsest())
@@ -112,9 +112,9 @@ class SumCheck(FirstOrderExtension):
         return {}
 
     def _coarsest(self) -> float:
-        """The rounding unit of what was computed inside of modules and between them, at worst.
+        """The coarsest rounding unit of anything computed in this graph.
 
-        Many a norm or softmax computes in single precision, whatever it is given.
+        Many normalisations and softmaxes compute in single precision, whatever they are given.
         """
         return _unit(
             metadata_of(node, nr).dtype
@@ -136,7 +136,7 @@ class SumCheck(FirstOrderExtension):
 
 
 def magnitude(product: SampleProduct) -> Tensor:
-    """About how large the terms are that make up a sum, which may cancel: ``Σ ‖out‖ ‖inp‖``."""
+    """The size of the terms of a sum, which may cancel: about ``Σ ‖out‖ ‖inp‖``."""
     if isinstance(product, SumProduct):
         return sum(map(magnitude, product.parts), torch.zeros(()))
     if isinstance(product, AffineProduct | ScaleProduct) and product.inp is not None:
@@ -147,18 +147,18 @@ def magnitude(product: SampleProduct) -> Tensor:
     out = getattr(product, "out", None)
     if isinstance(out, Tensor):
         return _norm(out) * sqrt(out.shape[1:3].numel())
-    # Formed by a function of columns, or formed already.
+    # A product without factors.
     return _norm(product.like) * sqrt(product.like.shape[1:].numel())
 
 
 def _allowed(gradient: float, terms: float, unit: float) -> float:
-    """What rounding may make of a gradient, as a sum of terms of some size."""
+    """The difference that rounding may make in a gradient, given the size of its terms."""
     bound: float = unit**0.7
     return max(gradient * bound, terms * min(32 * unit, bound))
 
 
 def _unit(dtypes: Iterable[torch.dtype]) -> float:
-    """The coarsest rounding unit."""
+    """The coarsest rounding unit of some dtypes."""
     real = {dtype for dtype in dtypes if dtype.is_floating_point}
     return max((torch.finfo(dtype).eps for dtype in real), default=0.0)
 
@@ -170,6 +170,6 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _numbers(scalars: Iterable[Tensor]) -> list[float]:
-    """Their values, for which a device is waited for once."""
+    """The values of some tensors, in one transfer from the device."""
     found = [scalar.reshape(1) for scalar in scalars]
     return torch.cat([one.to(found[0].device) for one in found]).tolist() if found else []

@@ -1,9 +1,9 @@
-"""Carries columns through the graph in chunks, in an order of our own.
+"""Sends columns through the graph in chunks, each in an order of our own.
 
-An exact quantity has a column for every output of the model, and all of them at once are the
-largest tensors of the backward pass. When the loss is visited, the whole graph is still alive: so
-all chunks of columns but the last go through it one after the other, and the last one rides with
-autograd as usual. Besides memory this saves time, since small chunks stay in the allocator's reach.
+An exact quantity has a column for every output of the model; all at once are the largest tensors of
+the backward pass. When the loss is visited, the whole graph is still alive. So all chunks but the
+last go through it one after the other, and the last one travels with autograd. Besides memory this
+saves time: small chunks reuse memory that the allocator holds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from backpack_core.tuning import column_budget, memory_budget
 
 @dataclass(eq=False)
 class Chunks:
-    """Makes sweeps for one backward pass.
+    """Sends chunks of columns during one backward pass.
 
     Attributes:
         survey: What is known about the graph.
-        groups: What is sent.
-        kept: What calls have computed for all columns that pass through them.
-        partial: Where values go, added up.
+        groups: The groups whose quantities are sent.
+        kept: What was computed from calls alone, for all columns that pass through them.
+        partial: The results of the chunks so far, combined.
     """
 
     survey: Survey
@@ -43,7 +43,7 @@ class Chunks:
     _recomputed: Recomputed = field(default_factory=Recomputed)
 
     def size(self, lane: int, device: str) -> int | None:
-        """How many columns may go on at once, on a type of device; ``None`` for all."""
+        """How many columns may travel at once, on a type of device; ``None`` for all."""
         survey, group = self.survey, self.groups[lane]
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
@@ -57,12 +57,12 @@ class Chunks:
         return max(1, limit // max(1, survey.widest))
 
     def carry(self, lane: int, node: Node, begin: Callable[[Traversal], None]) -> None:
-        """Visit everything that a chunk of columns reaches, and add what extensions read off.
+        """Visit everything that a chunk reaches, and combine what extensions read.
 
         Args:
-            lane: Which group the columns belong to.
-            node: Where they are.
-            begin: Sends the chunk on its way.
+            lane: The group of the columns.
+            node: The node at which the columns are.
+            begin: Sends the chunk from there.
         """
         if node not in self._ranks:
             self._ranks = ranks(node)
@@ -80,8 +80,8 @@ class Chunks:
         if call not in self.survey.opened:
             call.rule.check(view)
         traversal.visit(lane, site, view)
-        # What depends on the call alone serves the next chunk, too, as far as memory allows; where
-        # hooks took what it is made of, it is made anew.
+        # Keep what depends on the call alone for the next chunk, as far as memory allows; but not
+        # if it was made of tensors that hooks took.
         held = sum(t.nbytes for t in iter_tensors(list(view.kept.values())))
         if view.taken is not None or held > memory_budget():
             view.kept.clear()

@@ -1,6 +1,7 @@
-"""Takes quantities from call to call, and has extensions read off at parameters.
+"""What happens at a visit: extensions read at parameters, and quantities go on to the inputs.
 
-A :class:`Traversal` knows no order and no place for values: its schedule and its sink do.
+The order of visits is the schedule's, and the place of results the sink's, so the same code serves
+autograd's pass and chunks of columns.
 """
 
 from __future__ import annotations

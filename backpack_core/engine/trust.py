@@ -1,4 +1,7 @@
-"""In which passes alignment is measured: those whose structure is not known to be right."""
+"""Decides in which passes to measure: those of a structure that is not known to be right.
+
+Measuring in every pass would cost too much, and a structure does not change between passes.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,13 @@ TRUST_ATTRIBUTE: Final = "_backpack_trust"
 
 @dataclass
 class Trust:
-    """What is known of one structure.
+    """What earlier passes of one structure have shown.
 
     Attributes:
-        passes: How many passes had it.
-        open_sites: Outputs of calls at which nothing could be compared yet, by their position in
-            the walk, and -1 while an operation gave nothing but zeros; ``None`` before the first
-            pass.
-        summed: Parameters whose gradient is the sum of their products, by the keys of their uses.
+        passes: How many passes there were.
+        open_sites: Outputs of calls at which nothing could be compared yet, by their number in the
+            walk; also -1 while an operation gave only zeros. ``None`` before the first pass.
+        summed: Parameters whose gradient was the sum of their products, by the keys of their uses.
     """
 
     passes: int = 0
@@ -36,7 +38,7 @@ class Trust:
     summed: set[Hashable] = field(default_factory=set)
 
     def is_due(self) -> bool:
-        """Whether this pass is the first, or 1, 2, 4, 8, … after it."""
+        """Whether this pass is measured: the first, and then the passes 1, 2, 4, 8, … of them."""
         before = self.passes - 1
         return before & (before - 1) == 0
 
@@ -45,14 +47,13 @@ class Measurement:
     """The dye of one pass, and what is learnt from it.
 
     Attributes:
-        dye: What travels besides what was asked for.
+        dye: The propagator of the dye.
     """
 
     def __init__(
         self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
     ) -> None:
-        # Extended losses say where samples are; for curvature of them, any other term is one too
-        # many.
+        # Extended losses say where samples are. For their curvature, any other term is an error.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
         self.dye = DyePropagator(
@@ -64,10 +65,10 @@ class Measurement:
         )
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
-        trust.open_sites = None  # nothing is trusted after a pass that fails
+        trust.open_sites = None  # a pass that fails leaves no trust
 
     def settle(self) -> None:
-        """Remember where there is nothing more to learn."""
+        """Remember at which outputs there is nothing more to learn."""
         still = {
             number
             for number, (place, site) in enumerate(self._survey.sites.items())
@@ -81,13 +82,13 @@ class Measurement:
 def measurement(
     survey: Survey, roots: Sequence[Edge], check: str, question: Question
 ) -> Measurement | None:
-    """What measures a pass; ``None`` if its structure is known to be right, or has no numbers.
+    """What measures a pass; ``None`` if its structure is trusted, or tensors have no numbers.
 
     Args:
         survey: The graph.
         roots: What ``backward()`` is called on.
         check: What the user asked for: ``"first"``, ``"always"`` or ``"never"``.
-        question: What has to be known.
+        question: What the pass has to show.
     """
     if check == "never" or not survey.sites:
         return None
@@ -101,16 +102,17 @@ def measurement(
 
 
 def known_of(survey: Survey, asked: Hashable) -> Trust:
-    """What is known of the structure of a pass, which is counted.
+    """What is known of the structure of a pass, which is counted as one more of it.
 
-    Structures differ by the calls and the nodes between them, in train and eval mode, and by which
-    axes are as long as the batch; not by sizes, so that padding to other lengths is the same one.
+    Structures differ by calls, the nodes between them, train and eval mode, and by which axes are
+    as long as the batch. They do not differ by sizes, so that padding to another length is the same
+    structure.
 
     Args:
         survey: The graph.
-        asked: What else tells passes apart.
+        asked: What else distinguishes passes.
     """
-    *_, (call, _) = survey.sites  # the first may be that of a loss, made anew for every pass
+    *_, (call, _) = survey.sites  # not the first: a loss may be a new module in each pass
     table = owner_of(call.module).__dict__.setdefault(TRUST_ATTRIBUTE, {})
     if survey.structure is None:
         survey.structure = _structure(survey)

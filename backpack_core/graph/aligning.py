@@ -1,4 +1,8 @@
-"""Finds out where samples lie in a graph; most graphs have them on axis 0 everywhere."""
+"""Finds out where the samples lie in a graph, and which parts need more than their layer rules.
+
+Most graphs have samples on axis 0 everywhere, which is quickly seen. See
+``docs/design/samples.md``.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
 
 
 def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
-    """Why a call does not have the batch where others have it; ``None`` if it does."""
+    """Why a call has its samples elsewhere than other calls; ``None`` if it has not."""
     stored, size = call.stored, survey.batch_size
     output, inputs = stored.outputs[index], stored.inputs
     if not inputs:
@@ -70,7 +74,7 @@ def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
 
 
 def _is_declared(survey: Survey, call: Call) -> bool:
-    """Whether what a call received has its samples on another axis, by declaration alone."""
+    """Whether only the declaration says that a call received its samples on another axis."""
     if not survey.is_declared or not declared_axis(call) or not call.stored.inputs:
         return False
     return is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
@@ -100,10 +104,11 @@ def _hand_to_nodes(survey: Survey) -> None:
 
 
 def _is_table(survey: Survey, site: Site) -> bool:
-    """Whether axis 0 of an output may be as long as the batch by chance, as of ``arange(T)``.
+    """Whether a call's output is taken for a table, which is as long as the batch by chance.
 
-    The call received nothing that the model did, and its output is small enough to be one for all
-    samples, or computed from buffers: then it is taken for one, which is exact in any case.
+    As of ``wpe(torch.arange(T))``: the call received nothing of the model's input, and its output
+    is small enough to be one for all samples, or is computed from buffers. To take it for a table
+    is exact in any case.
     """
     call = site.call
     if (
@@ -122,13 +127,13 @@ def _is_table(survey: Survey, site: Site) -> bool:
 
 
 def _is_of_buffers(call: Call) -> bool:
-    """Whether a call received nothing but buffers of the model, as a net of coordinates does."""
+    """Whether a call received only buffers of the model, as a net of coordinates does."""
     memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
     return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
 def _is_willing(call: Call, index: int) -> bool:
-    """Whether the rule takes what the call received, which may have no batch at all."""
+    """Whether a rule accepts what its call received, which may have no batch at all."""
     try:
         call.rule.check(View(call, index))
     except BackpackError:
@@ -137,9 +142,9 @@ def _is_willing(call: Call, index: int) -> bool:
 
 
 def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
-    """Have nodes gone through where a call received something that has no samples.
+    """Handle calls that received something without samples: go through them, node by node.
 
-    Unless its rule takes that for samples: what it gives is then added up.
+    Not if the rule takes what it received for samples: the products it gives are then added up.
     """
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
@@ -151,7 +156,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
 
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
-    """Parameters of extended models that no call reads off, by the edge that leads to them."""
+    """Parameters of extended models that no call reads, by the edge that leads to each."""
     if not survey.bare or not survey.sites:  # of no call, nothing tells how many samples
         return {}
     # Of the freed ones, some may have been replaced in their module since.

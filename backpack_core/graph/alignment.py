@@ -1,9 +1,9 @@
-"""Where the samples lie at every tensor of a backward graph, and where there are none.
+"""What is known of where the samples lie at every tensor of a backward graph.
 
-Most tensors have them on axis 0, one after the other. Where positions were merged into that axis,
-each sample has several entries of it. What is computed from weights alone (a table of positions, a
-tied weight) has no samples: a gradient there is a sum over them. From the last tensors that have
-some, what is sent to such a tensor is therefore kept apart, sample by sample.
+Most tensors have them on axis 0, in order. Where a view merged positions into that axis, each
+sample has several entries. A tensor made of weights alone (a table of positions, a tied weight) has
+no samples, and its gradient is a sum over them. Quantities are kept apart there, sample by sample,
+beginning at the last tensors that have samples. See ``docs/design/samples.md``.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ class Alignment:
     is_readable: bool = False
 
     def is_apart(self, edge: Edge) -> bool:
-        """Whether what is sent to an edge is kept apart by sample."""
+        """Whether quantities at an edge are kept apart by sample."""
         return (edge.node, edge.output_nr) in self.apart
 
     def positions_at(self, edge: Edge) -> int:
-        """How many entries of axis 0 each sample has; zero where there are none."""
+        """How many entries of axis 0 each sample has at an edge; zero if there are no samples."""
         return self._known(edge.node, edge.output_nr)
 
     def owned_at(self, edge: Edge) -> Tensor | None:
-        """Which entries of axis 0 each sample has, ``[N, R]``, where they are in no order."""
+        """Which entries of axis 0 each sample has at an edge, ``[N, R]``; ``None`` if in order."""
         return self.owned.get((edge.node, edge.output_nr))
 
     def positions_of(self, site: Site) -> int:
-        """The same at an output of a call; of a loss, at what it receives."""
+        """How many entries each sample has at an output of a call; of a loss, at its input."""
         call = site.call
         if call.rule.is_loss:
             fault = (call, site.index) in self.faults
@@ -112,7 +112,7 @@ class Alignment:
         return 1 if place in self.before else self.positions.get(place, 1)
 
     def crossing(self, node: Node) -> Crossing:
-        """What is known of the samples at a node."""
+        """What is known of the samples around a node."""
         if not self.positions:  # they are where they are everywhere else
             return Crossing(self.batch_size, {}, {})
         places = {i: (child, nr) for i, (child, nr) in enumerate(node.next_functions) if child}

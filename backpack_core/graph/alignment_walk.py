@@ -1,4 +1,8 @@
-"""Goes through a graph to find where samples lie, and what has to be kept apart."""
+"""The two walks through a graph that find where samples lie, and what has to be kept apart.
+
+Consumers first, to see which tensors have samples; then back, to see behind which of the others
+somebody reads. ``docs/design/samples.md`` has the rules that decide.
+"""
 
 from __future__ import annotations
 

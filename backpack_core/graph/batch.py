@@ -1,4 +1,7 @@
-"""How many samples a backward pass has, and where they are said to lie."""
+"""Finds the number of samples of a backward pass, and the axis that they are declared to lie on.
+
+Everything that is known of samples starts from this number.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 
 
 def declared_axis(call: Call) -> int:
-    """Where the samples of a call are said to lie: on axis 0 unless ``extend`` was told another."""
+    """The axis that ``extend`` was told for the samples of a call; else 0."""
     attributes = call.module.__dict__
     owner: Owner | None = attributes.get(OWNER_ATTRIBUTE)
     is_loss = call.rule.is_loss
@@ -19,19 +22,20 @@ def declared_axis(call: Call) -> int:
 
 
 def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
-    """Whether axis 0 is not the only one that is as long as the batch, of several samples."""
+    """Whether several samples are as many as axis 0 is long, and as another axis is."""
     return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]
 
 
 def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
-    """The number of samples: of the model's input, where that is known.
+    """The number of samples: the length that the model received, if it is known.
 
-    A loss may have several entries for each sample (``logits.flatten(0, 1)``), and a module may
-    receive something else (a table of positions), or several samples as one.
+    What single calls received decides only if that is unknown. A loss may have several entries for
+    each sample (``logits.flatten(0, 1)``), and a module may receive something without samples (a
+    table of positions), or several samples as one.
 
     Args:
-        received: How long axis 0 is of what calls received, consumers first; -1 where their output
-            differs.
+        received: By call and output, consumers first: the length of axis 0 of what the call
+            received; -1 if its output has another.
     """
     sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received if call.stored.inputs]
     if not sizes:

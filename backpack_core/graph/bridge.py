@@ -1,9 +1,9 @@
-"""Carries columns exactly through autograd nodes that no module call covers.
+"""Carries columns exactly through autograd nodes that lie between module calls.
 
 Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
 such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
-Two things autograd's engine does *around* nodes are repeated here: gradients are summed to the
-shape of the tensor they belong to (broadcasting), and cast to its dtype.
+Autograd's engine does two things *around* nodes, which are repeated here: it sums gradients to the
+shape of the tensor they belong to (broadcasting), and casts them to its dtype.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from backpack_core.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Formula: TypeAlias = Callable[..., Mats]
-saved_at = unpacking_again  # around what reads what a node saved: a checkpoint may hold it
+saved_at = unpacking_again  # a block around every reading of what a node saved
 
 
 def push(node: Node, mats: Mats) -> Mats:
-    """Call a node for every column.
+    """Carry columns from a node's outputs to its operands.
 
     Args:
         node: An autograd node that autograd has not executed yet.
@@ -52,7 +52,7 @@ def push(node: Node, mats: Mats) -> Mats:
 
 
 def push_unsummed(node: Node, mats: Mats) -> Mats:
-    """The same of an operation's own, before results are summed to the shapes of operands."""
+    """As :func:`push`, before results are summed to the shapes of broadcast operands."""
     if nodes.is_compiled(node):
         raise nodes.refuse(
             node,
@@ -62,23 +62,23 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
         )
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
-    with unpacking_again(node):  # autograd itself comes after us
+    with unpacking_again(node):  # autograd reads it after us
         if nodes.is_vmap_exact(node):
             return _over_columns(formula, columns)
-        # Some formulas take it that a gradient begins where its memory does.
+        # Some formulas assume that a gradient begins where its memory does.
         fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
         return _checked(formula, fresh)
 
 
 def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
-    """Call a node as autograd does, on gradients of all its outputs."""
+    """Call a node on gradients of all its outputs, as autograd does."""
     known = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
     with unpacking_again(node):
         return _formula(node, list(known))(*known.values())
 
 
 def _formula(node: Node, numbers: list[int]) -> Formula:
-    """The node as a function of the gradients at some of its outputs."""
+    """A node as a function of the gradients at some of its outputs; the others are zero."""
     edges = node.next_functions
 
     def formula(*gradients: Tensor) -> dict[int, Tensor]:
@@ -89,7 +89,7 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
             result: Any = node(*grads)  # type: ignore[operator]
             found = result if isinstance(result, tuple) else (result,)
             return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
-        # Nodes of Python functions are not callable, but have apply, which fills in no zeros.
+        # Nodes of Python functions are called by apply, which needs zeros filled in.
         with _WithoutBackward(node):
             result = node.apply(*nodes.filled(node, grads))  # type: ignore[attr-defined]
         return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
@@ -98,13 +98,13 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
 
 
 def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:
-    """What a Python function's backward returned, one for each argument, by position of an edge.
+    """What a Python function's backward returned for its arguments, by position of an edge.
 
-    Edges are there for tensors only; those that need a gradient are the ones that lead somewhere.
+    Only tensors have edges, and only those that need a gradient have edges that lead somewhere.
     """
     wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
     edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
-    if len(edges) not in (0, len(wanted)):  # a view that was made without gradients leads nowhere
+    if len(edges) not in (0, len(wanted)):  # a view that was made without gradients has no edges
         raise nodes.refuse(node, "some of its arguments have no place in the graph")
     for argument, position in zip(wanted, edges, strict=False):
         if argument < len(results) and results[argument] is not None:
@@ -112,7 +112,7 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
 
 
 class _WithoutBackward(TorchFunctionMode):
-    """Refuses ``backward()`` inside a formula: it would add to ``.grad`` each time it is called."""
+    """Refuses ``backward()`` inside a formula: each of our calls would add to ``.grad``."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
-    """By vmap, or by a loop where torch knows no other."""
+    """Call a formula for all columns by vmap, or by a loop where torch cannot batch it."""
     columns = len(mats[0])
     if columns == 1:
         return _one_by_one(formula, mats)
@@ -141,20 +141,20 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
         with quiet_vmap():
             result: Mats = torch.vmap(formula)(*mats)
     except (BridgeError, CheckpointError):
-        raise  # a checkpoint that was asked once has nothing more to give
+        raise  # a loop would ask a checkpoint again, which gives once
     except RuntimeError:
-        # Some formulas, and most Python autograd.Functions, know no vmap: exact all the same.
+        # Some formulas, and most Python autograd.Functions, cannot be batched: a loop is exact.
         return _one_by_one(formula, mats)
     return result
 
 
 def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
-    """The same, where vmap may be wrong: a formula is linear, so a random sum of columns tells."""
+    """As :func:`_over_columns`, checked on a random sum of columns, since vmap may be wrong."""
     if len(mats[0]) < 2 or is_symbolic(mats[0]):
         return _over_columns(formula, mats)
     weights = random_weights(mats[0].shape[:1], mats[0].device)
     sums = [_weighted_sum(weights, mat) for mat in mats]
-    # First: what a checkpoint computes again for a node that shows nothing is not, under vmap.
+    # First, since a checkpoint cannot recompute under vmap, and a node may hide what it saved.
     expected = formula(*sums)
     result = _over_columns(formula, mats)
     size = torch.stack([total.abs().sum() for total in sums]).sum()
@@ -166,7 +166,7 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
 
 
 def random_weights(shape: torch.Size, device: torch.device) -> Tensor:
-    """Numbers of their own: quantities by Monte Carlo are the same with and without a check."""
+    """Random weights from a generator of our own: Monte-Carlo quantities do not change by them."""
     generator = torch.Generator(device).manual_seed(0)
     return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
 
@@ -186,7 +186,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
     """Whether ``Σ_v weights[v] product[v]`` is what is expected, but for rounding.
 
     Args:
-        weights: One for each entry of the first axis, or of the first axes, ``[*lead]``.
+        weights: One for each entry of the leading axes, ``[*lead]``.
         product: Shape ``[*lead, *]``.
         expected: Shape ``[*]``.
         size: Sum of the absolute values of what the product was made from.
@@ -196,7 +196,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
     if is_symbolic(expected):
         return True
     total = _weighted_sum(weights, product)
-    # A fault is as large as the numbers themselves; a rounding error is not, in any precision.
+    # A wrong result differs by as much as the numbers themselves; rounding never does.
     eps = torch.finfo(total.dtype).eps
     tolerance = eps**0.5 * largest(expected.abs()) + eps * size
     close = (total - expected).abs() <= tolerance
@@ -204,7 +204,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
 
 
 def _fit(product: Tensor, node: Any, number: int) -> Tensor:
-    """Sum ``[V, *broadcast]`` to ``[V, *shape]`` of the tensor behind an edge, in its dtype."""
+    """Sum columns ``[V, *broadcast]`` to ``[V, *shape]`` of an operand, in its dtype."""
     target = metadata_of(node, number)
     shape = (len(product), *target.shape)
     surplus = product.dim() - len(shape)

@@ -1,4 +1,7 @@
-"""Why quantities do not exist in a graph, in words."""
+"""The errors that say why quantities do not exist in a graph.
+
+Each function words one case, so that the walks that find it stay short.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from backpack_core.record.call import Call
 
 
 def mixing_node(node: Node) -> BackpackError:
-    """A node between calls mixes samples."""
+    """An operation between calls mixes samples."""
     return SampleMixingError(
         f"The graph contains a batch normalisation in train mode ({node.name()}): every "
         "sample influences every other, so per-sample quantities do not exist. Call "
@@ -34,7 +37,7 @@ def mixing_call(call: Call) -> BackpackError:
 
 
 def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
-    """Samples of several lengths lie in one tensor, or entries that are zero in none."""
+    """A nested tensor has samples of several lengths; a sparse one leaves entries out."""
     error = BridgeError(
         f"{where} is a nested tensor or a sparse one, and rules take dense tensors with an axis of "
         "samples. Make a sparse one dense (to_dense()). Pad a nested one "
@@ -46,7 +49,7 @@ def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
 
 
 def without_inputs(call: Call) -> BackpackError:
-    """A call has parameters, and nothing that has samples."""
+    """A call has parameters, and received nothing that could have samples."""
     return UnsupportedError(
         f"{call.path} has parameters but receives no tensor (a parametrization, say), "
         "so there is no batch axis to tell samples apart by. Remove the "
@@ -55,7 +58,7 @@ def without_inputs(call: Call) -> BackpackError:
 
 
 def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
-    """A call returns its samples elsewhere."""
+    """A call returns its samples on another axis, or not at all."""
     return ShapeError(
         f"{call.path} received {size} samples (axis 0 of its input) and returned a tensor "
         f"of shape {list(output.shape)}: it moves or merges the batch axis, so samples "
@@ -64,7 +67,7 @@ def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
 
 
 def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
-    """A call is said to have its samples elsewhere, and lengths do not tell."""
+    """A call's samples are declared on another axis, and lengths do not tell."""
     return ShapeError(
         f"{call.path} has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and "
         f"{size} entries on axis 0 as well: this quantity needs samples there. Build the model "
@@ -73,7 +76,10 @@ def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
 
 
 def changed_output(call: Call) -> BackpackError:
-    """What a call computes more from was changed in place, or used past what it returned."""
+    """An output that the call computes more from was changed in place.
+
+    Or what the call computes inside is used outside of it.
+    """
     return UnsupportedError(
         f"An output of {call.path} was changed in place, or what it computes inside is used "
         "outside, and it computes more from it: what reaches it from outside cannot be told from "
@@ -82,7 +88,7 @@ def changed_output(call: Call) -> BackpackError:
 
 
 def uncovered(call: Call) -> BackpackError | None:
-    """The parts of a call have parameters that nobody would look at; ``None`` if they do not."""
+    """Some trained parameter inside of a module would never be read; ``None`` if there is none."""
     behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
     for name, parameter in call.module.named_parameters():
         is_known = name in call.stored.parameters or id(parameter) in behind
@@ -97,7 +103,7 @@ def uncovered(call: Call) -> BackpackError | None:
 
 
 def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
-    """A call received something else than the samples on axis 0."""
+    """A call received something with another number of entries on axis 0 than samples."""
     found = (
         "Of entries that one index or mask has picked, logits[mask], it is known whose they are, "
         "if samples are on axis 0 of the logits; where that is not enough (subsampling, KFRA), "
@@ -115,7 +121,7 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
 
 
 def merged_samples(call: Call, positions: int) -> BackpackError:
-    """Samples cannot be chosen where each has several entries of axis 0."""
+    """Samples cannot be chosen if each has several entries of axis 0."""
     return ShapeError(
         f"{call.path} received {positions} entries of each sample on axis 0, so that "
         "subsampling=... cannot choose samples there: leave it out, and choose from the result; "

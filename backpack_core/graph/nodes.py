@@ -1,7 +1,7 @@
-"""What is known of autograd's nodes by type. Imports ``_torch`` only.
+"""What is known of autograd's nodes by their type, from the tables beside this file.
 
-Only nodes of torch's own operations have a name that means something: a Python
-``autograd.Function`` may be called anything, and is never looked up.
+Only nodes of torch's own operations are looked up: a Python ``autograd.Function`` may have any
+name. Imports ``_torch`` only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from backpack_core.errors import BridgeError, is_library
 
 
 def _lines(name: str) -> list[str]:
-    """The lines of a table beside this file, without comments; long ones are continued."""
+    """The lines of a table, without comments, continued lines joined."""
     text = (files("backpack_core.graph") / name).read_text(encoding="utf-8")
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     return text.replace("\n ", " ").split("\n")
 
 
-# What ``operations.txt`` says of each operation.
+# The properties of each operation, from ``operations.txt``.
 _PROPERTIES = {
     operation: frozenset(properties.split())
     for properties, _, operations in (line.partition(":") for line in _lines("operations.txt"))
@@ -36,7 +36,7 @@ _PROPERTIES = {
 
 
 def _with(*properties: str) -> frozenset[str]:
-    """The operations that have one of some properties."""
+    """The operations that the table gives one of some properties."""
     return frozenset(name for name, has in _PROPERTIES.items() if not has.isdisjoint(properties))
 
 
@@ -48,16 +48,16 @@ _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several"
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Expand"}
-# Where the factor stands that has the rows of the product.
+# The position of the factor that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
-# Operands that are one for all samples, where these are on axis 0 of the result.
+# The positions of operands that are shared by all samples on axis 0 of the result.
 _SHARED = {
     "Mm": (1,),
     "Addmm": (2,),
     "Embedding": (0,),
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
-# Linear as long as one of two factors is constant: where these stand among the node's inputs.
+# Products: linear if one of two factors is constant; the positions of these among the inputs.
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
 )
@@ -77,32 +77,32 @@ def is_compiled(node: Node) -> bool:
 
 
 def hands_on(node: Node) -> bool:
-    """Whether a node gives what it gets: where torch calls hooks of a module, or shards it."""
+    """Whether a node returns the gradient it gets, with side effects; see ``_torch.hands_on``."""
     return _torch.hands_on(type(node))
 
 
 def is_nested(node: Node) -> bool:
-    """Whether what a node made is a nested tensor."""
+    """Whether an output of a node is a nested tensor."""
     return bool(node._input_metadata[0].is_nested_tensor)
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether a node takes the gradient of a leaf: a parameter, say."""
+    """Whether a node takes the gradient of a leaf, such as a parameter."""
     return type(node) is LeafNode
 
 
 def shape_of(node: Node, output_nr: int) -> torch.Size:
-    """The shape of one of a node's outputs."""
+    """The shape of an output of a node."""
     return torch.Size(lengths_of(node, output_nr))
 
 
 def lengths_of(node: Node, output_nr: int) -> tuple[int, ...]:
-    """The same as plain numbers, which torch gives in a fraction of the time."""
+    """The shape of an output of a node, as plain numbers, which is much faster."""
     return tuple(metadata_of(node, output_nr).shape)
 
 
 def filled(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients at a node's outputs, those that are zero included."""
+    """The gradients at all outputs of a node, with zeros for those that are undefined."""
     return [
         torch.zeros(m.shape, dtype=m.dtype, device=m.device) if gradient is None else gradient
         for gradient, m in zip(gradients, node._input_metadata, strict=True)
@@ -110,12 +110,12 @@ def filled(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 def name_of(node: Node) -> str:
-    """The node's operation, as ``"Mul"`` for ``MulBackward0``."""
+    """The name of a node's operation: ``"Mul"`` for ``MulBackward0``."""
     return re.sub(r"Backward\d*$", "", node.name().rsplit("::", 1)[-1])
 
 
 def described(node: Node) -> str:
-    """The operation, and the user's line where anomaly mode has recorded it."""
+    """The operation, and the user's line if anomaly mode has recorded it."""
     steps = node.metadata.get("traceback_") or ()  # type: ignore[attr-defined]
     for step in reversed(steps):
         found = re.match(r'\s*File "(.+)", line (\d+)', step)
@@ -125,14 +125,14 @@ def described(node: Node) -> str:
 
 
 def operation_of(node: Node) -> str:
-    """The operation of one of torch's own nodes; empty where it has any other."""
+    """The name of the operation of one of torch's own nodes; empty for all others."""
     return operations().get(type(node), "")
 
 
 def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
-    """Whether entry ``i`` of axis 0 of an output is known to need entry ``i`` of an operand only.
+    """Whether entry ``i`` of axis 0 of an output depends on entry ``i`` of an operand only.
 
-    Views count that keep the order of the entries: whole rows stay whole rows.
+    Views that keep the order of entries count: they keep whole rows together.
 
     Args:
         node: The node.
@@ -168,16 +168,16 @@ def selected(node: Node, output_nr: int) -> int:
 
 
 def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | None:
-    """Where samples lie in an operand, if they lie on an axis of an output; ``None`` if unknown.
+    """On which axis samples lie in an operand, given their axis in an output; ``None`` if unknown.
 
-    Off the first axis they are followed from where a tensor is taken apart along it, as stacked
-    queries, keys and values are, to where the axes are put into another order before.
+    Off the first axis, samples are followed between two places: where a tensor is taken apart along
+    it, as stacked queries, keys and values are, and where its axes were permuted before.
 
     Args:
         node: The node.
         output_nr: Which output.
         position: Which operand, as a position in ``node.next_functions``.
-        axis: Of the output.
+        axis: The axis in the output.
     """
     child, number = node.next_functions[position]
     operation = operation_of(node)
@@ -192,36 +192,36 @@ def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | N
 
 
 def turns_rows(node: Node) -> bool:
-    """Whether what was on another axis, or in another tensor, may be on axis 0 of the result."""
+    """Whether axis 0 of the result may hold what was on another axis, or in another tensor."""
     return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}
 
 
 def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:
-    """Whether an operand is one for all samples, where the result has them on axis 0.
+    """Whether an operand is the same for all samples, if the result has them on axis 0.
 
-    Axis 0 of the second factor of matrices is summed over: no samples are there in any case.
+    Axis 0 of the second factor of a matrix product is summed over: no samples are there.
     """
     is_known = has_samples or operation in _ROW_FACTOR
     return is_known and position in _SHARED.get(operation, ())
 
 
 def _axes(node: Node) -> list[int]:
-    """Axes that a node saved; torch gives negative ones as numbers of 64 bits without a sign."""
+    """The axes that a node saved; torch gives negative ones as unsigned 64-bit numbers."""
     saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
     found = [getattr(node, f"_saved_{name}") for name in saved]
-    found = [0 if axis is None else axis for axis in found]  # all of them
+    found = [0 if axis is None else axis for axis in found]  # ``None`` means all axes
     axes = [axis for one in found for axis in (one if isinstance(one, tuple) else (one,))]
     return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
 
 
 def is_stack_of_numbers(node: Node) -> bool:
-    """Whether a node puts single numbers side by side: terms of a loss, as a rule."""
+    """Whether a node stacks single numbers: usually the terms of a loss."""
     edges = [(child, number) for child, number in node.next_functions if child is not None]
     return operation_of(node) in ("Stack", "Cat") and all(shape_of(*e).numel() == 1 for e in edges)
 
 
 def is_of_its_operands(node: Node) -> bool:
-    """Whether all tensors that the operation works on are known to have an edge."""
+    """Whether every tensor that the operation depends on is known to have an edge."""
     operation = operation_of(node)
     if operation in _OF_ONE:
         return True
@@ -240,25 +240,25 @@ def refuse(node: Node, reason: str, advice: str = _GIVE_IT_A_RULE) -> BridgeErro
 
 
 def is_linear(node: Node) -> bool:
-    """Whether the operation is known to be linear in all activations, almost everywhere.
+    """Whether an operation is known to be linear in all activations, almost everywhere.
 
-    Leaves (parameters) are constants here.
+    Leaves (parameters) count as constants.
     """
-    # By its type: a Python function may have any name, and nothing is known of it.
+    # By type, since a Python function may have any name.
     operation = operation_of(node)
     if operation in LINEAR or hands_on(node):
         return True
     edges = node.next_functions
-    if operation in PIECEWISE_LINEAR:  # |z| is not, in complex numbers
+    if operation in PIECEWISE_LINEAR:  # but |z| is not for complex numbers
         return not any(p is not None and metadata_of(p, nr).dtype.is_complex for p, nr in edges)
     varies = [parent is not None and not is_leaf(parent) for parent, _ in edges]
-    if operation in FACTORS:  # of which a number is none of the node's inputs
+    if operation in FACTORS:  # a factor that is a number is no input of the node
         return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
     return operation in QUOTIENTS and not any(varies[1:])
 
 
 def is_vmap_exact(node: Node) -> bool:
-    """Whether torch's formula at this type of node is known to be the same under vmap as alone."""
+    """Whether vmap is known to treat the formula of this type of node as a loop does."""
     return type(node) in _exact_under_vmap()
 
 
@@ -271,7 +271,7 @@ def _exact_under_vmap() -> frozenset[type]:
 
 
 def vmap_nodes() -> tuple[str, frozenset[str]]:
-    """A version of torch, and the types of nodes whose formulas vmap treats there as a loop does.
+    """The version of torch, and the types of nodes for which vmap agreed with a loop there.
 
     Written by ``python -m tests.faults.vmap_nodes --write`` from torch's own operator database.
     """
@@ -280,9 +280,10 @@ def vmap_nodes() -> tuple[str, frozenset[str]]:
 
 
 def mixes_samples(node: Node) -> bool:
-    """Whether the node is a batch normalisation with statistics of several samples.
+    """Whether a node is a batch normalisation with statistics of several samples.
 
-    An instance normalisation is one of a batch of a single sample, into which torch folds all.
+    Torch computes an instance normalisation as a batch normalisation of one sample, which does not
+    count.
     """
     if "BatchNorm" not in operation_of(node):
         return False

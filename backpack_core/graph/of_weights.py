@@ -1,4 +1,7 @@
-"""Tensors that are functions of parameters alone, or may be."""
+"""Tells which tensors are functions of parameters alone, and so have no samples.
+
+Their length says nothing: a table may be as long as the batch.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ _ALL = _WEIGHTS | _TABLES | _CONSTANTS
 
 
 class Origins:
-    """Says of nodes whether what they computed has no part in any sample.
+    """Says of nodes whether what they computed depends on no sample, in three senses.
 
-    What is asked in several ways is found in one walk, as far as the answer needs it.
+    One walk answers all three, and goes no further than the answer needs.
     """
 
     def __init__(self, survey: Survey, tables: Iterable[Node] = ()) -> None:
@@ -29,7 +32,7 @@ class Origins:
 
         Args:
             survey: What is known about the graph.
-            tables: Nodes that have no part in any sample.
+            tables: Nodes whose outputs are taken for tables.
         """
         self._survey = survey
         self._tables = frozenset(tables)
@@ -40,11 +43,11 @@ class Origins:
         return bool(self._of(node) & _WEIGHTS)
 
     def of_tables(self, node: Node) -> bool:
-        """The same of parameters, and of the nodes that have no part in any sample."""
+        """Whether it is one of parameters, and of the given tables."""
         return bool(self._of(node) & _TABLES)
 
     def of_constants(self, node: Node) -> bool:
-        """The same where an operand that needs no gradient counts: a frozen weight, or data."""
+        """Whether it is one of parameters and tensors without gradient: frozen weights, or data."""
         return bool(self._of(node) & _CONSTANTS)
 
     def _of(self, node: Node) -> int:
@@ -61,7 +64,7 @@ class Origins:
         return known[node]
 
     def _begin(self, node: Node) -> tuple[int, list[Node]]:
-        """What a node is as far as it tells by itself, and the nodes that matter, too."""
+        """What a node itself allows, as bits, and the nodes behind that have to agree."""
         survey, calls = self._survey, []
         if is_noted(node) or (survey.leaves and (node, 0) in survey.leaves):
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]

@@ -1,4 +1,7 @@
-"""What lies behind a node, and an order of our own through it: consumers before producers."""
+"""Walks from nodes to what lies behind them, and numbers nodes so that consumers come first.
+
+Autograd has such an order, but does not tell it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ T = TypeVar("T")
 
 
 def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """The starts, and everything that they lead to, directly or not, each once."""
+    """The starts, and everything that they lead to, each once."""
     todo = list(dict.fromkeys(starts))
     seen = set(todo)
     while todo:
@@ -25,13 +28,13 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
 
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
-    """Everything that some nodes send gradients to, directly or not; ``None`` sends nothing."""
+    """All nodes that some nodes send gradients to, directly or not; ``None`` sends nothing."""
     first = [child for node in starts if node is not None for child in children_of(node)]
     return set(reached(first, children_of))
 
 
 def children_of(node: Node) -> list[Node]:
-    """What a node sends gradients to."""
+    """The nodes that a node sends gradients to."""
     return [child for child, _ in node.next_functions if child is not None]
 
 
@@ -54,9 +57,9 @@ def consumers_first(starts: Iterable[T], further: Callable[[T], Sequence[T]]) ->
 
 
 def ranks(*starts: Node) -> dict[Node, int]:
-    """A number for every node behind some, such that all it leads to have larger ones.
+    """A number for every node behind some, smaller than those of all nodes it sends to.
 
-    What a call with a rule covers is in it, too: a rule may decline, and leave it to the nodes.
+    The nodes inside of calls are included: a rule may decline, and leave the work to them.
     """
 
     def further(node: Node) -> list[Node]:

@@ -1,4 +1,8 @@
-"""Whose the entries are that an operation has picked: of a mask over tokens, say."""
+"""Tells which sample each entry belongs to, after an operation has picked some of them.
+
+As ``logits[mask]`` picks tokens: a sample then has any number of entries, in an order that only the
+saved index knows.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,8 @@ class Owners(NamedTuple):
     """Which sample each entry of axis 0 was picked from.
 
     Attributes:
-        rows: Numbers of samples, one for each entry.
-        are_sure: By an index; else it may have been another axis that was picked from.
+        rows: The number of the sample, one for each entry.
+        are_sure: Whether an index says so; else entries may have been picked from another axis.
     """
 
     rows: Tensor
@@ -43,16 +47,17 @@ class Owners(NamedTuple):
 
 
 def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test) -> Owners | None:
-    """Whose the entries of axis 0 are; ``None`` if nothing is known of any.
+    """Which sample each entry of axis 0 belongs to; ``None`` if that is unknown.
 
-    Samples lie one after the other on axis 0 of what they were picked from, each with one entry or
-    several. Whatever comes behind has kept the rows, or what was picked is of one sample.
+    The tensor that entries were picked from has its samples one after the other on axis 0, each
+    with one entry or several. Operations behind have kept the rows, or the entries are of one
+    sample.
 
     Args:
         node: The node of the tensor.
         samples: Number of samples.
         number: Which output of the node it is.
-        is_table: Says which nodes' tensors have no samples.
+        is_table: Tells whether the tensor of a node has no samples.
     """
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     is_kept = True
@@ -75,9 +80,9 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
 def owners_behind_loss(
     node: Node | None, samples: int, number: int, is_table: Test
 ) -> Owners | None:
-    """The same where an extended loss received the tensor.
+    """Which sample each entry belongs to that an extended loss received; ``None`` if unknown.
 
-    Its terms are those of its rows, which may be all of them, in another order, or merged.
+    Its terms are those of its rows. These may be all rows, in another order, or merged.
     """
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     todo = [] if node is None else [node]
@@ -100,7 +105,10 @@ def owners_behind_loss(
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
-    """In which turn each row that a loss received is a column: no two of a sample share one."""
+    """A number for each row that a loss received; the rows of one sample have different numbers.
+
+    Rows with one number share a column, as no two of them belong to one sample.
+    """
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
     node = edge.node if edge is not None and survey.is_readable else None
     found = owners_behind_loss(node, survey.batch_size, 0, Origins(survey).of_weights)
@@ -138,7 +146,7 @@ def _of_picked(
 
 
 def _is_table(node: Node, is_table: Test) -> bool:
-    """Whether a tensor has no samples, or was picked from one that has none: a parameter, say."""
+    """Whether a tensor has no samples, or was picked from one without any, as a parameter."""
     if nodes.operation_of(node) in _PICKS:
         child, _ = node.next_functions[0]
         return child is not None and _is_table(child, is_table)
@@ -146,7 +154,7 @@ def _is_table(node: Node, is_table: Test) -> bool:
 
 
 def _picked(node: Node, number: int) -> Tensor | None:
-    """Which entries of axis 0 were picked by an operation that does not keep all of them."""
+    """The entries of axis 0 that an operation picked; ``None`` if it may have kept them all."""
     saved: Any = node
     operation, shape = nodes.operation_of(node), nodes.shape_of(node, number)
     if operation == "Index":

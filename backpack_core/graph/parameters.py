@@ -1,7 +1,7 @@
-"""The parameters that quantities are stored on, and those that are computed from others.
+"""The parameters that results are stored on, and columns at those that others are computed from.
 
-A parametrization computes some, or a hook before the forward pass. What depends on no sample is a
-function of leaves alone, so columns of any number of samples go through its nodes side by side.
+A parametrization computes some parameters, or a hook before the forward. That computation depends
+on no sample, so columns of any number of samples go through its nodes side by side.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def complex_parameter(name: str) -> UnsupportedError:
 
 
 def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The leaves that a tensor was computed from, and that require a gradient."""
+    """The leaves with a gradient that a tensor was computed from."""
     edge = edge_of(tensor)
     if edge is None:
         return (tensor,) if tensor.requires_grad else ()
@@ -90,12 +90,15 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
 
 
 def beside_pass(function: Callable[[], T], called: Iterable[Node], device: torch.device) -> T:
-    """Call a function that calls nodes which the pass under way may not get to."""
+    """Call a function that calls nodes which the current backward pass may leave out."""
     return function() if all(map(will_execute, called)) else _in_own_pass(function, device)
 
 
 def _in_own_pass(function: Callable[[], T], device: torch.device) -> T:
-    """With ``inputs=...``, nodes leave out what autograd does not need, whoever calls them."""
+    """Call a function inside of a backward pass of its own.
+
+    In a pass with ``inputs=...``, nodes leave out what autograd does not need, whoever calls them.
+    """
     found: list[T] = []
     is_differentiable = torch.is_grad_enabled()
 
@@ -111,7 +114,7 @@ def _in_own_pass(function: Callable[[], T], device: torch.device) -> T:
 
 
 def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
-    """From node to node."""
+    """Columns at a leaf, pushed from node to node."""
     waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}
     for node in ranks(edge.node):  # in this order
         arrived = waiting.pop(node, {})

@@ -1,4 +1,7 @@
-"""Ways through a graph: from what ``backward()`` is called on, inside of calls, to parameters."""
+"""Questions about ways through a graph: from the loss, inside of calls, to parameters.
+
+Each is asked for a check or a message, and walks as far as its answer needs.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,11 @@ def inside(site: Site) -> set[Node]:
 
 
 def entries_of(survey: Survey, loss: Call) -> int:
-    """How many entries in a row on axis 0 of what a loss received may be of one sample.
+    """How many consecutive entries of axis 0 of a loss's input may belong to one sample.
 
-    Those of each lie side by side where rows are kept as far as a call that gives one row to each,
-    or as data that were merged. Behind other operations they may be anybody's: then all of them.
+    Those of a sample lie side by side if rows are kept as far as a call with one row for each
+    sample, or as data that a view merged. Behind other operations they may be anywhere: then it is
+    all.
     """
     edge, rows, batch = loss.edges[0], loss.stored.inputs[0].shape[0], (survey.batch_size,)
     while edge is not None:
@@ -49,7 +53,7 @@ def entries_of(survey: Survey, loss: Call) -> int:
 
 
 def sources(survey: Survey, node: Node) -> list[str]:
-    """The calls whose outputs an operation works on, through other operations: their paths."""
+    """The paths of the calls whose outputs an operation works on, through other operations."""
     found: dict[str, None] = {}
 
     def further(edge: Edge) -> list[Edge]:
@@ -64,7 +68,7 @@ def sources(survey: Survey, node: Node) -> list[str]:
 
 
 def fault_in(survey: Survey) -> BackpackError | None:
-    """The first fault that concerns an extended module: its own, or of a node after it."""
+    """The first fault that concerns an extended module: its own, or of a node that leads to one."""
     for error, node in survey.faults:
         if node is None or leads_to_parameters(survey, _sent_on(node)):
             return error
@@ -72,7 +76,7 @@ def fault_in(survey: Survey) -> BackpackError | None:
 
 
 def nonlinear(survey: Survey) -> list[Node]:
-    """Nodes between calls, with parameters behind them, that are not known to be linear."""
+    """Nodes between calls, with parameters behind, that are not known to be linear."""
     between = dict.fromkeys(node for node, _ in survey.seen)
     return [
         n for n in between if not nodes.is_linear(n) and leads_to_parameters(survey, _sent_on(n))
@@ -80,7 +84,7 @@ def nonlinear(survey: Survey) -> list[Node]:
 
 
 def leads_to_parameters(survey: Survey, edges: Iterable[Edge]) -> bool:
-    """Whether any trained parameter lies behind some edges; calls may have been released since."""
+    """Whether a trained parameter lies behind some edges; works on released calls, too."""
 
     def is_trained(edge: Edge) -> bool:
         site = survey.site_at(edge)
@@ -95,9 +99,9 @@ def _sent_on(node: Node) -> list[Edge]:
 
 
 def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
-    """From what ``backward()`` is called on to the first losses, or the net: what is behind each.
+    """The edges from the roots to the first losses or modules with a rule; what is behind each.
 
-    Nothing is behind losses, nor behind modules that have a rule.
+    Nothing is behind losses, nor behind modules with a rule.
     """
     found: dict[Edge, list[Edge]] = {}
 
@@ -112,7 +116,7 @@ def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
 
 
 def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
-    """An operation that is applied to an extended loss and is not known to be linear in it.
+    """An operation above an extended loss that is not known to be linear in it.
 
     Args:
         survey: What is known about the graph.
@@ -131,7 +135,7 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
 
 
 def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
-    """A module that a way from the roots to what is trained meets before any extended loss."""
+    """A trained module that is reached from the roots past all extended losses; else ``None``."""
     for edge, behind in _above(survey, roots).items():
         site = survey.site_at(edge)
         if site is None or behind or _is_loss(site) or survey.goes_inside(site.call):

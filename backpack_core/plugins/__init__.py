@@ -1,4 +1,7 @@
-"""Plugins: what they may do, how they are loaded and isolated, and who speaks for what."""
+"""Plugins: what they may do, how they are loaded, and which of them speaks for a module.
+
+A plugin that fails must not break the others, so each is loaded and registered by itself.
+"""
 
 from backpack_core.discovery import Plugin as Plugin
 from backpack_core.plugins.loading import ensure_loaded as ensure_loaded

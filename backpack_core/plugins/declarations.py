@@ -1,8 +1,8 @@
-"""What a plugin class declares, compared with what core's base classes know. Imports no plugin.
+"""Checks what a plugin's class declares, before it is used.
 
-The table is the base classes themselves: an attribute with a value is a declaration, and its
-default says of what kind it is. What a class of an author adds is free, unless it is a name that
-resembles a known one: then it is a slip that nobody would notice.
+The base classes are the table: an attribute with a value is a declaration, and its default shows
+its type. An author's class may add attributes of its own. A name that resembles a known one raises,
+since it is a misspelling that nobody would notice. Imports no plugin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONTRACT = "backpack_core.contract."
 
 
 def is_module_type(item: Any) -> bool:
-    """Whether something names a module class, as a class or by its qualified name."""
+    """Whether something names a module class: the class, or its qualified name."""
     if isinstance(item, str):
         return "." in item and all(part.isidentifier() for part in item.split("."))
     return isinstance(item, type) and issubclass(item, Module)
@@ -43,7 +43,7 @@ def is_module_type(item: Any) -> bool:
 
 _TYPES = "torch.nn.Module classes or their qualified names ('package.module.Class')"
 _NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
-# What declared tuples consist of.
+# The types of the entries of declared tuples.
 _ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "module_types": (_TYPES, is_module_type),
     "params": _NAMES,
@@ -91,7 +91,7 @@ def refuse(cls: type) -> None:
 
 
 def described(cls: type) -> str:
-    """A class, and the line where it is written, as far as Python knows."""
+    """A class, with the line where it is written if Python knows that."""
     try:
         return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]})"
     except (OSError, TypeError):
@@ -99,10 +99,10 @@ def described(cls: type) -> str:
 
 
 def missing_params(rule: LayerRule, module: Module) -> str:
-    """What is wrong with ``params`` of a rule at a module, or an empty string.
+    """What is wrong with the ``params`` of a rule at a module, or an empty string.
 
-    A rule may serve several types, and a type may lack a bias: what is missing is a fault only if
-    the module has other parameters that the rule leaves out, which it may have meant.
+    A rule may serve several types, and some may lack a bias. So a missing parameter is a fault only
+    if the module has others that the rule leaves out: it may have meant one of those.
     """
     if type(rule).parameter_names is not ParametricRule.parameter_names:
         return ""
@@ -152,12 +152,12 @@ def _has(module: Module, name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
-    """Every name of every base class, with its value there."""
+    """Every attribute of every base class, with its default."""
     return {n: v for base in _BASES for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
 
 
 def _own(cls: type) -> dict[str, Any]:
-    """What classes of the author say, the most special one last."""
+    """What the author's classes declare, the most special class last."""
     own = [c for c in cls.__mro__[::-1] if not c.__module__.startswith(_CONTRACT)]
     return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
 
@@ -169,7 +169,7 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     known = _known()
     if name not in known:
         is_method = isinstance(value, FunctionType)
-        # `_factor` and `factors` beside `factor` are helpers.
+        # `_factor` and `factors` are not misspellings of `factor`.
         alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
         alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
         close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)

@@ -1,8 +1,8 @@
-"""Everything a plugin may do, as pluggy hook specifications. These docstrings are the reference.
+"""Everything a plugin may do, as pluggy hook specifications; these docstrings are the reference.
 
-A plugin is any object named by an entry point of the group ``backpack``: a class derived from one
-of core's base classes (which carry the implementation already), or a module with functions of its
-own, marked by ``hookimpl``.
+A plugin is any object that an entry point of the group ``backpack`` names. It is a class derived
+from one of core's base classes, which implement the hooks already, or a module with functions
+marked by ``hookimpl``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def backpack_propagators() -> Iterable[type[Propagator]]:  # type: ignore[empty-
 def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
     tuple[type[Extension], type[Module] | str, CarrierOf]
 ]:
-    """Return ``(extension class, module type, function)`` for a pair that needs its own.
+    """Return ``(extension class, module type, function)`` for pairs that replace the layer rule.
 
     The function is called with the extension and a propagator, and makes a :class:`Carrier`.
     """

@@ -1,8 +1,8 @@
-"""Loads and isolates plugins. Imports pluggy and core, and plugins when they are first needed.
+"""Loads plugins when they are first needed, and isolates those that fail.
 
-Loading is lazy: it happens at the first ``extend()`` or ``backpack()``, or when a name is asked
-for. A plugin that fails is recorded and warned about once; what needs it raises with its own
-traceback chained, and everything else works.
+That is at the first ``extend()`` or ``backpack()``, or when an extension is asked for by name. A
+plugin that fails is recorded and warned about once. What needs it raises, with the plugin's
+traceback chained; everything else works. Imports pluggy and core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _loaded = False
 
 
 def known_plugins() -> list[Plugin]:
-    """All plugins as far as they are known; reads metadata the first time, and imports none."""
+    """All installed plugins, with their state; reads metadata the first time, imports no plugin."""
     global _plugins
     with lock:
         if _plugins is None:
@@ -41,7 +41,7 @@ def ensure_loaded() -> None:
     if _loaded:
         return
     with lock:
-        if _loading or _loaded:  # a plugin that is being imported asks for an extension, say
+        if _loading or _loaded:  # as when a plugin asks for an extension while it is imported
             return
         load_all(_raise_if_strict)
         _warn(failures())
@@ -76,25 +76,25 @@ def _raise_if_strict(plugin: Plugin) -> None:
 
 
 def load(plugin: Plugin) -> None:
-    """Import and register a plugin, unless that was tried already, or it may not load.
+    """Import and register a plugin, unless that was tried before or it may not load.
 
-    Never raises for the plugin's sake: a failure is recorded in ``plugin.error``.
+    A plugin's failure does not raise here; it is recorded in ``plugin.error``.
     """
     if plugin.state != "not loaded":
         return
-    # Also while it is being imported: it may import the rest of its package.
+    # Set before the import, which may import the rest of its package.
     plugin.state = "loaded"
     try:
         enter(plugin.find(), plugin.provenance)
     except KeyboardInterrupt:
         plugin.state = "not loaded"
         raise
-    except BaseException as error:  # SystemExit, and what tools of the plugin raise to stop a run
+    except BaseException as error:  # includes SystemExit, and what tools raise to stop a run
         plugin.state, plugin.error = "failed", error
 
 
 def load_provider(name: str) -> None:
-    """Load the plugin whose entry point names a class of this name, ahead of the others."""
+    """Load the plugin whose entry point names a class of this name, before all others."""
     with lock:
         for plugin in known_plugins():
             if plugin.attribute == name:
@@ -102,7 +102,7 @@ def load_provider(name: str) -> None:
 
 
 def _warn(broken: list[Plugin]) -> None:
-    """One warning for each distribution, however many plugins it declares."""
+    """Warn once for each distribution, however many of its plugins fail."""
     by_distribution: dict[str, list[Plugin]] = {}
     for plugin in broken:
         by_distribution.setdefault(str(plugin.provenance), []).append(plugin)
@@ -120,7 +120,7 @@ def _reason(plugin: Plugin) -> str:
 
 
 def load_error(plugin: Plugin) -> PluginLoadError:
-    """The error that says why a plugin is out of use."""
+    """The error that says why a plugin could not be loaded."""
     return PluginLoadError(
         f"The plugin {plugin.name!r} of {plugin.provenance} ({plugin.value}) could not be loaded: "
         f"{_reason(plugin)}"
@@ -128,11 +128,11 @@ def load_error(plugin: Plugin) -> PluginLoadError:
 
 
 def missing(message: str, hint: str) -> MissingPluginError:
-    """The error for a capability nobody provides, chained to the failed plugin that might have.
+    """The error for what no plugin provides, chained to a failed plugin that might have.
 
     Args:
         message: What was asked for.
-        hint: The class that was asked for, or the module class that has no rule.
+        hint: The name of the class that was asked for, or the module class without a rule.
     """
     broken, message = failures(), message + blocked()
     suspects = [p for p in broken if _may_provide(p, hint)] or broken
@@ -146,14 +146,14 @@ def missing(message: str, hint: str) -> MissingPluginError:
 
 
 def blocked() -> str:
-    """What is installed and may not load, as the end of a message about something missing."""
+    """Which installed plugins may not load, as the end of a message about something missing."""
     who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
     switches = "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER"
     return f" Installed, but blocked: {who}; check {switches}." if who else ""
 
 
 def _may_provide(plugin: Plugin, hint: str) -> bool:
-    """Whether a plugin's name or class resembles the class that was asked for."""
+    """Whether a plugin's name or class resembles a class that was asked for."""
     wanted = hint.lower()
     names = (plugin.name.replace("_", ""), plugin.attribute.removesuffix("Rule"))
     return any(name and (name.lower() in wanted or wanted in name.lower()) for name in names)
@@ -184,7 +184,7 @@ def prefer(distribution: str, *keys: Any) -> None:
 
 
 def failures() -> list[Plugin]:
-    """Plugins that are installed but out of use because of an error."""
+    """Installed plugins that could not be loaded."""
     return [p for p in known_plugins() if p.error is not None]
 
 

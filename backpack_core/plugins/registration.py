@@ -1,4 +1,7 @@
-"""Registers plugin objects: checked, and all of one or nothing. Imports no plugin."""
+"""Registers plugins: each is checked, and registered as a whole or not at all.
+
+A plugin that is half registered would be worse than none. Imports no plugin.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.registry import Contribution, contributions, registry
 
 API_VERSION = 2
-# Of plugins that do not say: nothing older was published.
+# For plugins that do not say; nothing older was published.
 FIRST_API = 2
 SUPPORTED_API = frozenset({2})
 
 manager = pluggy.PluginManager(PROJECT)
 manager.add_hookspecs(hookspecs)
-# Around all that changes what is registered.
+# Held while the registry is changed.
 lock = threading.RLock()
 
 
@@ -41,12 +44,12 @@ def hook_names() -> list[str]:
 
 
 def _key(provenance: Provenance) -> str:
-    """The name under which pluggy knows a plugin: two distributions may use one name."""
+    """The name under which pluggy knows a plugin, since two distributions may use one name."""
     return f"{provenance.distribution}:{provenance.plugin}"
 
 
 def enter(obj: Any, provenance: Provenance) -> None:
-    """Register a plugin object: all of it, or nothing."""
+    """Register a plugin's contributions: all of them, or none."""
     _check_version(obj, provenance)
     other = manager.get_name(obj)
     if other is not None:
@@ -63,7 +66,7 @@ def enter(obj: Any, provenance: Provenance) -> None:
 
 
 def _collect(obj: Any) -> list[Contribution]:
-    """Call the hook implementations of one plugin only, and check what they return."""
+    """Call the hooks of one plugin, and check what they return."""
     found: dict[str, Any] = {}
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
@@ -81,10 +84,10 @@ def _collect(obj: Any) -> list[Contribution]:
 
 
 def declared_api(obj: Any) -> set[int]:
-    """Versions of the plugin interface that a plugin says it was written for.
+    """The versions of the plugin interface that a plugin says it was written for.
 
-    ``backpack_api``, an integer or several, on the object, on its module, or on its package.
-    Without it, the first that was published.
+    ``backpack_api``, an integer or several, on the object, its module, or its package. Default: the
+    first published version.
     """
     module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
     for place in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
@@ -148,14 +151,14 @@ def register(obj: Any, name: str | None = None) -> Any:
 
 
 def _is_rerun(known: Any, obj: Any) -> bool:
-    """Whether a cell of a notebook, or a line of a console, has defined a class once more."""
+    """Whether a cell of a notebook, or a line of a console, has defined a class again."""
     are_classes = isinstance(known, type) and isinstance(obj, type) and known is not obj
     names = {(each.__module__, each.__qualname__) for each in (known, obj)} if are_classes else ()
     return len(names) == 1 and known.__module__ == "__main__"
 
 
 def _check_alone(obj: Any) -> None:
-    """What only matters where the author looks on: names of nothing, and a field that is taken."""
+    """Checks that only help an author at work: unknown names, and a field that is in use."""
     if not isinstance(obj, type):
         return
     if issubclass(obj, LayerRule):
@@ -171,7 +174,7 @@ def _check_alone(obj: Any) -> None:
 
 
 def name_of(obj: Any) -> str:
-    """What an object that is registered by hand is called."""
+    """The name of an object that is registered by hand."""
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj)))
 
 
@@ -193,7 +196,7 @@ def unregister(name: str) -> None:
 
 
 def withdraw(provenance: Provenance) -> None:
-    """Take back everything that came from one plugin, if anything did."""
+    """Take back everything that a plugin contributed."""
     if manager.has_plugin(_key(provenance)):
         manager.unregister(name=_key(provenance))
     registry.remove(provenance)

@@ -1,7 +1,8 @@
-"""What plugins contributed, and who speaks for a module. Imports no plugin.
+"""What plugins have contributed, and which rule speaks for a module.
 
 Keys are module types (classes or qualified names), and names of extensions and propagators. Two
-claims on one key are a conflict, reported when the key is used; :func:`prefer` chooses.
+claims on one key are a conflict, which is reported when the key is used; :func:`prefer` chooses.
+Imports no plugin.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FALLBACK = Resolved(NoRule(), CORE, is_fallback=True)
 
 @dataclass(eq=False, repr=False)
 class Registry:
-    """All claims, and a cache of the answers."""
+    """All claims, with a cache of what they resolve to."""
 
     rules: dict[ModuleType, list[Claim[LayerRule]]] = field(default_factory=dict)
     extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Registry:
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
-        """Enter everything a plugin provides. Cannot fail half-way: nothing here raises."""
+        """Add everything a plugin provides; cannot fail half-way, since nothing here raises."""
         for table, key, value in contributions:
             claims = getattr(self, table).setdefault(key, [])
             # The same class under two entry points is one claim.
@@ -82,13 +83,13 @@ class Registry:
         self.forget()
 
     def forget(self) -> None:
-        """Look up every module anew."""
+        """Empty the cache: every module is looked up anew."""
         self._rule_cache.clear()
         self.generation += 1
 
     @property
     def tables(self) -> tuple[dict[Any, list[Any]], ...]:
-        """All of them."""
+        """All tables of claims."""
         return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
@@ -118,7 +119,7 @@ class Registry:
         return FALLBACK
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
-        """The same for a class."""
+        """The rule for a module class, as for a module."""
         for parent in kind.__mro__:
             claims = self._claims_for(parent)
             if claims and is_same_map(kind, parent):
@@ -132,7 +133,7 @@ class Registry:
         return [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
-        """What makes a carrier for this pair: set on the instance, else contributed by a plugin."""
+        """The function that makes a carrier for a pair: the instance's own, else a plugin's."""
         kind = type(module)
         if kind in extension.carriers:
             return extension.carriers[kind]
@@ -143,7 +144,7 @@ class Registry:
         return None
 
     def saves_under(self, kind: type[Extension]) -> Claim[type[Extension]] | None:
-        """Another extension that saves under the name of this one, and is no relative of it."""
+        """Another extension with the same save field that is not related by inheritance."""
         for claim in (c for claims in self.extensions.values() for c in claims):
             is_relative = issubclass(kind, claim.value) or issubclass(claim.value, kind)
             if claim.value.savefield == kind.savefield and kind.savefield and not is_relative:
@@ -179,7 +180,7 @@ _KINDS: dict[str, tuple[str, type | tuple[()]]] = {
 
 
 def contributions(hook: str, item: Any) -> list[Contribution]:
-    """What one object that a hook returned is entered as.
+    """The registry's entries for one object that a hook returned.
 
     Raises:
         PluginError: It is not of the kind that the hook promises.
@@ -197,7 +198,7 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
 
 
 def of_rules(kinds: Iterable[type[LayerRule]]) -> list[Contribution]:
-    """One instance of each, for all the types of modules that it names."""
+    """One instance of each rule, under every module type that it names."""
     return [("rules", key, rule) for rule in (k() for k in kinds) for key in rule.module_types]
 
 

@@ -1,4 +1,7 @@
-"""Whether a subclass computes what its parent does, so that the parent's rule speaks for it."""
+"""Decides whether a subclass computes what its parent does, so that the parent's rule holds for it.
+
+Otherwise a subclass with another ``forward`` would silently be differentiated like its parent.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from typing import Any
 
 from torch.nn import Module
 
-# What stands between calling a module and its forward.
+# The methods between calling a module and its forward.
 _CALLING = frozenset(
     {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"}
 )
 
 
 def is_same_map(kind: type[Module], parent: type) -> bool:
-    """Whether ``forward``, and all that it looks up on the module, are the parent's own.
+    """Whether ``forward``, and everything that it looks up on the module, are the parent's own.
 
-    A weight that became a property (as a parametrization makes it), or a method that ``forward``
-    calls, is part of the map; a new method, or ``reset_parameters``, is not.
+    A weight that became a property (as by a parametrization), or a method that ``forward`` calls,
+    makes a difference. A new method, or ``reset_parameters``, does not.
     """
     if getattr(parent, "forward", None) is not kind.forward:
         return False
@@ -29,12 +32,12 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
 
 
 def methods_behind(parent: type) -> frozenset[str]:
-    """The methods that make up the map of a module class, ``forward`` among them."""
+    """The methods that determine what a module class computes, ``forward`` among them."""
     return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})
 
 
 def _looked_up(parent: type) -> frozenset[str]:
-    """Every name that occurs in the code of ``forward`` and of the methods that it calls."""
+    """Every name that the code of ``forward``, and of the methods it calls, contains."""
     found: set[str] = set()
     todo = ["forward"]
     while todo:
@@ -46,7 +49,7 @@ def _looked_up(parent: type) -> frozenset[str]:
 
 
 def _method(parent: type, name: str) -> Any:
-    """A function that the class, or one between it and ``Module``, defines."""
+    """A function that the class defines, or a class between it and ``Module``."""
     for cls in parent.__mro__:
         if cls is Module:
             return None

@@ -1,4 +1,5 @@
-"""What is known of a forward pass: calls, their places in the graph, what a rule sees of them.
+"""What is recorded of a forward pass: calls, their places in the graph, and what rules see of them.
 
-Imports torch and ``errors`` only.
+Everything else reads the record and none of it writes here, so it imports torch and ``errors``
+only.
 """

@@ -1,9 +1,9 @@
-"""One forward execution of one module, and its place in the autograd graph.
+"""A call: one forward execution of one module, and its place in the autograd graph.
 
-A :class:`Call` is owned by the graph: it lies in the metadata of the node that made the output, and
-dies with it. A call never holds the node of its own output (that would be a cycle); it holds its
-inputs, whose nodes are ancestors, and detached outputs. Nothing of it changes but that
-:meth:`Call.release` drops the tensors.
+The graph owns a call: it lies in the metadata of the node that made the output, and dies with that
+node. A call must not hold the node of its own output, which would be a cycle. It holds its inputs,
+whose nodes are ancestors, and detached outputs. A call does not change, but :meth:`Call.release`
+drops its tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _VIEWED: Final = "backpack_core.viewed"
 
 
 class Edge(NamedTuple):
-    """An output of an autograd node: what a gradient, or another quantity, is sent to.
+    """An output of an autograd node, as the address that a quantity is sent to.
 
     Attributes:
         node: The node.
         output_nr: Which of its outputs.
-        level: Zero, as somebody outside of all calls sees it; ``n > 0`` for the ``n``-th call, from
-            the inside, that returned a view of the output; ``INNER`` under those; ``INSIDE`` under
-            the call that returned the output itself.
+        level: Which call is meant, if calls returned views of the output that were overwritten:
+            zero as seen from outside of all; ``n > 0`` for the ``n``-th such call from the inside;
+            ``INNER`` below those; ``INSIDE`` below the call that returned the output itself.
     """
 
     node: Node
@@ -45,7 +45,7 @@ class Edge(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the numbers of a view lie, relative to the tensor that it looks at."""
+    """How a view lies in the memory of the tensor that it is a view of (its base)."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -55,23 +55,23 @@ class Layout(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether every number of the tensor is seen."""
+        """Whether the view shows every number of its base."""
         return self.size.numel() == self.base_size.numel()
 
     def look_through(self, mat: Tensor) -> Tensor:
-        """Columns at the view, from columns at the tensor: ``[V, *base] → [V, *size]``."""
+        """Columns at the view, from columns at its base: ``[V, *base] → [V, *size]``."""
         base, view = self._blank(mat)
         base.copy_(mat)
         return view
 
     def look_back(self, mat: Tensor) -> Tensor:
-        """Columns at the tensor, zero where the view does not look: ``[V, *size] → [V, *base]``."""
+        """Columns at the base, zero outside of the view: ``[V, *size] → [V, *base]``."""
         base, view = self._blank(mat)
         view.copy_(mat)
         return base
 
     def _blank(self, mat: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros at the tensor, and the view of them."""
+        """Zeros with the layout of the base, and the view of them."""
         span = 1 + sum((n - 1) * s for n, s in zip(self.base_size, self.base_stride, strict=True))
         flat = mat.new_zeros(len(mat), span)
         base = flat.as_strided((len(mat), *self.base_size), (span, *self.base_stride))
@@ -89,14 +89,15 @@ class Stored(NamedTuple):
         kwargs: Keyword arguments, in the order in which ``forward`` declares them.
         inputs: Every tensor among the arguments, positional ones first.
         outputs: Every tensor in the return value, detached.
-        versions: How often each input and output had been changed in place.
-        owned: Parameters and buffers that the module had, each with the same count, by name; those
-            of modules inside, too, where it may have to run once more.
+        versions: How often each input and output had been changed in place when it was stored.
+        owned: Parameters and buffers of the module by name, each with its version; also those of
+            modules inside, if the module may have to be run again.
         parameters: Which of them are parameters.
-        computed: Of parameters that the module computed from others (a parametrization does), by
-            name: those others.
-        saved: What hooks on saved tensors took, by slot (inputs first), ``None`` for what they did
-            not; there, the tensors above have shapes and no numbers. Empty without such hooks.
+        computed: For each parameter that the module computed (by a parametrization), the leaves
+            that it was computed from.
+        saved: What hooks on saved tensors took, by slot (inputs first); ``None`` for what they
+            left. At these slots, the tensors above are stand-ins with a shape and no numbers. Empty
+            without such hooks.
     """
 
     args: tuple[Any, ...]
@@ -111,7 +112,7 @@ class Stored(NamedTuple):
 
 
 def put_in_order(noted: Any) -> Stored:
-    """What a call stores, from what was noted of it when it was made; that has to be quick."""
+    """Make the stored form of a call from what its hook noted, which had to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
     if isinstance(parameters, int):  # so many of those that are owned
         parameters = tuple(owned)[:parameters]
@@ -125,7 +126,7 @@ _ALIVE: Final = object()  # every call holds it
 
 
 def live_calls() -> int:
-    """How many calls are alive in this process: zero once every graph is gone."""
+    """The number of calls alive in this process: zero once every graph is gone."""
     return getrefcount(_ALIVE) - _OTHERS
 
 
@@ -173,7 +174,7 @@ class Call:
 
     @property
     def goes_inside(self) -> bool:
-        """Whether what arrives at an output goes on through the node that made it."""
+        """Whether a quantity goes on through the nodes inside, and not by the rule."""
         return self.is_rewired or bool(self.rule.transparent)
 
     def release(self) -> None:
@@ -200,12 +201,12 @@ class Call:
 
     @property
     def path(self) -> str:
-        """Where the module sits in the model that was extended, for messages."""
+        """The module's path in the extended model, for messages."""
         return path_of(self.module)
 
     @property
     def receives_input(self) -> int:
-        """Whether it received a tensor that the model did, or a view: 2 if samples are first."""
+        """Whether it received the model's input, or a view of it: 2 if samples are first there."""
         return self.run.receives(self.stored.inputs)
 
     def __repr__(self) -> str:
@@ -221,21 +222,21 @@ Kept = dict[Call, dict[Any, Any]]  # what calls have computed for all columns th
 
 
 def path_of(module: Module) -> str:
-    """A module's class, and its place in the model that was extended."""
+    """A module's class and its path in the extended model."""
     path = module.__dict__.get(PATH_ATTRIBUTE)
     name = class_of(module).__name__
     return f"{name} '{path}'" if path else name
 
 
 class Site(NamedTuple):
-    """One output of a call, as a place in the graph.
+    """One output of a call, with its place in the graph: where the call is visited.
 
     Attributes:
         call: The call.
         index: Which of its outputs.
-        edge: Where it lies.
-        layout: Where the output lies in the tensor that the edge stands for, if it is a view that
-            was overwritten in place; else ``None``: it is that tensor.
+        edge: Its place in the graph.
+        layout: How the output lies in the tensor at the edge, if it is a view that was overwritten
+            in place; ``None`` if it is that tensor.
     """
 
     call: Call
@@ -245,7 +246,7 @@ class Site(NamedTuple):
 
     @property
     def below(self) -> Edge:
-        """The same output as the graph inside the call made it."""
+        """The edge of the same output as the nodes inside of the call see it."""
         node, output_nr, level = self.edge
         if level > 1:
             return Edge(node, output_nr, level - 1)
@@ -257,14 +258,14 @@ INSIDE: Final = -2
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """The edge of a tensor, or ``None`` for a leaf or a constant: nothing behind them wants any."""
+    """The edge of a tensor; ``None`` for a leaf or a constant, behind which there is no graph."""
     node = tensor.grad_fn
     # Much faster than Edge(...).
     return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
 
 
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
-    """Record a call on an output of a node; there is one at most."""
+    """Record a call at an output of a node; an output has one call at most."""
     metadata: Any = node.metadata
     if SITES in metadata:
         metadata[SITES][output_nr] = (call, index)
@@ -273,7 +274,7 @@ def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
 
 
 def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
-    """Record a call also on the tensor that its output is a view of; see :func:`viewed_at`."""
+    """Record a call also at the tensor that its output is a view of; see :func:`viewed_at`."""
     offset = int(output.storage_offset() - base.storage_offset())
     layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
     node: Any = base.grad_fn
@@ -288,13 +289,13 @@ def calls_at(node: Node) -> list[Call]:
 
 
 def is_noted(node: Node) -> bool:
-    """Whether a call is recorded on an output of a node, or on a view of one."""
+    """Whether a call is recorded at an output of a node, or at a view of one."""
     noted: Any = node.metadata
     return SITES in noted or _VIEWED in noted
 
 
 def site_at(edge: Edge) -> Site | None:
-    """The call whose output an edge stands for; ``None`` where it is a node between calls."""
+    """The site at an edge; ``None`` if the edge leads to a node between calls."""
     node, output_nr, level = edge
     if level > 0:
         call, index, layout = viewed_at(node, output_nr)[level - 1]
@@ -306,11 +307,11 @@ def site_at(edge: Edge) -> Site | None:
 
 
 def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
-    """Calls that returned views of an output, those inside of others first.
+    """Calls that returned views of an output, the innermost first.
 
-    Where a module returns a view (``Linear`` of three axes does), and that is changed in place
-    afterwards, autograd drops the view's own node from the graph, or leads some of its users past
-    it: the gradient of what the module returned is then found at the tensor behind.
+    If a module returns a view (``Linear`` of three axes does), and the view is changed in place
+    afterwards, autograd drops the view's own node from the graph, or leads some users past it. The
+    gradient of what the module returned is then found at the base.
     """
     table: Any = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
     found: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])

@@ -1,7 +1,7 @@
-"""Code that ``torch.compile`` made: inside ``backpack(...)`` it runs as it was written.
+"""Turns ``torch.compile`` off inside ``backpack(...)``: compiled code then runs as it was written.
 
-A compiled graph has no modules that could be recorded. Outside of the blocks hooks are not there
-for the compiler, so that an extended model is compiled as if it were not.
+A compiled graph has no modules that could be recorded. Outside of the blocks, the compiler does not
+see our hooks, so an extended model is compiled as if it were not extended.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from backpack_core.errors import UsageError
 
 
 def refuse_inside() -> None:
-    """Raise where the compiler is looking at the code that calls this."""
+    """Raise if the compiler is tracing the code that calls this."""
     if torch.compiler.is_compiling():
         raise RuntimeError(_INSIDE)  # of a kind that the compiler can report
 
 
 class _Uncompiled:
-    """A ``with`` block, entered by any number of threads, in which nothing compiled is used.
+    """A ``with`` block in which no compiled code is used; several threads may be inside at once.
 
-    Torch's switch is one for all threads: those outside of any block run uncompiled meanwhile.
+    Torch has one switch for all threads, so other threads run uncompiled meanwhile.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Uncompiled:
             self._inside += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        """Turn it on again behind the last of them."""
+        """Turn the compiler on again when the last thread has left."""
         with self._lock:
             self._inside -= 1
             if not self._inside and self._stance is not None:

@@ -1,6 +1,8 @@
-"""A module execution that has begun, and what it turns out to have received and returned.
+"""An execution of a module that has begun, and what of its inputs a call may store.
 
-What a call stores must not hold the nodes of the call's own outputs: that would be a cycle.
+Only before the forward can one see where the inputs came from; only after it, what became of them.
+A call must not hold the nodes of its own outputs, which would be a cycle, so some inputs are
+replaced.
 """
 
 from __future__ import annotations
@@ -16,18 +18,19 @@ from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
 
 class Execution(dict[str, Any]):
-    """The keyword arguments of a module, with what only the moment before the forward can tell.
+    """The keyword arguments of a module, with what is known before the forward only.
 
-    The module gets them in the place of its own: so what was noted belongs to this execution and to
-    no other one of the module (in another thread, inside of this one), and is gone with it.
+    It takes the place of the module's keyword arguments. So what was noted belongs to this
+    execution, and not to another one of the same module (in another thread, or inside of this one),
+    and goes with it.
 
     Attributes:
         tensors: The tensors among all arguments.
-        versions: How often each was changed in place.
+        versions: How often each had been changed in place.
         edges: Where each came from.
-        is_recorded: Whether the call was made already.
-        computed: Parameters that a parametrization computed meanwhile, by name.
-        place: Our place before hooks of all modules, if there are any.
+        is_recorded: Whether its call has been made.
+        computed: Parameters that parametrizations computed for this execution, by name.
+        place: What holds our place before the hooks of all modules, if there are any.
     """
 
     __slots__ = ("computed", "edges", "is_recorded", "place", "tensors", "versions")
@@ -44,18 +47,18 @@ class Execution(dict[str, Any]):
         self.computed: dict[str, Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and what is restored from a file, which hooks of the user's make, are plain."""
+        """Copies and pickles, which hooks of users may make, are plain dicts."""
         return dict, (dict(self),)
 
 
 class Received:
-    """What an execution received, as it is stored.
+    """The inputs of an execution, in a form that a call may store.
 
     Attributes:
         edges: Where each input came from.
         versions: How often each had been changed in place.
-        replaced: What is stored in the place of an input, by ``id``.
-        is_rewired: The module changed a view in place.
+        replaced: The tensor that is stored instead of an input, by ``id`` of the input.
+        is_rewired: Whether the module changed a view in place; see :class:`Call`.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class Received:
 
         Args:
             execution: What was known before the forward.
-            outputs: What it returned.
-            own: What takes the place of some of them.
+            outputs: What the module returned.
+            own: The views that some outputs were replaced by.
         """
         self._execution = execution
         self._nodes = [node for o in outputs if (node := o.grad_fn) is not None]
@@ -77,7 +80,7 @@ class Received:
         self.is_rewired = False
 
     def store(self, tensor: Tensor) -> Tensor:
-        """The tensor, or what takes its place."""
+        """The input, or what is stored instead; notes its edge and version."""
         edge, version = edge_of(tensor), version_of(tensor)
         is_own = tensor.grad_fn in self._nodes
         was, known = (edge, version), self._execution
@@ -104,27 +107,27 @@ class Received:
         return by
 
     def _is_seen(self, tensor: Tensor) -> bool:
-        """Whether an output is a view of an input, or of what that is a view of."""
+        """Whether an output is a view of a tensor, or of its base."""
         base = base_of(tensor)
         return any(seen is tensor or seen is base for seen in self._bases)
 
 
 class _Twin(torch.autograd.Function):
-    """The same numbers, in the same memory, with a node that nothing rewrites."""
+    """The same memory with a node of its own, which in-place changes of others do not rewrite."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """No view, as far as autograd is concerned."""
+        """Detach, so that autograd takes the result for no view."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """As it is."""
+        """Hand on the gradient."""
         return grad
 
 
 def is_made(output: Tensor) -> bool:
-    """Whether a tensor lies in the graph, and is dense or nested: one that a call may stand at."""
+    """Whether a call can be recorded at a tensor: it has a node, and is dense or nested."""
     return output.grad_fn is not None and output.layout in (torch.strided, torch.jagged)
 
 
@@ -159,7 +162,7 @@ def simple_node(
 
 
 def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
-    """The tensor that an output is a view of, where the module made that, with a node."""
+    """The base of an output that is a view, if the module made that base with a node."""
     base = view._base
     for tensor in received:
         if base is tensor or base is base_of(tensor):
@@ -168,14 +171,14 @@ def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
-    """Outputs with a node of their own, for those that share one with something else.
+    """Views to return instead of outputs that share their node with something else.
 
-    A module may return its input, or what a module inside returned; and of several outputs one may
-    depend on another. Each output is looked at by itself, with a gradient of its own.
+    A module may return its input, or what a module inside returned; and one of several outputs may
+    depend on another. Every output has to be visited by itself, with its own gradient.
 
     Args:
         live: The outputs that lie in the graph.
-        execution: What was known before the forward.
+        execution: What was noted before the forward.
     """
     found: dict[int, Tensor] = {}
     for output in live:

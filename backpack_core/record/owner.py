@@ -1,4 +1,7 @@
-"""Which module was passed to ``extend``: the model that a part belongs to."""
+"""Which extended model a module is part of, and what that model received when it ran.
+
+The model's input tells how many samples there are; what a part receives may have any length.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
 
 
 class Run(NamedTuple):
-    """What a model received.
+    """What an extended model received in one run.
 
     Attributes:
-        sizes: How long axis 0 of each tensor is; one of them is the number of samples.
-        memories: Where the tensors lie, and the stride of that axis.
-        is_distributed: It runs inside of DistributedDataParallel.
-        passed: What keeps addresses of :meth:`pass_on` from being given to other tensors.
+        sizes: The lengths of axis 0 of its input tensors; one of them is the number of samples.
+        memories: The memory of each input tensor, and the stride of that axis.
+        is_distributed: Whether it runs inside of DistributedDataParallel.
+        passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
     """
 
     sizes: tuple[int, ...]
@@ -34,29 +37,29 @@ class Run(NamedTuple):
     passed: list[object]
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
-        """Whether one of some tensors lies in the memory of one of these: 2 if samples are first.
+        """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
 
-        They are where axis 0 of both has one stride: a view that turns axes has another.
+        Samples are first if axis 0 has the same stride in both: a transposed view has another.
         """
         given = [*filter(has_memory, tensors)] if self.memories else ()
         found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
         return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
 
     def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Count as received what a layer rule's module made of it without a graph.
+        """Count results without a graph as received, if a layer made them of the model's input.
 
-        Such a module keeps samples where they are. Of others nobody knows: a table of positions is
-        made of the input as well.
+        A module with a layer rule keeps samples where they are. Others may not: a table of
+        positions is made from the input as well.
         """
         if self.receives(tensors) > 1:
             for result in results:
-                # A view of what was received is told by that.
+                # A view shares memory with the input, and is known by it already.
                 if result.dim() and has_memory(result):
                     self.memories.setdefault(memory_of(result), result.stride(0))
                     self.passed.append(hold_address(result))
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
-        """The same for a call whose tensors others stand for, in memory of their own."""
+        """The same run for a call whose tensors are replaced by stand-ins with other memory."""
         found = self.receives(tensors)
         given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
         return self._replace(
@@ -66,13 +69,13 @@ class Run(NamedTuple):
 
 NO_RUN: Final[Run] = Run((), {}, False, [])
 NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
-# Modules that were extended as a whole and run, outermost first, by thread.
+# The runs of extended models by thread, outermost first.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 _models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 
 
 def _still_running() -> list[tuple[Owner, Run]]:
-    """Those of this thread, less what an exception left that no hook hears of."""
+    """The runs on this thread; drops those that ended by an exception that no hook saw."""
     known = _running.get(get_ident(), [])
     while known and not running_calls(known[-1][0].module):
         known.pop()
@@ -80,16 +83,15 @@ def _still_running() -> list[tuple[Owner, Run]]:
 
 
 def model_runs() -> bool:
-    """Whether a module that was extended as a whole runs on this thread, and is recorded."""
+    """Whether an extended model runs on this thread, and is recorded."""
     return any(run is not NO_RUN for _, run in _still_running())
 
 
 class Owner:
-    """A module that was extended as a whole, known by each of its parts without holding it.
+    """An extended model, as its parts know it: without keeping it alive.
 
     Attributes:
-        axes: On which axis the samples are said to lie, by path of a part; what is inside of one
-            has them on the same.
+        axes: The declared axis of the samples by path of a part, which holds for all inside of it.
     """
 
     __slots__ = ("__weakref__", "_module", "axes")
@@ -101,10 +103,10 @@ class Owner:
             _models[id(module)] = module
 
     def begin(self, tensors: Sequence[Tensor] | None) -> None:
-        """The module begins to run, on this thread.
+        """Note that the model begins to run on this thread.
 
         Args:
-            tensors: What it received; ``None`` if nothing is recorded.
+            tensors: What the model received; ``None`` if nothing is recorded.
 
         Raises:
             UsageError: None of them has the axis on which samples are said to lie.
@@ -126,7 +128,7 @@ class Owner:
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def end(self) -> None:
-        """It is through, or was left by an exception."""
+        """Note that the run has ended, or was left by an exception."""
         thread = get_ident()
         known = _running.get(thread, [])
         places = [i for i, (owner, _) in enumerate(known) if owner is self]
@@ -137,26 +139,26 @@ class Owner:
 
     @property
     def module(self) -> Module | None:
-        """The module, as long as it lives."""
+        """The model; ``None`` once it is gone."""
         return None if self._module is None else self._module()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Owner:
-        """In a copy of the whole, the copy; in a copy of a part, nothing."""
+        """In a copy of the whole model, that copy; in a copy of a part, an owner of nothing."""
         return Owner(memo.get(id(self.module)), self.axes)
 
     def axis_of(self, path: str) -> int:
-        """Where the samples of a part are said to lie."""
+        """The declared axis of the samples of a part."""
         while self.axes and path and path not in self.axes:
             path = path.rpartition(".")[0]
         return self.axes.get(path, 0)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What is restored from a file belongs to nothing until it is extended again."""
+        """A restored module belongs to no model until it is extended again."""
         return Owner, (None,)
 
 
 def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
-    """Where a parameter sits in the extended models that some modules are part of."""
+    """The name of a parameter in the extended models that some modules are part of."""
     for model in owners_of(modules):
         for name, own in model.named_parameters():
             if own is parameter:
@@ -165,7 +167,7 @@ def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | Non
 
 
 def owner_of(module: Module) -> Module:
-    """The extended model that a module is part of; the module itself where that is not known."""
+    """The extended model that a module is part of; the module itself if that is unknown."""
     owner = module.__dict__.get(OWNER_ATTRIBUTE)
     found = None if owner is None else owner.module
     return module if found is None else found
@@ -180,7 +182,8 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
 def owned_by_models() -> dict[int, tuple[Module, str]]:
     """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
 
-    Of a model that none of its modules reports (``F.linear(x, model.weight)``), nothing else tells.
+    If no module of a model is called (``F.linear(x, model.weight)``), nothing else connects its
+    parameters with it.
     """
     living = (reference() for reference in _models.valuerefs())
     models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
@@ -194,7 +197,7 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
 
 
 def run_of_model(module: Module, thread: int) -> Run:
-    """What the extended model of a part received, if it runs as a whole on this thread."""
+    """What the extended model of a part received, if it is running on this thread."""
     mine: Owner | None = module.__dict__.get(OWNER_ATTRIBUTE)
     for owner, run in reversed(_running.get(thread, [])):
         if owner is mine:

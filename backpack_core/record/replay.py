@@ -1,4 +1,7 @@
-"""The output of a call as a function of its inputs and parameters."""
+"""Computes the output of a call once more, as a function of its inputs and parameters.
+
+For ``create_graph=True``, which needs the output with its graph. To store that would be a cycle.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def output_again(view: View, stored: Tensor) -> Tensor:
-    """Run the forward once more: to store the output with its graph would be a cycle.
+    """Run the forward once more, with a graph.
 
     Args:
         view: The call, with all samples.
@@ -29,7 +32,7 @@ def output_again(view: View, stored: Tensor) -> Tensor:
 
     def run() -> Tensor:
         for slot in range(len(io.inputs)):
-            view.tensor_input(slot)  # which looks whether it was changed
+            view.tensor_input(slot)  # raises if it was changed since
         result = view.module.forward(*io.args, **io.kwargs)
         return list(iter_tensors(result))[view.index]
 

@@ -1,7 +1,7 @@
-"""Tensors of a call where autograd saves through hooks (checkpoints, offloading): through the same.
+"""Stores the tensors of a call through the hooks that autograd's saved tensors go through.
 
-Their memory is then what the hooks leave of it. Shapes, types and devices are shown by stand-ins
-without memory; numbers are asked for when a rule reads them.
+So checkpoints and offloading save memory with extensions, too. Stand-ins without memory show
+shapes, types and devices. The numbers are unpacked when a rule reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def through_hooks(stored: Stored) -> Stored:
-    """The same call, with what the hooks took in ``saved`` and stand-ins in its place."""
+    """A call's tensors as stand-ins, with what the hooks took of them in ``saved``."""
     taken: dict[int, SavedTensor] = {}
     stands: dict[int, Tensor] = {}
     for tensor in (*stored.inputs, *stored.outputs):
@@ -40,7 +40,7 @@ def through_hooks(stored: Stored) -> Stored:
 
 
 def read(view: View, slot: int, what: str) -> Tensor:
-    """A tensor of a call with its numbers: an input or output, inputs first.
+    """An input or output of a call with its numbers; slots count inputs first.
 
     Raises:
         OverwrittenInputError: It was changed in place since the forward pass.
@@ -50,7 +50,7 @@ def read(view: View, slot: int, what: str) -> Tensor:
     is_changed = version_of(tensor) != version
     if view.taken is not None and stored.saved[slot] is not None:
         tensor = view.taken.tensor(slot)
-        # A copy counts from zero; what was computed again, as what was computed at first.
+        # The version of a copy counts from zero; that of a recomputed tensor, as at first.
         is_changed = version_of(tensor) > version
     if is_changed:
         raise OverwrittenInputError(
@@ -62,7 +62,7 @@ def read(view: View, slot: int, what: str) -> Tensor:
 
 
 class Taken:
-    """What hooks took of a call, as far as a visit has asked for it.
+    """The tensors of a call that were unpacked during a visit.
 
     Attributes:
         found: The tensors, by slot.
@@ -75,7 +75,7 @@ class Taken:
         self.found: dict[int, Tensor] = {}
 
     def tensor(self, slot: int) -> Tensor:
-        """An input or output, inputs first."""
+        """Unpack one, once; slots count inputs first."""
         if slot not in self.found:
             stored, saved = self._stored, self._stored.saved[slot]
             kept = (*stored.inputs, *stored.outputs)[slot]
@@ -83,7 +83,7 @@ class Taken:
         return self.found[slot]
 
     def values(self) -> Stored:
-        """The call, with numbers in the place of stand-ins."""
+        """The call's tensors, all with their numbers."""
         stored = self._stored
         tensors = (*stored.inputs, *stored.outputs)
         found = {id(tensor): self.tensor(slot) for slot, tensor in enumerate(tensors)}
@@ -91,7 +91,7 @@ class Taken:
 
 
 def _replaced(stored: Stored, by: dict[int, Tensor]) -> Stored:
-    """The same call with other tensors, by ``id`` of those in their place."""
+    """A call's tensors with some replaced, by ``id``."""
 
     def other(tensor: Tensor) -> Tensor:
         return by.get(id(tensor), tensor)

@@ -1,4 +1,7 @@
-"""What a module is in a forward pass: its tensors and its settings."""
+"""What a module was in a forward pass: its tensors and its settings.
+
+Both may be changed before the backward pass, and rules must compute with what they were.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ _OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it holds no tensor: what a module returned would hold its own call."""
+    """Whether a value holds no tensor: a stored output would hold its own call."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
@@ -110,7 +113,7 @@ class Traits:
         self._values = self._plain(attributes)
 
     def hold(self, module: Module) -> bool:
-        """Whether the module is what it was."""
+        """Whether they still describe the module."""
         attributes = module.__dict__
         try:
             return (
@@ -126,15 +129,15 @@ class Traits:
         return tuple(map(type, self._others(attributes)))
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Of a copy, they are found out anew."""
+        """A copy of the module finds its own."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The same for what is read from a file."""
+        """So does a restored one."""
         return type(None), ()
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
-    """A module, or a stand-in of the same class with the values of a forward pass.
+    """A module as it was in a forward pass: itself, or a stand-in with the values of then.
 
     Args:
         module: The module.

@@ -1,6 +1,6 @@
-"""Tensors inside the arguments and return values of modules.
+"""Finds tensors inside the arguments and return values of modules.
 
-They are looked for in nested tuples, lists, dicts, dataclasses, and distributions of torch.
+They may be nested in tuples, lists, dicts, dataclasses, and distributions of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from backpack_core.remember import remembered
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply ``function`` to every tensor in a structure, and return another one like it."""
+    """A copy of a structure with ``function`` applied to every tensor in it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -60,7 +60,7 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What an object holds, if it is one that is made to hold values."""
+    """The attributes of an object whose type is made to hold values; else nothing."""
     if isinstance(value, Distribution):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -90,7 +90,7 @@ def _parameter_names(kind: type[Module]) -> dict[str, int]:
 
 
 def as_index(indices: tuple[int, ...], device: torch.device) -> Any:
-    """What picks samples: a slice where they are consecutive, which copies nothing."""
+    """An index of samples: a slice if they are consecutive, which copies nothing."""
     start = indices[0] if indices else 0
     if indices == tuple(range(start, start + len(indices))):
         return slice(start, start + len(indices))

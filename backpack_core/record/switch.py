@@ -46,6 +46,6 @@ def is_recording() -> bool:
         and is_grad_enabled()
         and peek_transform() is None
         and tracing_state() is None
-        # What a checkpoint computes again has to be as it was.
+        # A checkpoint that recomputes has to do what it did at first.
         and not (_disabled and is_disabled() and not is_computed_again())
     )

@@ -1,8 +1,9 @@
-"""Code of a plugin leaves alone what it is given, and what it returns is its user's own.
+"""Checks that a plugin's code leaves alone what it is given, and gives results their own memory.
 
-What a rule or an extension sees belongs to everybody: the gradient at an output becomes ``.grad``.
-So versions of tensors are compared, before and after: integers, which costs nothing beside the
-smallest kernel. And no two results share memory, nor one with what the pass was shown.
+What a rule or an extension is shown belongs to others, too: the gradient at an output becomes
+``.grad``. So tensor versions are compared before and after; they are integers, and comparing them
+costs nothing beside the smallest kernel. No two results share memory, nor does a result share it
+with what the pass was shown.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ Versions = list[tuple[Tensor, int]]
 
 
 def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
-    """What a method of a plugin returns, if it leaves alone what it is given.
+    """Call a method of a plugin, and raise if it changed a tensor that it was given.
 
     Args:
         view: What it sees.
-        plugin: Whose method it is.
-        method: Its name.
-        given: Its arguments: tensors, or what holds some as its attributes.
+        plugin: The rule, extension or propagator.
+        method: The name of its method.
+        given: The arguments: tensors, or objects that hold some as attributes.
 
     Returns:
         The method's result.
@@ -87,7 +88,7 @@ def see_unchanged(view: View, seen: Versions, plugin: object, method: str) -> No
 
 
 def _shown(view: View) -> list[Tensor]:
-    """Every tensor that a rule may come by at a view, of all samples; nobody's to change."""
+    """Every tensor that a rule can get from a view, with all samples."""
     stored, gradient = view.stored, (view._whole or view).grad_output
     taken = () if view.taken is None else view.taken.found.values()
     tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *taken]
@@ -95,7 +96,7 @@ def _shown(view: View) -> list[Tensor]:
 
 
 def _counted(view: View) -> Versions:
-    """Those whose versions torch counts, with what they were at first."""
+    """The tensors that a view shows, with their versions; those without a version are left out."""
     tensors = _shown(view)
     try:
         versions = [(tensor, tensor._version) for tensor in tensors]
@@ -127,9 +128,9 @@ def owned(value: Any, view: View) -> Any:
     """A value in memory of its own.
 
     Args:
-        value: What an extension returned: a tensor, a list of tensors, or something that sees to it
-            itself.
-        view: The visit; it knows what rules were shown, and what earlier extensions got.
+        value: What an extension returned: a tensor, a list of tensors, or an object that sees to
+            its memory itself.
+        view: The visit; it knows the memory of what rules were shown, and of earlier results.
     """
     if not isinstance(value, Tensor):
         if isinstance(value, list):

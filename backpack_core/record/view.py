@@ -1,8 +1,8 @@
-"""What a rule sees of a call: all samples or some, and the gradient that arrived at one output.
+"""A view: what a rule sees of a call, all samples or some, with the gradient at one output.
 
-A view never holds more than the call does, and lives as long as a visit. Every tensor it shows is
-checked first: one that was changed in place since the forward pass is no longer what the module
-received, and raises.
+A view holds no more than its call does, and lives as long as the visit. Every tensor is checked
+before it is shown: if it was changed in place since the forward pass, it is not what the module
+received, and that raises.
 """
 
 from __future__ import annotations
@@ -35,23 +35,25 @@ class View:
         index: Which of its outputs is visited.
         node: The autograd node of that output, where it may be asked for what it saved.
         indices: The samples that are shown, ``None`` for all. One may be named several times.
-        axis: Which axis of the output holds the samples in truth; views show it in front.
+        axis: The axis of the output that holds the samples; views show it in front.
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
-        is_reached: Whether any gradient arrived; autograd leaves some undefined that are zero.
+        is_reached: Whether a gradient arrived: autograd leaves some gradients undefined that are
+            zero.
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
-            pass, for chunks of columns, and, but at losses, where autograd does not go.
-        inner: The gradient that autograd brought to the node that the rule named, in its shape,
+            pass, for chunks of columns, and in a pass without autograd, except at losses.
+        inner: The gradient at the node that the rule named, in the shape of that node's output,
             while parameters of ``reads_inside`` are read there; else ``None``.
-        dtype: The dtype in which derivatives are computed: that of the gradient.
-        kept: What was computed from the call alone (patches, positions of maxima).
-        stored: The call's tensors, also when the call has let go of them: for shapes and flags;
-            their numbers are in :attr:`values`.
-        counted: Of what is shown, the tensors whose versions torch counts, and these, as they were
-            when they were first asked for; see ``untouched.py``.
-        memories: Memory of what is shown, and of results, once somebody asks; see there.
-        taken: What hooks on saved tensors took of them; ``None`` without such hooks.
+        dtype: The dtype that derivatives are computed in: that of the gradient.
+        kept: What was computed from the call alone (patches, positions of maxima), for all columns.
+        stored: The call's tensors, even if the call has let go of them: for shapes and flags. Their
+            numbers are in :attr:`values`.
+        counted: The tensors that the view shows, with their versions when first asked for; see
+            ``untouched.py``.
+        memories: The memory of what is shown, and of results, once somebody asks; see
+            ``untouched.py``.
+        taken: What was unpacked of tensors that hooks took; ``None`` without such hooks.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class View:
     def module(self) -> Module:
         """The module with the settings that it had in the forward pass.
 
-        Where one was changed since (``dropout.p``, its mode, a parameter that was replaced), a
-        stand-in of the same class with the values of then.
+        If a setting was changed since (``dropout.p``, the mode, a replaced parameter), this is a
+        stand-in of the same class with the old values.
         """
         if self._module is None:
             call = self.call
@@ -113,7 +115,7 @@ class View:
         return self.call.path
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter or buffer (dots allowed) as the forward pass used it, in our dtype.
+        """A parameter or buffer (dots allowed) as the forward pass used it, in the view's dtype.
 
         Raises:
             OverwrittenInputError: It was changed in place since.
@@ -122,7 +124,7 @@ class View:
         return self._cast(tensor if self.is_differentiable else tensor.detach())
 
     def parameter_itself(self, name: str) -> Tensor:
-        """The tensor that :meth:`parameter` shows, with its own dtype and graph."""
+        """The tensor behind :meth:`parameter`, with its own dtype and graph."""
         found = self.stored.owned.get(name)
         if found is None:
             tensor: Tensor = attrgetter(name)(self.module)
@@ -139,7 +141,7 @@ class View:
 
     @property
     def values(self) -> Stored:
-        """The call's tensors with their numbers, also where hooks on saved tensors took those."""
+        """The call's tensors with their numbers, unpacked where hooks took them."""
         return self.stored if self.taken is None else self.taken.values()
 
     @property
@@ -149,7 +151,7 @@ class View:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Every tensor among the arguments, as it is: for shapes and flags, not for values."""
+        """Every tensor among the arguments, unchecked: for shapes and flags, not for values."""
         inputs = self.stored.inputs
         return inputs if self._pick is None else tuple(map(self._shown, inputs))
 
@@ -224,15 +226,15 @@ class View:
 
     @property
     def device(self) -> torch.device:
-        """Where the output is."""
+        """The device of the output."""
         return self.stored.outputs[self.index].device
 
     def saved(self, name: str, node: Node | None = None) -> Tensor | None:
-        """What torch keeps for its own backward pass at the node of the output.
+        """What torch keeps for its own backward pass at the output's node.
 
         Args:
             name: As torch calls it: ``"result1"`` for ``grad_fn._saved_result1``.
-            node: Another one inside of the module.
+            node: Another node, inside of the module.
 
         Returns:
             The tensor, for the samples that are shown; ``None`` if there is none of that name
@@ -284,7 +286,7 @@ class View:
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """A value that depends on the call alone, computed once for all columns.
 
-        A value of a pass without gradients is not handed to one that differentiates through it.
+        A value from a pass without gradients is not reused where quantities are differentiable.
         """
         full = (key, self.is_differentiable, self.dtype)
         if full not in self.kept:
@@ -293,7 +295,7 @@ class View:
         return value
 
     def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:
-        """A value that depends on the call and on columns, for all who give ``mat`` itself."""
+        """A value that depends on the call and on columns, computed once for one tensor ``mat``."""
         for name, stored, value in self._columns:
             if stored is mat and name == key:
                 found: T = value
@@ -303,7 +305,7 @@ class View:
         return result
 
     def _shown(self, tensor: Tensor) -> Tensor:
-        """The samples of a tensor whose axis 0 is the batch; another as it is."""
+        """The shown samples of a tensor whose axis 0 is the batch; another tensor as it is."""
         if self._pick is None or not self.has_batch(tensor):
             return tensor
         return tensor[self._pick]

@@ -1,6 +1,6 @@
-"""What an author hands to the conformance kit: one instance per configuration. Imports torch, core.
+"""The cases that authors give to the conformance kit, one per configuration. Imports torch, core.
 
-A case says how to build a thing and its inputs, and not what to check: the kit knows that.
+A case says how to build a layer, loss or extension and its inputs. The kit decides what to check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from backpack_core.testing.quantities import Quantity
 T = TypeVar("T")
 
 SAMPLES = 3
-# The seed of a forward pass, so that layers that draw random numbers draw the same ones again.
+# Seed of every forward pass, so that random layers draw the same numbers again.
 FORWARD = 2
 
 
@@ -49,7 +49,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a forward call, where a tensor or a tuple of positional ones does not do."""
+    """Arguments of a forward call, for calls with keywords."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def seeded(function: Callable[[], T], seed: int) -> T:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Case:
-    """What all cases have.
+    """Base class of all cases.
 
     Attributes:
         name: Shown in the names of the tests; default: derived from the instance.
@@ -110,12 +110,12 @@ class RuleCase(Case):
             different from three, the number of samples.
         rule: The rule under test, where no installed plugin provides it.
         constants: Positions, among the tensors passed, of floating-point ones that are not to be
-            differentiated (a mask, say).
+            differentiated (a mask, for example).
         output_nr: Which of several output tensors to differentiate.
         twice_differentiable: Whether torch can differentiate the layer twice, so that there is an
             oracle for second derivatives. If not, torch has to refuse.
-        overwrites_input: Whether the layer writes to its input although the rule needs it. Then
-            the rule has to raise on it, and nets are carried through by their autograd nodes.
+        overwrites_input: Whether the layer overwrites an input that its rule needs. The rule then
+            has to raise, and quantities go through the layer's autograd nodes instead.
     """
 
     kind: ClassVar[str] = "rule"
@@ -183,7 +183,7 @@ class LossCase(Case):
         return self.name or label_of(self.loss_factory(reduction="mean"))
 
     def as_rule_case(self, reduction: str) -> RuleCase:
-        """The loss as a layer, for what both have in common."""
+        """The loss as a layer, for checks that layers and losses share."""
         return RuleCase(
             lambda: self.loss_factory(reduction=reduction), self.input_factory, rule=self.rule
         )
@@ -199,8 +199,8 @@ class ExtensionCase(Case):
     Attributes:
         extension_factory: Makes the extension; called with ``subsampling=...`` if it takes that.
         quantity: What it computes; default: the row of the kit's table for its save field.
-        loss: The loss of the kit's nets, with labels, say (``LABELLED``); default: one that is a
-            function of the prediction alone.
+        loss: The loss of the kit's nets, for example one with labels (``LABELLED``); default: one
+            that is a function of the prediction alone.
     """
 
     kind: ClassVar[str] = "extension"
@@ -215,7 +215,7 @@ class ExtensionCase(Case):
 
 @contextmanager
 def installed(rule: type[LayerRule] | None = None) -> Iterator[None]:
-    """A rule that no installed plugin provides is registered within the block; may be nested."""
+    """Registers a rule that no installed plugin provides, inside the block; may be nested."""
     ensure_loaded()
     if rule is None or _is_known(rule):
         yield

@@ -1,6 +1,6 @@
-"""One small example of every layer and loss that the support matrix speaks of, by torch type.
+"""One small example of every layer and loss in the support matrix, by torch type.
 
-Whether a rule for it is installed is what the matrix finds out: nothing here names a rule.
+No rule is named here: the matrix finds out which examples have one.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _case(kind: type[nn.Module], arguments: tuple[Any, ...], shape: tuple[int, .
 
 
 def _known(name: str) -> Any:
-    """A module class of an installed plugin, which has a rule for it."""
+    """A module class that an installed plugin defines, together with a rule for it."""
     return next(k for k in registry.rules if isinstance(k, type) and k.__name__ == name)
 
 
@@ -133,7 +133,7 @@ class WithoutRule(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, 2))
 
     def forward(self, input: Tensor) -> Tensor:
-        """A linear map that nobody knows to be one."""
+        """A linear map; no rule says that it is linear."""
         return input @ self.weight
 
 

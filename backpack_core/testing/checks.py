@@ -1,4 +1,4 @@
-"""The list of checks: each is entered by a decorator, with what a case must have."""
+"""The list of checks. A decorator registers each, with the traits that a case must have."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Check:
     """One check.
 
     Attributes:
-        name: Of the check.
-        run: Takes a case; raises where it finds a fault.
+        name: Name of the check.
+        run: Takes a case, and raises if it finds a fault.
         needs: Traits a case must have for the check to mean anything; see ``traits``.
     """
 
@@ -24,12 +24,12 @@ class Check:
     needs: frozenset[str]
 
 
-# By kind of case. Each list is pinned by a test: what leaves it, leaves it for all authors.
+# By kind of case. A test pins each list: a check that is removed is removed for all authors.
 CHECKS: dict[str, list[Check]] = {"rule": [], "loss": [], "extension": []}
 
 
 def of_rule(*needs: str, name: str = "") -> Callable[[Run], Run]:
-    """Enter a function as a check of layer rules.
+    """Register a function as a check of layer rules.
 
     Args:
         needs: Traits a case must have.
@@ -39,12 +39,12 @@ def of_rule(*needs: str, name: str = "") -> Callable[[Run], Run]:
 
 
 def of_loss(*needs: str, name: str = "") -> Callable[[Run], Run]:
-    """Enter a function as a check of loss rules; see :func:`of_rule`."""
+    """Register a function as a check of loss rules; see :func:`of_rule`."""
     return _entered("loss", needs, name)
 
 
 def of_extension(*needs: str, name: str = "") -> Callable[[Run], Run]:
-    """Enter a function as a check of extensions; see :func:`of_rule`."""
+    """Register a function as a check of extensions; see :func:`of_rule`."""
     return _entered("extension", needs, name)
 
 

@@ -1,11 +1,11 @@
-"""The one comparer, and how a check says no. Imports torch only."""
+"""The comparison that all checks use, and the error of a failed check. Imports torch only."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Of a quantity that happens to vanish.
+# Errors are relative to at least this, for a quantity that is zero.
 SMALLEST_SCALE = 1e-4
 
 
@@ -17,7 +17,7 @@ def require(condition: bool, message: str) -> None:
     """Fail the check unless the condition holds.
 
     Raises:
-        CheckFailure: It does not.
+        CheckFailure: The condition does not hold.
     """
     if not condition:
         raise CheckFailure(message)
@@ -38,7 +38,7 @@ def close(
 
     Args:
         found: What was computed; the two are compared in the wider of their dtypes.
-        expected: What the oracle says.
+        expected: The value of the oracle.
         what: Name of the quantity, for the message.
         tolerance: Relative error that is allowed.
         floor: Errors are relative to the largest expected entry, but not to less than this.
@@ -61,7 +61,7 @@ def close(
 
 
 def _hint(found: Tensor, expected: Tensor) -> str:
-    """What the two have to do with each other, where it is simple."""
+    """A hint for the message, if the values differ by a sign or a factor only."""
     if relative_error(-found, expected) < 1e-6:
         return " It is minus the right value: a wrong sign."
     norm = float(expected.square().sum())

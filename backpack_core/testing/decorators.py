@@ -18,7 +18,7 @@ Test = Callable[..., Any]
 
 @dataclass(eq=False)
 class BoundCheck:
-    """One check of one case: what a decorated test is given, to be called once.
+    """One check of one case, the argument of a decorated test, which has to call it once.
 
     Attributes:
         case: The case.
@@ -54,8 +54,8 @@ class BoundCheck:
 def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]:
     """Give a test one pytest case for every check of every layer.
 
-    The test has the one argument ``check`` and calls it; one that does not fails. The checks of a
-    case are all that mean something for its kind of rule.
+    The test has one argument, ``check``, and fails unless it calls that. A case gets all checks
+    that apply to its kind of rule.
 
     Args:
         cases: The layers, each in one configuration.
@@ -96,7 +96,7 @@ def _parametrize(cases: Sequence[Case], kind: type[Case]) -> Callable[[Test], Te
 
 
 def _that_calls(test: Test) -> Test:
-    """The test, which fails where it passes without its check."""
+    """Make a test fail if it passes without calling its check."""
 
     @functools.wraps(test)
     def called(*args: Any, check: BoundCheck, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""One execution of a layer: the call that a rule sees, and the graph that the oracle takes.
+"""One execution of a layer: the call that a rule sees, and the graph that the oracle uses.
 
-The call is the product's own: the layer is extended and run, and the call is taken from the graph.
-The oracle has a graph of its own, made by the same layer without hooks.
+The call is recorded as in use: the layer is extended and run, and the call is read from the graph.
+The oracle has a graph of its own, from the same layer without hooks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARED: list[Any] = []
 
 @dataclass(eq=False)
 class Execution:
-    """What one forward pass of a case left behind.
+    """The call and the tensors of one forward pass of a case.
 
     Attributes:
         case: The case.
@@ -87,7 +87,7 @@ class Execution:
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers that are the same each time."""
+    """Random numbers from a fixed seed."""
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
@@ -134,7 +134,7 @@ def recorded(output: Tensor, gradient: Tensor | None = None) -> View:
 def _forward(
     case: RuleCase, module: Module, given: Arguments
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """The inputs as leaves, and the outputs; random numbers are the same each time."""
+    """The inputs as leaves, and the outputs, with a fixed seed."""
     leaves: list[Tensor | None] = []
 
     def passed(tensor: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _forward(
             return tensor
         leaf = tensor.detach().requires_grad_()
         leaves.append(leaf)
-        # A module may write to its input, which a leaf forbids.
+        # A module may overwrite its input, which autograd forbids for a leaf.
         return leaf.clone() if _works_in_place(module) else leaf.view_as(leaf)
 
     declared = in_order(module, dict(given.kwargs))  # as the call that a rule sees
@@ -157,14 +157,14 @@ def _works_in_place(module: Module) -> bool:
 
 
 def shared(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep the last executions: several checks of a case look at one, and none changes it."""
+    """Cache the last executions: several checks of a case read one, and none changes it."""
     kept = lru_cache(maxsize=8)(function)
     _SHARED.append(kept)
     return kept  # type: ignore[return-value] # the arguments are those of the function
 
 
 def forget_executions() -> None:
-    """Let go of all that is kept, and of the calls that it holds."""
+    """Clear the cache, and so free the calls in it."""
     for kept in _SHARED:
         kept.cache_clear()
 

@@ -45,7 +45,7 @@ class ExtensionNet(Module):
     """``Mix``, ``Shrink``, ``Squash``, ``Readout``, with branches as asked for.
 
     Attributes:
-        residual: Add the output of ``Mix`` behind ``Squash``, by a functional sum.
+        residual: Add the output of ``Mix`` after ``Squash``, by a functional sum.
         twice: Apply ``Mix`` a second time.
         single: The parameter of ``Shrink`` is one number.
     """
@@ -245,7 +245,7 @@ def value_called_twice(case: ExtensionCase) -> None:
 
 
 def _value_or_refusal(case: ExtensionCase, given: Problem, *may: str) -> None:
-    """The value, or ``UnsupportedError`` for some needs, and where nobody says what it is."""
+    """Compare; extensions with certain needs, or without an oracle, may raise UnsupportedError."""
     quantity = quantity_for(case)
     try:
         _compare(case, given)
@@ -296,7 +296,7 @@ def savefield(case: ExtensionCase) -> None:
 
 @of_extension()
 def leaves_gradient_alone(case: ExtensionCase) -> None:
-    """``.grad`` with and without; on parameters is what the engine stored, and nothing else."""
+    """``.grad`` is the same with and without; parameters get the stored values and nothing else."""
     given, extension = problem_of(case), case.extension_factory()
     net, _ = given.run([extension])
     plain, arguments, loss = given.build(torch.float64)

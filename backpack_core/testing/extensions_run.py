@@ -32,10 +32,10 @@ Values = dict[str, dict[str, Any]]  # save field → parameter → value
 
 
 def installed_factories() -> list[Callable[..., Extension]]:
-    """Makes of every installed extension that the kit can make.
+    """Factories of all installed extensions that the kit can build.
 
-    One whose constructor has arguments without defaults needs a row in the table of quantities that
-    states them.
+    If a constructor has arguments without defaults, the extension needs a row in the table of
+    quantities that gives them.
     """
     ensure_loaded()
     factories: list[Callable[..., Extension]] = []
@@ -80,8 +80,8 @@ class Problem:
 
     Attributes:
         build: Makes the net, its inputs and its loss in a dtype.
-        reference: What the oracle says of it.
-        may_refuse: The needs of a quantity that the net does not have to meet.
+        reference: The oracle for this net.
+        may_refuse: Needs that the net may lack; extensions with these may raise.
     """
 
     build: Callable[[torch.dtype], tuple[Module, Arguments, Module]]
@@ -107,7 +107,7 @@ class Problem:
         Args:
             extensions: What to compute.
             dtype: Of parameters and inputs.
-            prepare: Changes the net before the forward pass, to freeze parameters, say.
+            prepare: Changes the net before the forward pass, for example to freeze parameters.
             autocast: Run the forward pass under autocast to bfloat16.
             scale: A factor on the loss.
 
@@ -124,7 +124,7 @@ class Problem:
         return net, values_of(net, extensions)
 
     def usable(self, extensions: Sequence[Extension]) -> list[Extension]:
-        """The extensions that have a value on this net; each one left out refused with reason.
+        """The extensions that have a value on this net; all others raised for a stated need.
 
         Raises:
             CheckFailure: One fails, or refuses although the net has what it needs.
@@ -182,8 +182,8 @@ class Problem:
             reference: The oracle, if not this problem's own.
             needs: Quantities with other needs are only checked to be finite.
             trained: Whether a parameter was to get a value.
-            coarse: Errors are relative to the largest value in the net, not on the parameter: what
-                vanishes by cancellation does so in no finite precision.
+            coarse: Errors are relative to the largest value in the net, not at the parameter. For
+                values that are zero only by cancellation, which rounding disturbs.
         """
         reference = reference or self.reference
         reference = reference.trained(filter(trained, reference.parameters))
@@ -205,7 +205,7 @@ def compare_stored(
     floor: float = SMALLEST_SCALE,
     skip: Callable[[Quantity, str], bool] = lambda quantity, name: False,
 ) -> None:
-    """What one extension stored: a value for each parameter of the reference, and the right one.
+    """Require that an extension stored the right value on each parameter of the reference.
 
     Args:
         what: Name of the extension, for messages.
@@ -244,7 +244,7 @@ def forward_loss(net: Module, arguments: Arguments, loss: Module) -> Tensor:
 
 
 def values_of(net: Module, extensions: Iterable[Extension]) -> Values:
-    """What the parameters of a net hold."""
+    """The values that extensions stored on the parameters of a net."""
     return {
         extension.savefield: {
             name: getattr(parameter, extension.savefield)
@@ -256,13 +256,13 @@ def values_of(net: Module, extensions: Iterable[Extension]) -> Values:
 
 
 def forget(net: Module) -> None:
-    """Take what extensions stored off the parameters: a stored function holds on to its call."""
+    """Delete stored values from the parameters, because a stored function keeps its call alive."""
     for parameter in net.parameters():
         parameter.__dict__.clear()
 
 
 def _is_costly(quantity: Quantity, name: str) -> bool:
-    """Dense Hessians of the readout say nothing about the layer."""
+    """Whether the oracle is a dense Hessian of the readout, which does not test the layer."""
     return quantity.needs == "second derivative" and name.startswith("readout")
 
 

@@ -39,10 +39,10 @@ def write_distribution(
     modules: Mapping[str, str] | None = None,
     metadata: bool = True,
 ) -> Path:
-    """Write what an installer would leave behind.
+    """Write the files of an installed distribution.
 
     Args:
-        folder: Where; to be put on ``sys.path``.
+        folder: Where to write; put it on ``sys.path``.
         name: Name of the distribution.
         version: Its version.
         entry_points: Names and values in the group ``backpack``.
@@ -81,7 +81,7 @@ def fake_distribution(
 ) -> Iterator[FakeDistribution]:
     """A factory: arguments as :func:`write_distribution`, without the folder.
 
-    What it makes is found next to what is really installed, until the test ends.
+    Until the test ends, its distributions are found beside the ones that are really installed.
     """
     folder = tmp_path / "site-packages"
     folder.mkdir()

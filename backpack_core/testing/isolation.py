@@ -1,4 +1,4 @@
-"""Tests of a package run with the plugins that they need, whatever else is installed."""
+"""Run a package's tests with the plugins that they need, whatever else is installed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ FAMILIES = ("backpack-plugin-layers", "backpack-plugin-firstorder", "backpack-pl
 def only_plugins(*names: str) -> None:
     """Load the families and the named plugins in this process, and no others.
 
-    To be called at the top of ``tests/conftest.py``. The environment variable
-    ``BACKPACK_LOAD_PLUGINS``, where it is set, is stronger: ``BACKPACK_LOAD_PLUGINS=a,b pytest``
-    tries a package beside others.
+    Call it at the top of ``tests/conftest.py``. The environment variable ``BACKPACK_LOAD_PLUGINS``
+    takes precedence: ``BACKPACK_LOAD_PLUGINS=a,b pytest`` tests a package together with others.
 
     Args:
         names: Names of distributions or of entry points.

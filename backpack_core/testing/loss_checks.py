@@ -24,7 +24,7 @@ from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_e
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.reference import Reference
 
-# Positions of the target and whatever else a loss may take.
+# Positions of the target and further arguments of a loss.
 ALL_BUT_FIRST = tuple(range(1, 16))
 
 
@@ -61,7 +61,7 @@ class LossRun:
         return torch.stack([self.full_hessian[n, :, n] for n in range(len(self.leaf))])
 
     def arriving(self, factor: float) -> View:
-        """The view with a factor behind the loss."""
+        """The view with another gradient arriving at the loss."""
         with torch.no_grad():
             return View(self.view.call, grad_output=torch.full_like(self.value, factor))
 
@@ -137,7 +137,7 @@ def agrees(
         what: In which situation, for messages.
         view: What the rule sees; default: that of the run.
         chosen: Which samples the view has.
-        factor: By how much its Hessian is larger than the run's.
+        factor: Its Hessian is this multiple of the run's.
         tolerance: Error that is allowed.
     """
     view, tolerance = view or run.view, tolerance or case.tolerances.float64
@@ -237,7 +237,7 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     given = _problem(case, reduction)
     found = given.usable(installed_extensions())
     _, values = given.run(found)
-    # What starts at random columns has no exact value here.
+    # Extensions that start at random columns have no exact value here.
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
     given.compare(values, found, case.tolerances.float64, needs=needs)
 
@@ -277,7 +277,7 @@ for _reduction in ("mean", "sum"):
 
 @of_loss()
 def normalisation(case: LossCase) -> None:
-    """What a mean puts in front of the sum: weights over a data set follow from it."""
+    """The factor that a mean puts in front of the sum; batches of a data set are weighted by it."""
     mean, total = shared_run(case, "mean"), shared_run(case, "sum")
     expected = total.value * mean.rule.normalisation(mean.view)
     close(mean.value, expected, "the mean", case.tolerances.float64)

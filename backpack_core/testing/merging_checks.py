@@ -1,4 +1,4 @@
-"""Checks of what an extension declares of its scale, and of values of several batches."""
+"""Checks of an extension's declared degree, and of how it combines values of batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALVES = slice(0, 1), slice(1, None)
 
 @of_extension()
 def degree(case: ExtensionCase) -> None:
-    """A quarter of the loss has values that are smaller by the declared powers of it."""
+    """A quarter of the loss has values that are smaller by ``4 ** degree``."""
     given, extension = problem_of(case), case.extension_factory()
     over = declaration(extension)
     if extension.degree is None or isinstance(over, Refused):
@@ -36,20 +36,20 @@ def degree(case: ExtensionCase) -> None:
             own = over.part(key).degree
             factor = 0.25 ** (extension.degree if own is None else own)
             what = f"{case.label()} of {name!r}, {key or 'value'} of a quarter of the loss"
-            if key.startswith("vectors"):  # of no sign
+            if key.startswith("vectors"):  # their signs are arbitrary
                 found[key], tensor = found[key].abs(), tensor.abs()
             close(found[key], tensor * factor, what, case.tolerances.float64)
 
 
 @of_extension()
 def two_halves_mean(case: ExtensionCase) -> None:
-    """Two batches, combined by the declaration, are the whole batch, for a mean."""
+    """Values of two batches combine to that of the whole batch, for a mean."""
     _two_halves(case, "mean")
 
 
 @of_extension()
 def two_halves_sum(case: ExtensionCase) -> None:
-    """Two batches, combined by the declaration, are the whole batch, for a sum."""
+    """Values of two batches combine to that of the whole batch, for a sum."""
     _two_halves(case, "sum")
 
 

@@ -42,7 +42,7 @@ class Mix(Module):
 
 
 class Readout(Module):
-    """An affine map of everything that a sample has."""
+    """An affine map of all entries of a sample."""
 
     def __init__(self, features: int, outputs: int = CLASSES) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Readout(Module):
 
 
 class Shrink(Module):
-    """``y = w ⊙ x`` with weights a little below one: keeps signs and bounds."""
+    """``y = w ⊙ x`` with weights a little below one, so inputs keep their sign and bounds."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
@@ -224,13 +224,13 @@ LABELLED = LossCase(LabelledLoss, lambda n: (torch.randn(n, CLASSES), torch.rand
 
 
 def install_own_rules() -> None:
-    """Enter the rules of the kit's own modules, once per process: nobody else has such modules."""
+    """Register the rules of the kit's own modules, once per process; they affect no others."""
     if Mix not in registry.rules:
         registry.add(of_rules(RULES), CORE)
 
 
 def fixed_mixing(samples: int, columns: int) -> Tensor:
-    """Numbers that stand for random ones of mean zero and variance ``1/samples``."""
+    """Fixed numbers in place of random ones with mean zero and variance ``1/samples``."""
     generator = torch.Generator().manual_seed(samples)
     drawn = torch.randn(samples, columns, generator=generator, dtype=torch.float64)
     scaled: Tensor = drawn / samples**0.5

@@ -37,9 +37,9 @@ from backpack_core.testing.quantities import quantity_of
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import traits
 
-# What half precision is good enough for.
+# Needs that half precision can meet.
 COARSE = ("gradient", "curvature", "sampling")
-# What has no oracle where autograd cannot differentiate twice.
+# Needs without an oracle where autograd cannot differentiate twice.
 TWICE = frozenset({"double backward", "second derivative"})
 
 
@@ -123,7 +123,7 @@ def usable(case: RuleCase) -> tuple[Extension, ...]:
 
 
 def representatives(extensions: Sequence[Extension]) -> list[Extension]:
-    """One extension of each kind: what travels, and what it needs."""
+    """One extension for each pair of propagator and needs."""
     found: dict[Any, Extension] = {}
     for extension in extensions:
         quantity = quantity_of(extension.savefield)
@@ -185,7 +185,7 @@ def subsampling(case: RuleCase) -> None:
 
 
 def _refuses(given: Problem, extension: Extension, word: str) -> bool:
-    """Whether an extension has no value on a net, and says why."""
+    """Whether an extension raises on a net because it has no value there."""
     try:
         given.run([extension])
     except UnsupportedError as error:
@@ -220,7 +220,7 @@ def frozen_surroundings(case: RuleCase) -> None:
 
 @of_rule("separate", "several parameters")
 def partly_frozen(case: RuleCase) -> None:
-    """Every other parameter of the layer is frozen, and then the rest: a bias, then the weight."""
+    """Every other parameter of the layer is frozen, then the remaining ones instead."""
     names = [f"layer.{name}" for name in shared_execution(case).parameters]
     for half in (names[::2], names[1::2]):
         _compare_frozen(case, half.__contains__)
@@ -292,7 +292,7 @@ def retain_graph(case: RuleCase) -> None:
 def called_twice(case: RuleCase) -> None:
     """The layer, and the layers around it, are called on two inputs; outputs are added."""
     given = problem(case, twice=True)
-    # Some structures have no meaning over branches, or for the sum of two uses.
+    # Some quantities do not exist over branches, or for a parameter with two uses.
     given = replace(given, may_refuse=given.may_refuse | {"structure"})
     extensions = given.usable(usable(case))
     _, values = given.run(extensions)
@@ -340,7 +340,7 @@ def no_live_calls(case: RuleCase) -> None:
 
 @of_rule("mixing")
 def mixing_is_refused(case: RuleCase) -> None:
-    """Every extension raises and says that samples mix, but those that read the loss as a whole."""
+    """Every extension raises SampleMixingError, except those that need no separate samples."""
     given = problem(case)
     for extension in installed_extensions():
         if not _refuses(given, extension, "sample"):

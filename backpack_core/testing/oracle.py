@@ -42,7 +42,7 @@ def gradients(
         output: A tensor with a graph.
         targets: Tensors it may depend on.
         cotangent: Shape of ``output``; may be left out for a scalar.
-        again: Whether the result is differentiated once more.
+        again: Whether the result gets a graph, to be differentiated once more.
     """
     found = torch.autograd.grad(
         output, targets, cotangent, retain_graph=True, create_graph=again, allow_unused=True

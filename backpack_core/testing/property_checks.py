@@ -1,4 +1,4 @@
-"""Checks of what a rule declares: second derivatives, properties, and the affine form."""
+"""Checks of a rule's declarations: second derivatives, properties, and the affine form."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def not_twice_differentiable(case: RuleCase) -> None:
     targets = [leaf for leaf in run.leaves if leaf is not None] or list(run.parameters.values())
     try:
         for target in targets:
-            # Squared, so that the gradient depends on the point even where the layer is linear.
+            # Squared, so that the gradient depends on the input even if the layer is linear.
             oracle.hessian((run.output.square() * _weights(run)).sum(), target)
     except RuntimeError:
         return
@@ -112,7 +112,7 @@ def hessian_is_zero(case: RuleCase) -> None:
 
 @of_rule("separate", "kept", "twice", "diagonal hessian")
 def hessian_is_diagonal(case: RuleCase) -> None:
-    """Diagonal, and each entry due to the output of the same index."""
+    """Diagonal, and entry ``i`` depends on output ``i`` only."""
     run = shared_execution(case)
     require(
         run.output.shape == _first(run).shape,
@@ -149,7 +149,7 @@ def jacobian_is_constant(case: RuleCase) -> None:
 
 
 def _elsewhere(case: RuleCase) -> Arguments:
-    """Other numbers in the tensors that are differentiated, the same ones in the others."""
+    """The case's inputs, with other numbers in the tensors that are differentiated."""
     given, other = case.arguments(), case.arguments(seed=9)
     drawn = iter(enumerate(iter_tensors((other.args, dict(other.kwargs)))))
 
@@ -237,7 +237,7 @@ def _affine_product(run: Execution, name: str) -> AffineProduct:
 
 @of_rule("separate", "kept", "affine")
 def affine_weight(case: RuleCase) -> None:
-    """The arrangement of a parameter uses every entry once, whatever axes stand in front."""
+    """The arrangement of a parameter uses every entry once, with any leading axes."""
     run = shared_execution(case)
     for name in run.parameters:
         given = _affine_product(run, name)

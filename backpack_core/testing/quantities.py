@@ -1,7 +1,7 @@
-"""The table save field → oracle: what the value of an extension must be. Imports torch only.
+"""The oracle for each extension, by its save field. Imports torch only.
 
-Open to authors: :func:`register_quantity` adds a row, and an ``ExtensionCase`` may bring one.
-An extension whose save field has no row is checked to be finite and the same each time.
+Authors add rows by :func:`register_quantity`, or in an ``ExtensionCase``. An extension without a
+row is only checked to be finite and reproducible.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Quantity:
     """What an extension computes.
 
     Attributes:
-        expected: The oracle: reference and name of the parameter to a tensor.
-        observed: What to compare with it, made from the value that was stored; default: the value.
-        needs: What a net must offer for the extension to have a value there. Every layer has a
-            gradient and curvature; one without the rest may refuse. "sampling" is curvature that
-            starts at random columns: exact only for the kit's own loss. "double backward" is
-            autograd's own, "second derivative" that of the rules.
-        cancels: Whether it is a small difference of large numbers, which half precision does not
-            resolve, or needs eigenvalues, which torch has none of there: it is not checked.
-        arguments: What the extension's constructor needs, where it has no defaults.
+        expected: The oracle: a function of reference and parameter name that returns a tensor.
+        observed: Maps the stored value to the tensor that is compared; default: the value.
+        needs: What a net must have for the extension to have a value there. Every layer has a
+            gradient and curvature; extensions with other needs may raise on layers that lack them.
+            "sampling" is curvature from random columns, exact only for the kit's own loss. "double
+            backward" is autograd's, "second derivative" is that of the rules.
+        cancels: Whether half precision is not checked, because the value is a small difference of
+            large numbers, or needs eigenvalues, which torch lacks in half precision.
+        arguments: Arguments for the extension's constructor, if it has some without defaults.
     """
 
     expected: Callable[[Reference, str], Tensor]
@@ -69,14 +69,14 @@ def _variance(reference: Reference, name: str) -> Tensor:
 
 
 def _clipped(reference: Reference, name: str) -> Tensor:
-    """Gradients shortened to the norm 0.1 over all parameters, summed."""
+    """The sum of gradients that are clipped to the norm 0.1 over all parameters."""
     squares = [flat(reference.gradients(p), 1).square().sum(1) for p in reference.parameters]
     factors = (0.1 / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
     return torch.einsum("n,n...->...", factors, reference.gradients(name))
 
 
 def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
-    """Outer products of columns, summed over columns: signs and rotations do not matter."""
+    """Sum of outer products of columns, which is independent of their signs and rotations."""
     rows = flat(root, 2)
     return torch.einsum("vni,vnj->nij", rows, rows)
 
@@ -103,7 +103,7 @@ Block = Callable[["Reference", str], Tensor | None]  # [θ, θ], or None where i
 
 
 def _factors(block: Block, reference: Reference, name: str) -> list[Tensor | None]:
-    """What is known of Kronecker factors: of a vector the block itself, of a weight two factors.
+    """The expected Kronecker factors: the block for a vector, two factors for a weight.
 
     A weight of the kit's own modules has ``B``, the block of the bias, and
     ``A = 1/N Σ_n Σ_s x xᵀ``.
@@ -122,14 +122,14 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _one_plus_worst(errors: list[float]) -> Tensor:
-    """What is compared with one; a NaN stays one."""
+    """One plus the largest error, to be compared with one; NaN stays NaN."""
     return 1 + torch.tensor(errors, dtype=torch.float64).max()
 
 
 def _factor_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
-    """How far Kronecker factors are from what is known of any of them, plus one.
+    """One plus the error of Kronecker factors.
 
-    They are symmetric and of fitting size, and those that are known are right.
+    They must be symmetric and of the right size, and equal the expected ones where these are known.
     """
 
     def observed(value: Any, reference: Reference, name: str) -> Tensor:
@@ -149,7 +149,7 @@ def _factor_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
 
 
 def _eigenbasis_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
-    """How far ``Q`` and ``λ`` are from what EKFAC is (George et al., 2018), plus one.
+    """One plus the error of ``Q`` and ``λ`` in the definition of EKFAC (George et al., 2018).
 
     ``QᵀQ = 1``, ``λ = diag(Qᵀ G Q)`` for the explicit block ``G``, and factors of ``Q`` diagonalise
     the Kronecker factors, as far as these are known.
@@ -180,14 +180,15 @@ def _one(reference: Reference, name: str) -> Tensor:
 
 
 def _pair_norms(gram: Tensor) -> Tensor:
-    """``Σ_vw ⟨M[v, n], M[w, m]⟩²`` for samples ``n, m``: the choice of columns does not matter."""
+    """``Σ_vw ⟨M[v, n], M[w, m]⟩²`` for samples ``n, m``: independent of the choice of columns."""
     return gram.double().square().sum((0, 2)).flatten()
 
 
 def _spectral(value: Any, reference: Reference, name: str) -> Tensor:
     """The block of ``Σ_k λ_k² e_k e_kᵀ``, ``[θ, θ]``, and both Gram matrices; as one vector.
 
-    With the first power, eigenvalues would cancel: vectors are made by dividing by their roots.
+    Squared, because eigenvectors are divided by ``√λ``: with ``λ`` itself, wrong eigenvalues would
+    cancel.
     """
     values = value.spectrum.eigenvalues
     rank = int((values > 10 * len(values) * torch.finfo(values.dtype).eps * values[0]).sum())
@@ -266,12 +267,12 @@ _QUANTITIES: dict[str, Quantity] = {
 
 
 def quantity_of(savefield: str) -> Quantity | None:
-    """What is known about the extension that saves under this name."""
+    """The row of the extension with this save field; ``None`` if there is none."""
     return _QUANTITIES.get(savefield)
 
 
 def register_quantity(savefield: str, quantity: Quantity) -> None:
-    """Tell the kit what an extension computes, for all checks in this process.
+    """Register the oracle of an extension, for all checks in this process.
 
     Args:
         savefield: The extension's save field.

@@ -1,4 +1,4 @@
-"""Everything the kit knows of a small net, by autograd in float64: individual gradients, curvature.
+"""The oracle for a small net, by autograd in float64: individual gradients and curvature.
 
 Conventions are those of the documentation: a mean loss carries its ``1/N``.
 """
@@ -185,11 +185,11 @@ class Reference:
 
     @cached_property
     def _residuals(self) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """Of every curved unit ``∂x/∂θ`` by name, ``[N, *x, *θ]``, and ``Σ_o g_o ∂²f_o/∂x²``."""
+        """For each curved unit, ``∂x/∂θ`` by name, ``[N, *x, *θ]``, and ``Σ_o g_o ∂²f_o/∂x²``."""
         _, loss, units = self._traced
         found = []
         for unit in units:
-            for x in unit.inputs[:1]:  # a unit that is curved in several is refused
+            for x in unit.inputs[:1]:  # units that are nonlinear in several inputs are refused
                 slopes = [
                     oracle.gradients(loss, [y])[0] if y.requires_grad else torch.zeros_like(y)
                     for y in unit.outputs

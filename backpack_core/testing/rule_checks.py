@@ -1,4 +1,4 @@
-"""Checks of what a rule says, method by method, against dense Jacobians by autograd."""
+"""Checks of a rule, method by method, against dense Jacobians by autograd."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from backpack_core.tuning import memory_budget, set_memory_budget
 
 
 def transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[int, Tensor | None]:
-    """``jac_t_mat_prod`` for every input that is differentiated; none if the rule passes on."""
+    """``jac_t_mat_prod`` for every differentiated input; empty if the rule is transparent."""
     slots = [slot for slot, leaf in enumerate(run.leaves) if leaf is not None]
     if run.rule.transparent:
         return {}
@@ -197,7 +197,7 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     ),
 }
 
-# What else may be needed in the pass.
+# What other extensions may need in the same pass.
 _PLANS: tuple[frozenset[Any], ...] = (
     frozenset(),
     frozenset({ops.batch_sum, ops.square_sum}),
@@ -207,7 +207,7 @@ _PLANS: tuple[frozenset[Any], ...] = (
 
 @of_rule("separate", "kept", "parameters")
 def operations(case: RuleCase) -> None:
-    """Each operation against its definition through ``M``, alone and together, in short memory."""
+    """Each operation against its definition by ``M``, alone and together, with little memory."""
     run = shared_execution(case)
     mat = run.columns()
     assert isinstance(run.rule, ParametricRule)
@@ -242,7 +242,7 @@ def subsampled_call(case: RuleCase) -> None:
 
 @of_rule("separate", "kept")
 def leaves_arguments_alone(case: RuleCase) -> None:
-    """Everything that goes in comes out as it was."""
+    """No argument is changed."""
     run = execute(case)
     mat = run.columns()
     stored = run.view.stored

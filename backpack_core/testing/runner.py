@@ -1,4 +1,4 @@
-"""Runs the checks of a case, and puts outcomes against what it expects. Imports all checks."""
+"""Runs the checks of a case, and compares outcomes with expected failures. Imports all checks."""
 
 from __future__ import annotations
 
@@ -117,12 +117,12 @@ def _result(case: Case, check: Check) -> CheckResult:
 
 
 def unexpected_pass(name: str, reason: str) -> str:
-    """What to say of a declared failure that is none."""
+    """The message for an expected failure that passes."""
     return f"{name!r} passes, but is declared to fail ({reason!r}): remove the declaration."
 
 
 def outcome(case: Case, check: Check) -> Exception | None:
-    """Run one check; the fault that it found."""
+    """Run one check, and return the fault that it found."""
     try:
         with _environment(case):
             check.run(case)
@@ -133,10 +133,10 @@ def outcome(case: Case, check: Check) -> Exception | None:
 
 @contextmanager
 def _environment(case: Case) -> Iterator[None]:
-    """The rule under test is installed within the block; the kit's own rules are from now on."""
+    """Installs the rule under test inside the block, and the kit's own rules for good."""
     install_own_rules()
     with installed(getattr(case, "rule", None)), warnings.catch_warnings():
-        # Exact, and said already where the user's own nets run.
+        # Results are exact, and the user's own nets give this warning.
         warnings.simplefilter("ignore", AutodiffFallbackWarning)
-        warnings.simplefilter("ignore", ZeroCurvatureWarning)  # zero is what is compared
+        warnings.simplefilter("ignore", ZeroCurvatureWarning)  # zero is the expected value
         yield

@@ -1,6 +1,6 @@
-"""Checks where something is not as in the case: mode, precision, what is frozen, what was changed.
+"""Checks with a variation of the case: mode, precision, frozen parameters, later changes.
 
-Those of methods and declarations run again in the other mode, so they are entered before these.
+Checks of methods and declarations run again in the other mode, so they are registered earlier.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def other_mode(case: RuleCase) -> None:
         run.rule.check(run.view)
     except UnsupportedError:
         return
-    # What the case declares is of its own mode.
+    # The case's declarations hold in its own mode only.
     declared = {"once", "overwritten"}
     for check in CHECKS["rule"]:
         asked = check.needs <= found - declared and check.name not in case.expected_failures
@@ -66,9 +66,9 @@ def keeps_dtype(case: RuleCase) -> None:
 
 @of_rule("separate", "kept")
 def changed_since(case: RuleCase) -> None:
-    """Other parameters, and the other mode, since the forward pass: products are those of then."""
+    """Parameters and mode change after the forward pass: products must be those of the forward."""
     run = execute(case)
-    require(bool(run.jacobians), "Nothing is differentiated.")  # they are of then, too
+    require(bool(run.jacobians), "Nothing is differentiated.")  # from before the change, too
     _change(run.module)
     try:
         check_products(run, run.columns())
@@ -91,7 +91,7 @@ def _change(module: Module) -> None:
 
 @of_loss()
 def unreduced(case: LossCase) -> None:
-    """``reduction="none"``, where a gradient of its own arrives at every entry of the loss."""
+    """``reduction="none"``: a different gradient arrives at every entry of the loss."""
     run = run_loss(case, "none")
     weights = torch.linspace(0.5, 1.5, run.value.numel()).reshape(run.value.shape).to(run.value)
     run.value = (run.value * weights).sum()
@@ -101,7 +101,7 @@ def unreduced(case: LossCase) -> None:
 
 @of_extension()
 def declarations(case: ExtensionCase) -> None:
-    """What the classes of extension and propagator declare means something to their bases."""
+    """Every class attribute that extension and propagator set is one that their bases know."""
     extension = case.extension_factory()
     refuse(type(extension))
     refuse(type(extension.propagator))
@@ -123,7 +123,7 @@ def value_partly_frozen(case: ExtensionCase) -> None:
 
 @of_extension()
 def value_bfloat16(case: ExtensionCase) -> None:
-    """Half precision, against the reference; what that cannot resolve has to be finite."""
+    """Half precision, against the reference; values that it cannot resolve must be finite."""
     given, extension, quantity = problem_of(case), case.extension_factory(), quantity_for(case)
     if quantity is not None and (quantity.cancels or quantity.needs not in COARSE):
         quantity = None

@@ -1,8 +1,8 @@
-"""What is supported, found out by running it: layers and losses against extensions.
+"""The support matrix, layers and losses against extensions, found by running each pair.
 
     python -m backpack_core.testing.support --write docs/support-matrix.md
 
-:func:`of_model` says the same of a user's model before any backward pass.
+:func:`of_model` gives the same for a user's model, without a backward pass.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Cell:
 
     Attributes:
         kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
-            form of product that the rule gives; ``"autodiff"``: by automatic differentiation, for
-            want of a rule; ``"graph"``: from the graph of the loss, whatever the layer is;
-            ``"refused"``; ``"-"``: there is nothing to compute.
-        reason: Why it is refused.
+            form of product that the rule gives; ``"autodiff"``: by automatic differentiation,
+            since there is no rule; ``"graph"``: from the graph of the loss, whatever the layer is;
+            ``"refused"``: it raises; ``"-"``: there is nothing to compute.
+        reason: Why it raises.
     """
 
     kind: Kind
@@ -70,12 +70,12 @@ class ModulePath:
     """How one module of a model is differentiated.
 
     Attributes:
-        path: Where it sits.
+        path: Its path in the model.
         type: Its class.
         way: ``"rule"``, ``"autodiff"`` (parameters where operations use them) or
             ``"graph"`` (nothing to do but to be followed).
         rule: The rule's class; empty without one.
-        provenance: Who provides it.
+        provenance: The distribution that provides the rule.
     """
 
     path: str
@@ -86,7 +86,7 @@ class ModulePath:
 
 
 def of_model(model: Module) -> list[ModulePath]:
-    """The way of every module of a model that is an operation, before any backward pass.
+    """How each module that is one operation will be differentiated, without a backward pass.
 
     Args:
         model: The model; it is extended.
@@ -152,7 +152,7 @@ def _problem(net: Module, arguments: Arguments, loss: Module) -> Problem:
 
 def _row(name: str, given: Problem, module: Module) -> Row:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no rule is what the row says
+        warnings.simplefilter("ignore")  # the row says that there is no rule
         return _run_row(name, given, module)
 
 
@@ -196,7 +196,7 @@ def _traced(given: Problem, module: Module, extension: Extension) -> Kind:
 
 
 def _general(reason: str, extension: str, module: Module) -> str:
-    """A reason without the names of the example it was found with."""
+    """A reason with the names of the example removed."""
     kind = "|".join({type(part).__name__ for part in module.modules()})
     own = "|".join({type(registry.resolve(part).rule).__name__ for part in module.modules()})
     for pattern, general in (

@@ -1,4 +1,4 @@
-"""What a case has, as far as it decides which checks apply: declared, never guessed."""
+"""The traits of a case, which decide what checks apply: declared, never guessed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _runs_in_half(case: RuleCase) -> bool:
 
 
 def has_second_derivative(rule: LayerRule) -> bool:
-    """Whether a rule says what its second derivative is."""
+    """Whether a rule implements its second derivative."""
     if rule.hessian_is_zero:
         return True
     if isinstance(rule, ElementwiseRule):

@@ -24,7 +24,7 @@ class Unit:
     Attributes:
         module: The module.
         args: What it received, with the graph behind.
-        kwargs: The same by name.
+        kwargs: Keyword arguments.
         outputs: What it returned, in the same graph.
     """
 
@@ -42,7 +42,7 @@ class Unit:
         """``Σ_o g_o ∂²f_o/∂x²`` of one input, sample by sample. Shape ``[N, D, D]`` (flat).
 
         Args:
-            x: The input, which alone is not held fixed.
+            x: The input; all others are held fixed.
             gradients: ``g``, one for each output.
         """
         leaf = x.detach().requires_grad_()
@@ -59,11 +59,11 @@ class Unit:
 
 
 def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
-    """Of each sample in itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``.
+    """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``.
 
     Args:
-        jacobian: Of all samples in all.
-        rank: Number of axes of the output, that of samples included.
+        jacobian: The Jacobian over the whole batch.
+        rank: Number of axes of the output, including the sample axis.
     """
     samples = len(jacobian)
     flat = jacobian.reshape(samples, jacobian.shape[1:rank].numel(), samples, -1)

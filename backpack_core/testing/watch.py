@@ -1,4 +1,4 @@
-"""Finds out how a quantity is computed: from one run, or from what is declared."""
+"""Finds out how a quantity is computed: by watching a run, or from declarations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["rule", "fast", "autodiff", "graph", "refused", "-"]
 
 
 class Watch:
-    """Notes what an extension reads at some modules. It takes the place of its ``read``."""
+    """Replaces an extension's ``read``, and notes the forms that it reads at some modules."""
 
     def __init__(self, modules: set[Module], extension: Extension) -> None:
         """Start to watch.
@@ -38,7 +38,7 @@ class Watch:
         return self.read(product)
 
     def kind(self) -> Kind:
-        """What it amounts to."""
+        """The kind of cell in the support matrix, see ``support.Cell``."""
         if BareRule in self.forms:
             return "autodiff"
         fast = any(is_fast(self._extension, form) for form in self.forms)
@@ -46,14 +46,14 @@ class Watch:
 
 
 def _form_of(product: Any) -> type:
-    """The form of a product, or of the products that a reading makes when it is asked."""
+    """The form of a product, or of the products that another reading makes."""
     if issubclass(product.rule, BareRule):
         return BareRule
     return type(product) if isinstance(product, SampleProduct) else declared_form(product.rule)
 
 
 def declared_form(rule: type[LayerRule]) -> type[SampleProduct]:
-    """The form of the products that a rule gives, as its ``_param_product`` is annotated."""
+    """The form of a rule's products, from the annotation of its ``_param_product``."""
     if not issubclass(rule, ProductRule):
         return DenseProduct if issubclass(rule, ParametricRule) else SampleProduct
     try:
@@ -64,5 +64,5 @@ def declared_form(rule: type[LayerRule]) -> type[SampleProduct]:
 
 
 def is_fast(extension: type[Extension], form: type[SampleProduct]) -> bool:
-    """Whether all that an extension needs has a version for a form, so that no ``M`` is formed."""
+    """Whether all operations of an extension have a version for a form, so ``M`` is not formed."""
     return bool(extension.needs) and all(need.has_version(form) for need in extension.needs)

@@ -65,7 +65,7 @@ class backpack(contexts.backpack):
         Args:
             exts: Extensions to run.
             extension_hook: Called with each module after all extensions ran on it;
-                ``module.input0``, …, and ``module.output`` are those of the call in question.
+                ``module.input0``, …, and ``module.output`` are those of the visited call.
             debug: Print every step, and check at every module that samples do not mix.
             retain_graph: Keep inputs and outputs for another backward pass.
         """
@@ -89,7 +89,7 @@ class backpack(contexts.backpack):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the block; that nothing was computed in it is a warning here, not an error."""
+        """Leave the block. If nothing was computed in it, warn, where the core would raise."""
         if self.debug:
             _PRINTER.end()
         try:
@@ -98,7 +98,7 @@ class backpack(contexts.backpack):
             warnings.warn(str(error), BackpackWarning, stacklevel=2)
 
     def _visiting(self) -> View | None:
-        """The call that the backward pass is at."""
+        """The call that the backward pass visits now."""
         for context, _ in self._entered:
             current_pass = context.passes.get(graph_task_id())
             if current_pass is not None:
@@ -117,7 +117,7 @@ class disable(_disable):
 
 
 def extend(module: M, debug: bool = False, use_converter: bool = False) -> M:
-    """Make a module, and all modules in it, report to active extensions.
+    """Let active extensions compute quantities for a module and all modules in it.
 
     Args:
         module: A model, a layer, or a loss function.

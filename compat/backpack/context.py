@@ -1,4 +1,4 @@
-"""``CTX``: reads and sets what is active on this thread, in the core's contexts."""
+"""``CTX``: reads and changes the core's context that is active on this thread."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ExtendedHandle:
 
 
 class CTX:
-    """What is active in backward passes of this thread.
+    """The settings of backward passes on this thread.
 
-    Inside ``with backpack(...)`` it speaks of that block; the setters change it until it ends.
-    Outside, the setters hold until they are set back.
+    Inside ``with backpack(...)`` they are those of the block; setters change them until it ends.
+    Outside, setters hold until they are called again.
     """
 
     hook_handles: ClassVar[list[Any]] = []
@@ -71,13 +71,13 @@ class CTX:
 
     @staticmethod
     def get_extension_hook() -> Callable[[Module], None]:
-        """What runs on each module after all extensions."""
+        """The hook that runs on each module after all extensions."""
         hook = _current().extension_hook
         return no_op if hook is None else getattr(hook, "hook", hook)
 
     @staticmethod
     def set_extension_hook(extension_hook: Callable[[Module], None]) -> None:
-        """Set what runs on each module after all extensions."""
+        """Set the hook that runs on each module after all extensions."""
         _set(extension_hook=None if extension_hook is no_op else extension_hook)
 
     @staticmethod
@@ -92,12 +92,12 @@ class CTX:
 
     @staticmethod
     def add_hook_handle(hook_handle: Any) -> None:
-        """Note a handle for :meth:`remove_hooks`."""
+        """Remember a handle for :meth:`remove_hooks`."""
         CTX.hook_handles.append(hook_handle)
 
     @staticmethod
     def remove_hooks() -> None:
-        """Take back every ``extend``: all hooks of all modules."""
+        """Undo every ``extend``: remove all hooks of all modules."""
         for handle in CTX.hook_handles:
             handle.remove()
         CTX.hook_handles.clear()

@@ -1,4 +1,4 @@
-"""What ``debug=True`` prints: the core's log, for as long as a block lasts."""
+"""Prints the core's log inside a block with ``debug=True``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warns where the incumbent is installed as well. Imports backpack_core."""
+"""Warns if the incumbent is installed, too. Imports backpack_core."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Inputs and outputs as attributes of modules, where scripts look for them. Imports backpack_core.
 
-The core keeps them with the autograd graph. Here they are also set on the module after a forward
-pass, until the backward pass has visited it. A tensor that has a graph is stored without it: a
-module that held its own graph would keep it alive, and itself with it.
+The core stores them with the autograd graph. Here they are also set on the module, from the forward
+pass until the backward pass has visited the module. They are detached: a module that held its own
+graph would keep that, and itself, alive.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FreeAfterVisit:
         self._thread = threading.get_ident()
 
     def __call__(self, grad: Tensor) -> None:
-        """Free, unless another backward pass is announced."""
+        """Free the attributes, unless the graph is retained for another backward pass."""
         module, context = self._module(), current(self._thread)
         if module is not None and not (context is not None and context.retain_graph):
             memory_cleanup(module)
@@ -101,9 +101,9 @@ def store_io(module: Module) -> None:
 
 
 class HookWithIO:
-    """An extension hook that finds inputs and output of the very call on the module.
+    """Runs an extension hook with the inputs and output of the visited call set on the module.
 
-    A module may be called several times; what the forward pass left there is the last call's.
+    A module may be called several times, and the forward pass leaves those of the last call.
     """
 
     def __init__(self, hook: Callable[[Module], None], visiting: Callable[[], View | None]) -> None:

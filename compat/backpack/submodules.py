@@ -10,7 +10,7 @@ from typing import Any
 
 
 def submodule(name: str, members: Mapping[str, Any], doc: str = "") -> ModuleType:
-    """Create a module that can be imported, pickled from, and looked into like any other.
+    """Create a module that supports import, pickle and introspection.
 
     Args:
         name: Full name; its parent has to exist.

@@ -1,1 +1,1 @@
-"""What the compatibility layer needs beside the names of the incumbent."""
+"""The implementation of the compatibility layer; ``backpack`` holds the incumbent's names."""

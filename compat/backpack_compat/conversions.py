@@ -53,7 +53,7 @@ def converted(node: Node) -> Conversion:
 def is_only_reader(node: Node) -> bool:
     """Whether nothing else reads the memory of a node's first argument.
 
-    Anything but a module that is known to make a new tensor may give a view of what it received.
+    Unless a module is known to return a new tensor, its output may be a view of its input.
     """
     source = node.args[0] if node.args else None
     while isinstance(source, Node):
@@ -175,7 +175,7 @@ def _is_lstm(root: Module, node: Node) -> bool:
 
 
 def _drop(node: Node) -> Conversion:
-    """Only where it goes by the mode of the network."""
+    """Dropout as a module, only if the call follows the network's train or eval mode."""
     settings = _bind(node, ("p", "training", "inplace"))
     if settings is None or settings.get("training", True) != _root(node).training:
         return None

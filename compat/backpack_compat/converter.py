@@ -1,8 +1,8 @@
 """Rewrites a network with ``torch.fx`` so that its operations are modules. Imports the registry.
 
-Core follows functional operations by itself; a converted network is for quantities that need a
-layer rule at every nonlinear step (``DiagHessian``, say), and for module extensions, which go by
-the type of a module.
+The core handles functional operations without it. A converted network is for module extensions,
+which are chosen by the type of a module, and for quantities that need a layer rule at every
+nonlinear step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
-# What shape queries give are numbers, through which nothing is differentiated; a rearrangement is
-# linear, and may move the samples, which a module may not.
+# These stay functions: queries of shapes give numbers, which have no gradient; a rearrangement is
+# linear, and may move the samples, which a module must not.
 _NO_CURVATURE = frozenset({"size", "dim", "getattr", "permute", "transpose"})
 
 _HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)

@@ -40,17 +40,17 @@ class HandWrittenCarrier(Carrier):
         self._propagator = propagator
 
     def starts(self, view: View) -> bool:
-        """At a loss, of which a number or a known type tells."""
+        """Whether the call is a loss: its output is a number, or its type is known as a loss."""
         return view.output_shape == () or bool(view.call.rule.is_loss)
 
     def arrive(self, view: View, waiting: Any) -> Any:
-        """By the propagator; at a loss it is left to ``backpropagate`` to start."""
+        """As the propagator does; at a loss, ``backpropagate`` starts."""
         if self.starts(view):
             return waiting
         return self._propagator.arrive(view.call.rule, view, waiting)
 
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
-        """What the methods named after the parameters return."""
+        """Results of the methods that are named after the parameters."""
         self._run("check", view)
         arrived = present(quantity) if self._propagator.travels else None
         owned = view.stored.owned
@@ -65,7 +65,7 @@ class HandWrittenCarrier(Carrier):
                 yield Found(name, parameter, self._run(name, view, arrived))
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
-        """What ``backpropagate`` returns, to every input."""
+        """Send the result of ``backpropagate`` to every input."""
         value = self._run("backpropagate", view, present(quantity))
         wanting = [i for i, edge in enumerate(view.call.edges) if edge is not None]
         if isinstance(self._propagator, ColumnPropagator):
@@ -100,21 +100,21 @@ def _io_on_module(view: View) -> Iterator[None]:
 
 
 def present(quantity: Any) -> Any:
-    """What a module extension sees of a quantity: columns as one tensor ``[V, N, *out]``."""
+    """A quantity as module extensions receive it: columns as one tensor ``[V, N, *out]``."""
     return quantity.mat if isinstance(quantity, Columns) else quantity
 
 
 def adopt(propagator: Propagator, value: Any, like: Any = None) -> Any:
-    """What a module extension returned from ``backpropagate``, as a quantity.
+    """The value that ``backpropagate`` of a module extension returned, as a quantity.
 
     Args:
-        propagator: What travels.
-        value: What was returned.
-        like: The quantity at the output. Columns have its roots if their number is unchanged, else
-            a new one.
+        propagator: The propagator of the extension.
+        value: The value.
+        like: The quantity at the output. If the number of columns is unchanged, they keep its
+            roots; otherwise they get a new one.
 
     Raises:
-        UnsupportedError: A :class:`Hessian` travels, and it is something else.
+        UnsupportedError: The propagator sends a :class:`Hessian`, and the value is none.
     """
     if isinstance(propagator, SignedSqrt) and not isinstance(value, Hessian):
         raise UnsupportedError(

@@ -9,18 +9,18 @@ from pathlib import Path
 OURS = "backpack-compat"
 INCUMBENT = "backpack-for-pytorch"
 
-# A file that only ours has.
+# A file that only this distribution has.
 _MARK = "presence.py"
 
 
 def examine() -> tuple[str, str, str] | None:
-    """For ``backpack doctor``: who is concerned, what is wrong, and what to do."""
+    """The finding for ``backpack doctor``: the distribution, the fault, and the remedy."""
     found = namesakes()
     return None if found is None else (f"{OURS}, {INCUMBENT}", *found)
 
 
 def namesakes() -> tuple[str, str] | None:
-    """What to know where both distributions are installed.
+    """Whether both distributions with a package ``backpack`` are installed, as a message.
 
     Returns:
         Which of them ``import backpack`` gives, and how to choose; ``None`` unless both are there.

@@ -88,7 +88,7 @@ def view_of(module: Module, g_out: Grads = None) -> View:
 
 
 def checked_view(module: Module, g_out: Grads) -> View:
-    """The same, refused for settings that have no exact answer.
+    """As :func:`view_of`, but raises for settings without an exact result.
 
     Raises:
         SampleMixingError: Samples of the batch influence each other.
@@ -103,7 +103,7 @@ def checked_view(module: Module, g_out: Grads) -> View:
 
 
 def loss_view(module: Module, g_out: Grads) -> View:
-    """The same of a loss, with a gradient of one where none is given."""
+    """As :func:`view_of` for a loss, with a gradient of one if none is given."""
     view = checked_view(module, g_out)
     if view.grad_output is None:
         view = view_of(module, (torch.ones_like(view.stored.outputs[0]),))

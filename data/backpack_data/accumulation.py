@@ -53,14 +53,15 @@ def accumulate(
 ) -> Quantities:
     """Quantities of the loss over all samples of a loader, in the memory of one batch.
 
-    With a mean, they are those of ``1/W Σ_b W_b ℓ_b``, where the loss ``ℓ_b`` of a batch divides by
-    ``W_b`` (so a smaller last batch, class weights and ignored targets weigh right); with a sum, of
-    ``Σ_b ℓ_b``. Each is combined as its extension declares (``degree``, ``over_batches``).
-    ``.grad`` is left alone, and so are fields of the parameters of other names. Extensions that
-    need two passes over the data (``EKFAC``) get them.
+    For a mean, the loss over all samples is ``1/W Σ_b W_b ℓ_b`` with ``W = Σ_b W_b``, where the
+    loss ``ℓ_b`` of a batch divides by ``W_b``. So a smaller last batch, class weights and ignored
+    targets get the right weight. For a sum, it is ``Σ_b ℓ_b``. Each quantity is combined as its
+    extension declares (``degree``, ``over_batches``). ``.grad`` does not change, nor do attributes
+    of the parameters with other names. Extensions that need two passes over the data (``EKFAC``)
+    get them.
 
     Args:
-        model: The model, extended or not. In the mode (train, eval) that it is in.
+        model: The model, extended or not. It is run in its current mode (train, eval).
         lossfunc: A loss module; or a function of output and targets, with ``normaliser``.
         loader: Gives batches, the same in every pass over it: ``(inputs, targets)``, or a
             dictionary with ``"labels"``, whose other entries the model takes as keywords and whose
@@ -72,21 +73,23 @@ def accumulate(
             a mean), ``None`` for a sum; default: what the rule of the extended loss says.
         device: Of the results; default: that of each parameter.
         dtype: Of the results; default: that of each value.
-        state_file: Where to keep what is known, to go on from there when started again with the
-            same arguments: then with the same numbers. It is left behind at the end.
-        every: After how many batches the file is written.
+        state_file: File for the state of the run. If the file exists, the run resumes from it, with
+            the same numbers as without the interruption; the arguments have to be the same. The
+            file is kept at the end.
+        every: The file is written after this many batches.
         progress: Whether to show a bar, where the output is a terminal.
         check: See :class:`backpack_core.backpack`.
         process_group: Whose processes share the data, each with a loader of its part; results are
-            those of all samples, on every rank. What a ``DistributedSampler`` repeats is left out.
+            those of all samples, on every rank. Samples that a ``DistributedSampler`` repeats count
+            once.
         gather: Whether results per sample are gathered from all ranks, in their order, or stay on
             the rank of the sample.
-        timeout: After how many seconds without a new batch another process counts as lost.
+        timeout: A process that has no new batch for this many seconds counts as lost.
 
     Raises:
         UsageError: An argument is wrong, or a batch has no weight.
         UnsupportedError: Values of an extension do not combine.
-        LostProcessError: Another process has ended before its part was through.
+        LostProcessError: Another process has ended before it was through its part of the data.
     """
     _require_model(model, lossfunc)
     if not extensions:
@@ -114,7 +117,7 @@ def accumulate(
 
 
 def _require_model(model: object, lossfunc: object) -> None:
-    """Raise where the first argument is no model, as where it is the loss."""
+    """Raise where the first argument is no model, but the loss, for example."""
     if isinstance(model, Module) and any(True for _ in model.parameters()):
         return
     found = type(model).__name__
@@ -151,7 +154,7 @@ class _Run:
         self.batch = batch or split
         self.normaliser, self.progress, self.check = normaliser, progress, check
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        # Whoever steps an optimizer in a hook does not mean this pass.
+        # Hooks that step an optimizer must not run in this pass.
         self.is_hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.trained)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -161,7 +164,7 @@ class _Run:
         if any(first is not None for first in firsts):
             found = self._pass(0, [first for first in firsts if first is not None])
             parameters: dict[str, Tensor] = dict(self.model.named_parameters())
-            if self.is_sharded:  # what the layers will have
+            if self.is_sharded:  # parameters as the layers will see them
                 used = wholes_by_shard(self.model)
                 held = carriers(self.model)
                 parameters = {path: used.get(ps[0], ps[0]) for path, ps in held.items()}
@@ -218,7 +221,7 @@ class _Run:
         return Quantities(values, states.shapes, kinds, states.batches, states.normaliser)
 
     def _placed(self, values: dict[Any, Any], readers: Sequence[Extension]) -> dict[Any, Any]:
-        """On shards, where parameters are."""
+        """Results as shards, where parameters are sharded."""
         kinds = {extension.savefield: extension for extension in readers}
         parameters = carriers(self.model)
         return {
@@ -229,7 +232,7 @@ class _Run:
     def _one(
         self, states: States | None, readers: Sequence[Extension], inputs: Any, targets: Any
     ) -> None:
-        """One batch; without states, it is run because other processes do."""
+        """One batch. Without states, it is run only because other processes wait for it."""
         inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
@@ -254,7 +257,7 @@ class _Run:
 
 @contextmanager
 def _same_gradients(model: Module) -> Iterator[None]:
-    """``.grad`` is what it was, also where autograd does not leave it out."""
+    """Restores ``.grad`` after the block, where autograd cannot be told to leave it out."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.grad = None
@@ -295,7 +298,7 @@ def _output(model: Module, inputs: Any) -> Any:
 
 
 class _Kept:
-    """Leaves out what a distributed sampler repeats, so that ranks have the same number."""
+    """Drops the samples that a distributed sampler repeats to give all ranks the same number."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         sampler = getattr(loader, "sampler", None)
@@ -305,7 +308,7 @@ class _Kept:
             self._left = len(range(sampler.rank, total, sampler.num_replicas))
 
     def of(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The samples of a batch that are no repetitions; ``(None, None)`` for none."""
+        """The samples of a batch that are not repeated; ``(None, None)`` if all are."""
         if self._left is None:
             return inputs, targets
         count = len(next(iter_tensors(targets)))
@@ -323,7 +326,7 @@ def _first(kept: int, count: int, tensor: Tensor) -> Tensor:
 
 
 def _of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
-    """Every rank has a file of its own."""
+    """The file name of this rank."""
     path = Path(path)
     if group is None:
         return path
@@ -331,7 +334,7 @@ def _of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
 
 
 class _extended:
-    """Model and loss are extended inside of the block, and left as they were."""
+    """Extends model and loss inside the block, and restores them after it."""
 
     def __init__(self, *modules: Any) -> None:
         self._modules = [m for m in modules if isinstance(m, Module) and not is_extended(m)]

@@ -1,4 +1,4 @@
-"""Quantities of several backward passes, and of several processes, as of the joined batch."""
+"""Quantities of the joined batch, from several backward passes or several processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from backpack_data.weights import Weights
 
 
 class combined:
-    """Quantities of all backward passes that were run in blocks of this object.
+    """Quantities of all backward passes that run inside blocks of this object, as of one batch.
 
     Example:
         >>> total = combined(model, KFAC(), DiagGGNExact())
@@ -30,13 +30,13 @@ class combined:
         >>> model[0].weight.kfac  # as of one backward pass over all of them
         >>> total.reset()
 
-    After each block, fields of the parameters hold the values for all batches so far, as the
-    extensions declare: those of the mean over all samples where the loss is a mean, whatever the
-    sizes of the batches, and of the sum where it is a sum. So do not divide the loss by the number
-    of batches. ``.grad`` is PyTorch's affair.
+    After each block, the parameters hold the values for all batches so far: those of the mean over
+    all samples if the loss is a mean, whatever the sizes of the batches, and those of the sum if it
+    is a sum. So do not divide the loss by the number of batches. ``.grad`` accumulates as always in
+    PyTorch.
 
-    With a process group, they are those of the batches of all ranks, which have to enter and leave
-    blocks together. What is per sample stays on its rank, with the scale of the joined batch.
+    With a process group, values are for the batches of all ranks, which have to enter and leave
+    blocks together. Values per sample stay on their rank, with the scale of the joined batch.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class combined:
             model: The model, or what wraps it (``DistributedDataParallel``).
             extensions: What to compute.
             process_group: The processes whose batches are joined; default: this one alone.
-            normaliser: What the loss of each batch divides by, where no extended loss says it;
-                ``None`` for a sum.
+            normaliser: What the loss of each batch divides by, if no extended loss tells; ``None``
+                for a sum.
             gather: Whether results per sample are gathered from all ranks.
             options: For :class:`backpack_core.backpack`.
 
         Raises:
-            UsageError: There is no extension, or an option is not to be given here.
+            UsageError: There is no extension, or an option is not allowed here.
             UnsupportedError: Values of an extension do not combine, or it takes two passes.
         """
         if not extensions:
@@ -82,7 +82,7 @@ class combined:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all batches; what the parameters hold stays."""
+        """Forget all batches; values on the parameters stay."""
         self._states = States.over(self._model, self._readers)
 
     def __enter__(self) -> combined:
@@ -98,7 +98,7 @@ class combined:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Add its values, and store those of all."""
+        """Add the values of this pass, and store those of all batches."""
         self._block.__exit__(exc_type, exc, traceback)
         if exc_type is not None:
             return
@@ -114,7 +114,7 @@ def all_reduce(
     normaliser: float | Literal["loss"] | None = "loss",
     gather: bool = False,
 ) -> None:
-    """Make what a backward pass has left on the parameters that of the batches of all processes.
+    """Combine the values that a backward pass has stored on the parameters over all processes.
 
     Example:
         >>> weights = Weights()
@@ -124,15 +124,16 @@ def all_reduce(
 
     Args:
         model: The model, or what wraps it (``DistributedDataParallel``).
-        extensions: Those of the block.
-        weights: What watched the pass.
+        extensions: The extensions of the block.
+        weights: The observer of the pass.
         group: The processes; default: all.
         normaliser: See :class:`combined`.
         gather: Whether results per sample are gathered from all ranks, or stay on theirs.
 
     Raises:
-        UnsupportedError: Values of an extension do not combine, or do not say enough for that.
-        UsageError: They were combined before.
+        UnsupportedError: Values of an extension do not combine, or only together with others that
+            were not computed.
+        UsageError: The values are combined already.
         LostProcessError: Another process has ended.
     """
     group = distributed.group.WORLD if group is None else group
@@ -160,7 +161,7 @@ def all_reduce(
 def _store(
     states: States, model: Module, group: distributed.ProcessGroup | None, gather: bool
 ) -> None:
-    """Set the fields of parameters to the values of states, over a group if there is one."""
+    """Store the values of states on the parameters, combined over a group if there is one."""
     if group is not None:
         states = reduce(states, group, gather)
     parameters = carriers(model)

@@ -1,4 +1,4 @@
-"""The state file of a run over a data set: written atomically, and gone on from."""
+"""The state file of a run over a data set: written atomically, read to resume the run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from backpack_data.states import States
 
 
 class Checkpoint:
-    """What is needed to go on: states, the place in the data, and random numbers.
+    """What is needed to resume: states, the position in the data, and the state of generators.
 
-    Random numbers are set back twice: to where the pass began, so that a loader that shuffles gives
-    the same order, and, when the batches that are done were skipped, to where they stood.
+    Generators are restored twice: first to their state at the start of the pass, so a loader that
+    shuffles gives the same order; then, after the finished batches are skipped, to their state when
+    the file was written.
     """
 
     def __init__(self, path: Path, every: int, model: Module, loader: Iterable[Any]) -> None:
@@ -30,9 +31,9 @@ class Checkpoint:
 
         Args:
             path: The file.
-            every: After how many batches it is written.
-            model: The model; a file of another one is refused.
-            loader: The data; its own generator is set back, too.
+            every: It is written after this many batches.
+            model: The model; a file of another model is refused.
+            loader: The data; its own generator is restored, too.
         """
         self._path, self._every, self._model = path, every, model
         self._generator = getattr(loader, "generator", None)
@@ -43,10 +44,10 @@ class Checkpoint:
         self._print = _fingerprint(model)
 
     def begin(self, number: int, states: States) -> int:
-        """Restore the states of a pass; how many of its batches are done.
+        """Restore the states of a pass, and return how many of its batches are done.
 
         Raises:
-            UsageError: The file is of another model, or of other extensions.
+            UsageError: The file belongs to another model, or to other extensions.
         """
         names = [f"{type(e).__name__} in {e.savefield}" for e in states.extensions]
         mine = {"model": self._print, f"extensions {number}": names}
@@ -69,17 +70,17 @@ class Checkpoint:
         return self._done
 
     def seed(self) -> None:
-        """Random numbers go on where they stood: the batches that are done were skipped."""
+        """Restore generators to their state in the file, after finished batches were skipped."""
         self._set(self._current, loader=False)
 
     def after(self, number: int, done: int, states: States) -> None:
-        """Write, if it is time to."""
+        """Write the file after every ``every`` batches."""
         self._done = done
         if done % self._every == 0:
             self.end(number, states)
 
     def end(self, number: int, states: States) -> None:
-        """Write."""
+        """Write the file, with the states of pass ``number`` as they are now."""
         prefix = f"{number}:"
         kept = {k: t for k, t in self._tensors.items() if not k.startswith(prefix)}
         self._tensors = {**kept, **{prefix + k: t for k, t in states.tensors().items()}}

@@ -1,4 +1,4 @@
-"""Files in the format of safetensors, written whole or not at all."""
+"""Files in the safetensors format, written atomically."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ VERSION = 1
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-    """Write a file beside, have it on the disk, and put it into the place of an earlier one.
+    """Write a temporary file, flush it to disk, and rename it to the path.
 
     Args:
-        path: Where to.
-        tensors: By name; they may share no memory.
-        about: What goes into the header, as JSON.
+        path: Of the file; an earlier one is replaced.
+        tensors: Tensors by name.
+        about: Further values for the header, as JSON.
     """
     header = {"backpack_data": json.dumps({"version": VERSION, **about})}
     data = save({name: _packed(t) for name, t in tensors.items()}, header)
@@ -45,7 +45,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """On the CPU, in memory of its own, in the usual order."""
+    """A contiguous copy on the CPU."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -53,7 +53,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and what its header says.
 
     Raises:
-        UsageError: The file is of somebody else, or of a later version.
+        UsageError: Another program, or a later version, has written the file.
     """
     with safe_open(path, "pt") as file:
         header = (file.metadata() or {}).get("backpack_data")

@@ -1,4 +1,4 @@
-"""States of several processes, and whether these are still there."""
+"""States of several processes: how they are combined, and how a lost process is noticed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ PAUSE = 0.05  # seconds between two looks at the others
 
 
 class LostProcessError(BackpackError, RuntimeError):
-    """Another process has ended, or stands still, before its part of the data was through."""
+    """Another process has ended or hangs before it was through its part of the data."""
 
 
 class Heartbeat:
-    """Says in the store of the default group that this process is alive, and looks at the others.
+    """Writes to the default group's store that this process is alive, and reads it of the others.
 
-    A collective operation whose partner has died ends with a broken connection, or waits for half
-    an hour, and does not say which rank it was.
+    Without it, a collective operation whose partner has died ends with a broken connection, or
+    waits for half an hour, and does not say which rank died.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
-        """Begin; every rank has to begin its runs in the same order."""
+        """Begin. Runs are numbered, so every rank has to begin its runs in the same order."""
         self._group, self._timeout = group, timeout
         if group is None:
             return
@@ -47,7 +47,7 @@ class Heartbeat:
         self.beat(-1)
 
     def beat(self, place: int) -> None:
-        """A batch is through."""
+        """Report that this process has finished a batch."""
         if self._group is not None:
             self._say(str(place))
 
@@ -55,10 +55,10 @@ class Heartbeat:
         """Wait until all processes are through.
 
         Args:
-            word: What this one says: it is done, or has lost another one.
+            word: What this process reports: that it is done, or that it has lost another one.
 
         Raises:
-            LostProcessError: One has said nothing for too long.
+            LostProcessError: A process has reported nothing for too long.
         """
         if self._group is None:
             return
@@ -111,19 +111,19 @@ def _store_lost() -> LostProcessError:
 
 
 class InStep:
-    """Has all processes run the same number of batches: those of sharded models wait for others."""
+    """Makes all processes run equally many batches: a sharded model's pass needs all of them."""
 
     def __init__(self, group: distributed.ProcessGroup | None, heartbeat: Heartbeat) -> None:
         """Begin.
 
         Args:
-            group: The processes; ``None`` where each goes on by itself.
-            heartbeat: Knows which of them are alive.
+            group: The processes; ``None`` if each runs by itself.
+            heartbeat: Tells which of them are alive.
         """
         self._group, self._heartbeat = group, heartbeat
 
     def __call__(self, run: Callable[[], None]) -> None:
-        """Run a batch, while others run theirs.
+        """Run a batch together with the other processes.
 
         Raises:
             LostProcessError: One of them has ended.
@@ -136,10 +136,10 @@ class InStep:
             run()
 
     def end(self, again: Callable[[], None] | None) -> None:
-        """There are no batches left here: run one once more, as long as others have some.
+        """Repeat the last batch, without counting it, as long as other processes have batches.
 
         Raises:
-            UsageError: There was none.
+            UsageError: This process had no batch.
             LostProcessError: Another process has ended.
         """
         if self._group is None:
@@ -172,18 +172,18 @@ def _is_of_processes(error: RuntimeError) -> bool:
 
 
 def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
-    """The states of all ranks of a group, combined; on every rank.
+    """Combine the states of all ranks of a group; every rank gets the result.
 
     Sums and averages go in one buffer for each dtype.
 
     Args:
-        states: Of this rank; they stay as they are.
+        states: Those of this rank; they are not changed.
         group: The processes.
-        gather: Whether what is per sample is gathered, or stays on its rank.
+        gather: Whether values per sample are gathered, or stay on their rank.
 
     Raises:
         LostProcessError: Another process has ended.
-        UsageError: Ranks differ in what cannot differ.
+        UsageError: Ranks differ in extensions, parameters or shapes.
     """
     try:
         return _reduce(states, group, gather)
@@ -237,7 +237,7 @@ def _described(states: States) -> dict[Name, tuple[Any, torch.Size, torch.dtype]
 
 
 def _add_up(states: States, total: States, kinds: dict[Name, Any], group: Any) -> None:
-    """Sums, in one buffer for each dtype; zero, where a rank has nothing."""
+    """All-reduce sums, in one buffer for each dtype; a rank without a value adds zero."""
     names = sorted(name for name, kind in kinds.items() if kind[0] in LINEAR)
     for dtype in dict.fromkeys(kinds[name][2] for name in names):
         own = [name for name in names if kinds[name][2] == dtype]
@@ -254,7 +254,7 @@ def _add_up(states: States, total: States, kinds: dict[Name, Any], group: Any) -
 def _put_beside(
     states: States, total: States, kinds: dict[Name, Any], group: Any, gather: bool
 ) -> None:
-    """What is no sum."""
+    """Combine everything that is no sum: gather values per sample, compare what must agree."""
     for name in sorted(name for name, kind in kinds.items() if kind[0] not in LINEAR):
         (place, key), (way, *_) = name, kinds[name]
         own = states.table[place].tensors.get(key, []) if place in states.table else []

@@ -1,4 +1,4 @@
-"""What comes back: the values of all parameters and fields."""
+"""The result of a run over a data set: the values of all parameters and fields."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Place = tuple[str, str]
 class Quantities(Mapping[Place, Any]):
     """Values by path of the parameter and field: ``quantities["0.weight", "kfac"]``.
 
-    ``quantities.field("kfac")`` has those of one field. Values are added and multiplied by numbers
-    one by one, as they define it: Kronecker factors say themselves what their sum is.
+    ``quantities.field("kfac")`` has those of one field. Sums and multiples go value by value, with
+    the values' own arithmetic (for Kronecker factors see ``KroneckerFactors``).
 
     Attributes:
         batches: How many batches there were.
@@ -91,7 +91,7 @@ class Quantities(Mapping[Place, Any]):
         """Value by value.
 
         Raises:
-            UsageError: There are other parameters or fields.
+            UsageError: The other quantities have other parameters or fields.
         """
         if not isinstance(other, Quantities):
             return NotImplemented
@@ -137,7 +137,7 @@ class Quantities(Mapping[Place, Any]):
         return self._map(moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, by path, field and part; whole, so that all ranks have to ask for those."""
+        """Every tensor, by path, field and part. Shards are gathered, so all ranks have to call."""
         found = {}
         for (path, name), value in self.items():
             if isinstance(value, Tensor):
@@ -149,7 +149,7 @@ class Quantities(Mapping[Place, Any]):
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write a file in the format of safetensors, whole or not at all."""
+        """Write a file in the safetensors format, atomically."""
         about = {
             "shapes": {key: list(shape) for key, shape in self._shapes.items()},
             "kinds": self._kinds,
@@ -200,12 +200,12 @@ class Quantities(Mapping[Place, Any]):
         return found
 
     def __repr__(self) -> str:
-        """How much there is."""
+        """Number of values, and names of extensions."""
         return f"<Quantities: {len(self)} values of {', '.join(sorted(self._kinds))}>"
 
 
 def _kind(name: str) -> Extension:
-    """The class of an installed extension; only its declaration is asked for."""
+    """The class of an installed extension, for its declarations; no instance is made."""
     ensure_loaded()
     claims = registry.extensions.get(name)
     if not claims:

@@ -15,22 +15,22 @@ from backpack_data.shards import carriers
 
 
 class Scaler(Protocol):
-    """What ``torch.amp.GradScaler`` is."""
+    """The interface of ``torch.amp.GradScaler`` that is used."""
 
     def get_scale(self) -> Any:
         """What the loss is multiplied by."""
 
 
 def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scaler | float) -> None:
-    """Divide what extensions have stored by the powers of the scale that they carry.
+    """Divide values of extensions by ``scale ** degree``, with each extension's degree in the loss.
 
     As ``scaler.unscale_(optimizer)`` does with ``.grad``: once after each backward pass, before
     ``scaler.update()``. Values that are not finite stay so.
 
     Args:
         model: The model.
-        extensions: Those of the block.
-        scaler: A gradient scaler, or the number.
+        extensions: The extensions of the block.
+        scaler: A gradient scaler, or the scale.
 
     Raises:
         UsageError: An extension has no degree in the loss, or the scale is not positive.
@@ -45,7 +45,7 @@ def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scal
             value = getattr(parameters[0], extension.savefield, None)
             if value is not None:
                 new.append((parameters, extension, value))
-    # All before any: where one has no degree, nothing is changed.
+    # Compute all before storing any: if one has no degree, nothing is changed.
     results = [_rescaled(e, value, 1 / factor, ps[0].shape) for ps, e, value in new]
     for (parameters, extension, _), result in zip(new, results, strict=True):
         for parameter in parameters:
@@ -53,16 +53,16 @@ def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scal
 
 
 def _rescaled(extension: Extension, value: Any, factor: float, shape: torch.Size) -> Any:
-    """The value of a loss that is ``factor`` times as large.
+    """The value that the extension would have for ``factor`` times the loss.
 
     Args:
-        extension: What was computed.
+        extension: The extension.
         value: Its value.
         factor: Positive.
-        shape: Of the parameter.
+        shape: Shape of the parameter.
 
     Raises:
-        UsageError: The extension has no degree, or its value is no tensors.
+        UsageError: The extension has no degree, or its value does not consist of tensors.
     """
     over, name = declaration(extension), type(extension).__name__
     if extension.degree is None:

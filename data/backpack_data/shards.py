@@ -20,12 +20,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it; of what is sharded, on all processes together."""
+    """The whole tensor; a sharded one is gathered, which all processes have to do together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of it."""
+    """The part of a tensor that this process holds."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -33,8 +33,9 @@ def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
     """Whether parameters are sharded, among the processes of a group if there is one.
 
     Raises:
-        UnsupportedError: Something else than ``fully_shard`` does it, a tensor-parallel plan, say.
-        UsageError: The group has other processes.
+        UnsupportedError: Parameters are sharded by something other than ``fully_shard`` (a
+            tensor-parallel plan, for example).
+        UsageError: The parameters are sharded among other processes than those of the group.
     """
     of_modules = [m for m in model.modules() if _shards(m)]
     wholes = shards_in(model)
@@ -60,13 +61,13 @@ def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
 
 
 def carriers(model: Module) -> dict[str, list[Tensor]]:
-    """Which parameters have fields, by path: the shard, and the whole one if the model shows it."""
+    """The tensors that may hold values, by path: the shard, and the gathered parameter if any."""
     shards = shards_in(model)
     return {path: [shards[p], p] if p in shards else [p] for path, p in model.named_parameters()}
 
 
 def wholes_by_shard(model: Module) -> dict[Tensor, Tensor]:
-    """What a model runs with in the place of its sharded parameters, by these."""
+    """The gathered parameters that a model's forward pass uses, by the sharded ones."""
     if not shards_in(model):  # no forward pass yet
         for module in filter(_shards, model.modules()):
             module.unshard()  # type: ignore[operator]
@@ -79,28 +80,28 @@ def placed(value: Any, extension: Extension, parameter: Tensor) -> Any:
 
     Args:
         value: The value.
-        extension: What was computed.
-        parameter: The parameter; a value of another shape, or of single samples, stays as it is.
+        extension: The extension.
+        parameter: The parameter; a value of another shape, or per sample, stays as it is.
     """
     if not (is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape):
         return value
     if any(part.way == "concatenate" for part in declaration(extension).parts.values()):
         return value
-    from torch.distributed.tensor import distribute_tensor  # it takes a second
+    from torch.distributed.tensor import distribute_tensor  # slow to import
 
     like: Any = parameter
-    # Every process has the value: none sends anything.
+    # Every process has the value, so each takes its part and none sends anything.
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def in_dtype_of(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor in the precision that a parameter is held in, whatever it is run in."""
+    """Cast a tensor to the dtype a parameter is stored in; the forward pass may use another."""
     is_float = tensor.is_floating_point() and is_sharded(parameter)
     return tensor.to(parameter.dtype) if is_float else tensor
 
 
 def is_any(flag: bool, group: distributed.ProcessGroup) -> bool:
-    """Whether something is so on any process of a group."""
+    """Whether a condition holds on any process of a group."""
     is_nccl = distributed.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
     found = torch.tensor([int(flag)], device=device)

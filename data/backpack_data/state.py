@@ -1,4 +1,4 @@
-"""The value of one parameter for some batches, in units in which batches add up.
+"""The value of one extension at one parameter for some batches, scaled so that batches add up.
 
 How its parts combine is what an extension declares, see :mod:`backpack_core.contract.merging`.
 """
@@ -17,14 +17,14 @@ from backpack_core.errors import UnsupportedError
 
 
 def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
-    """What an extension declares, for those that do.
+    """The extension's declaration of how batches combine.
 
     Args:
         extension: The extension.
-        what: What is asked for, for the message.
+        what: What the caller wants, for the message.
 
     Raises:
-        UnsupportedError: Values of several batches make none of all.
+        UnsupportedError: It declares none: its values for batches do not give that for all.
     """
     found = declaration(extension)
     if found.refusal:
@@ -36,13 +36,14 @@ def over_batches(extension: Extension, what: str = "values of several batches") 
 
 @dataclass
 class State:
-    """What is known of some batches; states of disjoint batches merge.
+    """The value for some batches; states of disjoint batches merge.
 
     Attributes:
-        extension: What was computed.
-        tensors: In the units of the summed loss, by name; several are to be concatenated.
+        extension: The extension.
+        tensors: Parts of the value for the loss as a sum over samples, by name; a list of several
+            is concatenated at the end.
         normaliser: ``W``; ``None`` for a loss that is a sum over samples.
-        samples: How many took part.
+        samples: How many samples took part.
     """
 
     extension: Extension
@@ -62,11 +63,11 @@ class State:
         """The state of one batch, in memory of its own where it is scaled.
 
         Args:
-            extension: What was computed, and stands for its ``reader`` where that is another one.
-            value: What it stored on a parameter.
+            extension: The extension; the value may be that of its ``reader``.
+            value: The value on a parameter.
             normaliser: What the loss of the batch divides by; ``None`` for a sum.
             samples: How many samples took part.
-            is_given_up: Whether nobody else needs the value, so that it is scaled in place.
+            is_given_up: Whether the caller no longer needs the value, so it may be scaled in place.
 
         Raises:
             UnsupportedError: The extension refuses, or has no degree and the loss is a mean.
@@ -83,7 +84,7 @@ class State:
         return state
 
     def add(self, other: State) -> None:
-        """Merge another state into this one; what is a sum is changed in place."""
+        """Merge another state into this one; sums are changed in place."""
         over = declaration(self.extension)
         for name, others in other.tensors.items():
             part, own = over.part(name), self.tensors[name]
@@ -101,9 +102,9 @@ class State:
         """The value for all samples.
 
         Args:
-            shape: Of the parameter.
-            is_given_up: Whether nobody needs the state any more, so that its memory is taken; else
-                it stays as it is.
+            shape: Shape of the parameter.
+            is_given_up: Whether the state is no longer needed, so its memory may be used for the
+                value; otherwise it does not change.
         """
         over, found = declaration(self.extension), {}
         for name, tensors in self.tensors.items():

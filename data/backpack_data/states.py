@@ -23,16 +23,16 @@ LINEAR = ("sum", "mean")
 
 @dataclass
 class States:
-    """What is known of some batches, for every parameter and every extension.
+    """The values for some batches, of every parameter and every extension.
 
     Attributes:
-        extensions: What was run on each batch.
-        shapes: Of the parameters, by path.
-        table: By path and field.
-        seen: How many batches reached a place.
-        batches: How many there were.
+        extensions: The extensions that ran on each batch.
+        shapes: Shapes of the parameters, by path.
+        table: States, by path and field.
+        seen: How many batches had a value at a path and field.
+        batches: How many batches there were.
         normaliser: What the loss of all of them divides by; ``None`` for a sum.
-        ratios: Of the normalisers of several losses to the first.
+        ratios: Normalisers of several losses, divided by the first one's.
     """
 
     extensions: tuple[Extension, ...]
@@ -45,7 +45,7 @@ class States:
 
     @classmethod
     def over(cls, model: Module, extensions: Sequence[Extension]) -> States:
-        """Of no batch.
+        """The states before the first batch.
 
         Raises:
             UnsupportedError: Values of an extension do not combine.
@@ -60,13 +60,13 @@ class States:
         given: tuple[float | None] | None = None,
         is_given_up: bool = False,
     ) -> None:
-        """Add what a backward pass has left on the parameters, and take it from there.
+        """Add the values that a backward pass has stored on the parameters, and delete them there.
 
         Args:
             model: The model.
-            weights: What was seen of the pass.
-            given: The normaliser, where the user gives it.
-            is_given_up: Whether nobody has seen the values meanwhile.
+            weights: The observer of the pass.
+            given: The normaliser, if the user gave one.
+            is_given_up: Whether the caller no longer needs the values.
         """
         normaliser, ratios = joint(weights.normalisers if given is None else given)
         if self.batches:
@@ -103,10 +103,11 @@ class States:
         require_proportional(self.ratios, ratios)
 
     def values(self) -> Iterator[tuple[str, Extension, Any]]:
-        """The value for all batches: path, extension, value.
+        """The values for all batches, as triples of path, extension and value.
 
         Raises:
-            UnsupportedError: Some batch did not reach a parameter, and what is no sum needs all.
+            UnsupportedError: A batch did not reach a parameter, and the value is no sum, so it
+                needs all batches.
         """
         by_field = {extension.savefield: extension for extension in self.extensions}
         for (path, name), state in self.table.items():
@@ -145,7 +146,7 @@ class States:
     def restore(
         self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], model: Module
     ) -> None:
-        """Go on from what :meth:`tensors` and :meth:`numbers` gave, on the devices of the model."""
+        """Continue from :meth:`tensors` and :meth:`numbers`, on the devices of the model."""
         devices = {path: parameter.device for path, parameter in model.named_parameters()}
         by_field = {extension.savefield: extension for extension in self.extensions}
         self.batches, self.normaliser = numbers["batches"], numbers["normaliser"]

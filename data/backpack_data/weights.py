@@ -1,4 +1,4 @@
-"""What a batch weighs: the normalisers of its losses, and how many samples reach a parameter."""
+"""The weight of a batch: the normalisers of its losses, and the samples at each parameter."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from backpack_core.errors import UsageError
 
 
 class Weights:
-    """Watches one backward pass; the ``observer`` of a ``backpack(...)`` block.
+    """Observes one backward pass; pass it as ``observer`` to ``backpack(...)``.
 
     Attributes:
         normalisers: What the losses of the pass divide by, in the order of their visits.
-        reduced: Fields that are those of all processes already.
+        reduced: Fields whose values are already those of all processes.
     """
 
     def __init__(self, of_losses: bool = True) -> None:
         """Begin with nothing.
 
         Args:
-            of_losses: Whether losses are asked what they divide by.
+            of_losses: Whether to ask losses for their normalisers.
         """
         self.normalisers: list[float | None] = []
         self.reduced: set[str] = set()
@@ -35,10 +35,10 @@ class Weights:
         self._passes: set[int] = set()
 
     def __call__(self, view: View) -> None:
-        """Look at one output.
+        """Take note of one visited output.
 
         Raises:
-            UsageError: It is a loss of a second backward pass.
+            UsageError: A loss belongs to a second backward pass.
         """
         if not view.call.rule.is_loss:
             self._sizes[view.module] = view.batch_size
@@ -56,16 +56,17 @@ class Weights:
         """How many samples take part at a parameter.
 
         Args:
-            carriers: The parameter, and what a model may show in its place.
-            subsampling: Those that the extension takes.
+            carriers: The parameter, and the gathered one that a sharded model uses in its place.
+            subsampling: The samples that the extension takes; ``None`` for all.
 
         Raises:
-            UsageError: It is computed from others, at calls with batches of different sizes.
+            UsageError: The parameter belongs to no module that was called, and calls have batches
+                of different sizes.
         """
         if subsampling is not None:
             return len(subsampling)
         if not self._by_parameter:
-            # Now, not in the pass: fully_shard has others in the place of parameters meanwhile.
+            # Looked up after the pass: during it, fully_shard puts other tensors in their place.
             for module, size in self._sizes.items():
                 self._by_parameter.update((id(p), size) for p in module.parameters(recurse=False))
         for parameter in carriers:
@@ -88,7 +89,7 @@ def normaliser_of(view: View) -> float | None:
         view: The loss call.
 
     Raises:
-        UsageError: Its module or its rule does not tell, or it divides by zero.
+        UsageError: Neither its module nor its rule tells, or it divides by zero.
     """
     rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
     if reduction == "sum":
@@ -111,10 +112,10 @@ def normaliser_of(view: View) -> float | None:
 
 
 def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[float, ...]]:
-    """One normaliser for several losses, and the ratios of the others to it.
+    """The normaliser of the first of several losses, and the ratios of all to it.
 
     Raises:
-        UsageError: There is none, or some are sums and some are means.
+        UsageError: There is no loss, or some losses are sums and some are means.
     """
     found = list(normalisers)
     if not found:

@@ -1,7 +1,7 @@
-"""Base classes of third-party extensions, as an extension of the core. Imports backpack_core.
+"""Base classes of third-party extensions, on the core's extensions. Imports backpack_core.
 
-Every extension of the core counts as a subclass of the base classes here, so that ``isinstance``
-says what scripts expect, whoever provides the extension.
+Every extension of the core is a virtual subclass of the base classes here, so ``isinstance`` gives
+what scripts expect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["BackpropExtension", "FirstOrderBackpropExtension", "SecondOrderBackp
 
 
 class BackpackNames(Extension):
-    """What users of BackPACK expect of every extension beside its quantity."""
+    """The further methods that every extension has in the incumbent."""
 
     _saved: SavedQuantities | None = None
 
@@ -85,7 +85,8 @@ class BackpackNames(Extension):
             overwrite: Whether a previous choice, or a layer rule, may be replaced.
 
         Raises:
-            UsageError: An argument has the wrong type, or there is a choice or a rule already.
+            UsageError: An argument has the wrong type, or the module type has a module extension or
+                a layer rule already.
         """
         if not (isinstance(module, type) and issubclass(module, Module)):
             raise UsageError(f"module must be a subclass of torch.nn.Module. Got {module!r}.")
@@ -108,7 +109,7 @@ class BackpackNames(Extension):
         return has_rule(module_type)
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """What reaches a tensor over two branches, put together. The engine does it by itself."""
+        """Combine quantities of two branches; for the core's extensions the engine does this."""
         return self.propagator.merge(existing, other)
 
 
@@ -116,11 +117,11 @@ class BackpackGraphNames(BackpackNames, GraphExtension):
     """The same for extensions that are read from the graph of the loss."""
 
     def set_module_extension(self, *args: Any, **kwargs: Any) -> None:
-        """Accepted: what is read is exact for every module, so that there is nothing to add."""
+        """Accepted and ignored: the graph gives exact results for every module."""
 
 
 class HandedOn(Propagator):
-    """Whatever the module extensions of a third-party extension hand to each other."""
+    """Propagates the values that module extensions of a third-party extension return."""
 
     def __init__(self, extension: BackpropExtension, subsampling: tuple[int, ...] | None) -> None:
         self.extension = extension
@@ -143,7 +144,7 @@ class HandedOn(Propagator):
         return [Reading(view.parameter_itself(name).shape) for name in names]
 
     def merge(self, first: Any, second: Any) -> Any:
-        """The extension's own way to accumulate."""
+        """By the extension's ``accumulate_backpropagated_quantities``."""
         return self.extension.accumulate_backpropagated_quantities(first, second)
 
 
@@ -190,7 +191,7 @@ class BackpropExtension(BackpackNames):
         return True if is_base and cls.core_base in other.__mro__ else NotImplemented
 
     def has_rule_for(self, module_type: type[Module]) -> bool:
-        """No rule counts: everything stands in the table."""
+        """Never: only the table of module extensions counts."""
         return False
 
     @abstractmethod
@@ -206,7 +207,7 @@ class BackpropExtension(BackpackNames):
         raise self._error(product.module)
 
     def missing(self, view: View) -> None:
-        """React to a module that the table does not have, as the fail mode says."""
+        """Raise, warn, or go on at a module that is not in the table, by the fail mode."""
         if self._fail_mode == FAIL_ERROR:
             raise self._error(view.call.module)
 
@@ -217,7 +218,7 @@ class BackpropExtension(BackpackNames):
         )
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """Put together what reaches a tensor over two branches.
+        """Combine the quantities that reach a tensor over two branches.
 
         Raises:
             NotImplementedError: Not overridden.

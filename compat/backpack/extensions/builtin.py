@@ -1,6 +1,6 @@
-"""The incumbent's extensions: those of the plugins, with its signatures. Imports the plugins'.
+"""The plugins' extensions with the incumbent's signatures. Imports the plugins.
 
-They take no settings beyond the incumbent's; the classes of ``backpack_core.extensions`` do.
+They have the incumbent's settings only; for the others use ``backpack_core.extensions``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Base classes of the module extensions that third-party code derives from or puts into its tables.
 
-The incumbent has a class for every pair (extension, layer). Here each pair is an adapter: over the
-layer's derivatives where the quantity is columns, otherwise over the core's extension itself.
+The incumbent has a class for every pair (extension, layer). Here each is an adapter: of the layer's
+derivatives if the quantity is columns, otherwise of the core's extension.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FirstOrderModuleExtension(ModuleExtension):
 
 
 class _PerParameter(ModuleExtension):
-    """Gives every parameter that has no method of its name the one of the class."""
+    """Gives parameters without a method of their name a default method of the class."""
 
     derivatives: Derivatives
 

@@ -69,26 +69,26 @@ class Handle:
 
     @property
     def is_small(self) -> bool:
-        """Whether norm and sum are read together with those of others."""
+        """Whether norm and sum are computed together with those of other parameters."""
         return self.squares is self.norms is None
 
     def norm(self) -> Tensor:
-        """The norms, whatever their size. ``[N]``."""
+        """The norms, also where their squares leave the range. Shape ``[N]``."""
         return norm(self.product).squeeze(0) if self.norms is None else self.norms
 
 
 class _Kept(threading.local):
-    """Individual gradients that passes of this thread keep, as long as these do."""
+    """Counts the individual gradients that are held by the passes of this thread."""
 
     def __init__(self) -> None:
         self._known: list[ref[Tensor]] = []
 
     def add(self, tensor: Tensor) -> None:
-        """Note one."""
+        """Count a tensor for as long as it lives."""
         self._known.append(ref(tensor))
 
     def size(self) -> int:
-        """How many bytes there are."""
+        """How many bytes are held."""
         self._known = [known for known in self._known if known() is not None]
         return sum(kept.nbytes for known in self._known if (kept := known()) is not None)
 
@@ -99,21 +99,24 @@ _kept = _Kept()
 class ClippedSumGrad(FirstOrderExtension):
     """Sum of the individual gradients, each clipped to a norm.
 
-    Stored in ``grad_clipped``, shape ``[*θ]``: ``Σ_n g_n min(1, C / ‖g_n‖)`` with the individual
-    gradients ``g_n`` as they arrive: ``∇ ℓ_n`` for a sum and ``1/N ∇ ℓ_n`` for a mean, so that with
-    a mean loss a bound ``C`` on the gradients of the samples is written ``max_norm=C/N``.
+    Stored in ``grad_clipped``, shape ``[*θ]``: ``Σ_n g_n min(1, C / ‖g_n‖)``, where ``g_n`` has the
+    scale of the loss: ``∇ℓ_n`` for a sum, ``1/N ∇ℓ_n`` for a mean. So with a mean, the bound ``C``
+    on ``‖∇ℓ_n‖`` is written ``max_norm=C/N``.
 
     ``clipping="flat"`` takes the norm over all parameters of the model that the backward pass
     reaches, ``"per_layer"`` over the parameters of each module by itself (Abadi et al., 2016,
     arXiv:1607.00133, section 3.1; McMahan et al., 2018, arXiv:1710.06963).
 
-    Norms are read during the backward pass, sums at its end. Each layer takes what needs fewer
-    multiply-adds and readings (Bu et al., 2022, arXiv:2205.10683, section 4): norms from Gram
-    matrices over positions or from products that are not kept, and at the end one more product, of
-    the price of a plain gradient; or products that are kept and weighted, as far as those of all
-    layers fit into the memory budget. Where they are not kept, inputs and output gradients are.
-    Norms neither overflow nor underflow, and sums are in single precision at least before they are
-    stored in that of the parameter.
+    Norms are computed during the backward pass, sums at its end. Each layer chooses the cheaper of
+    two ways, by multiply-adds and memory reads (Bu et al., 2022, arXiv:2205.10683, section 4):
+
+    - keep inputs and output gradients, take norms from Gram matrices over positions or from
+      individual gradients that are dropped again, and form the weighted sum at the end, at the cost
+      of a plain gradient;
+    - keep the individual gradients and weight them, as far as they fit into the memory budget.
+
+    Norms neither overflow nor underflow. Sums are computed in single precision at least, and stored
+    in the precision of the parameter.
     """
 
     savefield = "grad_clipped"
@@ -144,8 +147,8 @@ class ClippedSumGrad(FirstOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-            scale: What the loss was multiplied by, as by a gradient scaler; bound and value are
-                those without it.
+            scale: What the loss was multiplied by (by a gradient scaler, for example); the bound
+                and the value are those of the loss without it.
 
         Raises:
             UsageError: The bound or the scale is not positive, or the kind of clipping is unknown.
@@ -162,7 +165,7 @@ class ClippedSumGrad(FirstOrderExtension):
         self.clipping: Clipping = clipping
 
     def read(self, product: SampleProduct) -> Handle:
-        """The norms, and what the sum will need."""
+        """The norms, and the product that the sum will weight."""
         single, is_recorded = in_single(product), torch.is_grad_enabled()
         if not is_recorded and not is_formed(single):
             self._form(single)
@@ -180,7 +183,7 @@ class ClippedSumGrad(FirstOrderExtension):
         )
 
     def _form(self, product: SampleProduct) -> None:
-        """Form individual gradients to be kept, where that costs less and there is room."""
+        """Form and keep individual gradients, where that is cheaper and they fit into memory."""
         size = product.samples * prod(product.shape) * product.like.element_size()
         if size <= product.like.nbytes or (
             is_cheaper_kept(product) and size <= memory_budget() - _kept.size()
@@ -206,7 +209,7 @@ class ClippedSumGrad(FirstOrderExtension):
         return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
 
     def _sums(self, handles: Mapping[Tensor, Handle]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The sum of each parameter, with the weights that all of them make."""
+        """The weighted sums of parameters that are clipped together."""
         small = [parameter for parameter, handle in handles.items() if handle.is_small]
         table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
         weights = self._weights([*handles.values()], table)
@@ -221,7 +224,7 @@ class ClippedSumGrad(FirstOrderExtension):
                 yield parameter, part.view(parameter.shape).clone()
 
     def _weights(self, handles: Sequence[Handle], table: Tensor | None) -> Tensor:
-        """``min(1, C / ‖g_n‖)`` for gradients without the scale, and one over it. ``[N]``."""
+        """``min(1, C / ‖g_n‖) / scale``, where ``g_n`` is without the scale. Shape ``[N]``."""
         bound = self.max_norm * self.scale
         known = [handle.squares for handle in handles if handle.squares is not None]
         known += [] if table is None else [square_norm_of(table)]
@@ -246,20 +249,20 @@ class ClippedSumGrad(FirstOrderExtension):
 
 
 def _rows(product: SampleProduct) -> Tensor:
-    """What was formed of one column. ``[N, P]``."""
+    """Individual gradients as rows, ``[N, P]``."""
     assert isinstance(product, DenseProduct)
     assert product.values is not None
     return product.values.reshape(product.samples, prod(product.shape))
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:
-    """``[N]`` each, of any precision, to ``[parameters, N]``."""
+    """Stack tensors ``[N]`` of any precision to ``[parameters, N]``."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.stack([value.to(dtype) for value in values])
 
 
 def _is_number(value: object) -> bool:
-    """Whether an argument is a number, be it in a tensor."""
+    """Whether an argument is a number, or a tensor with one."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -267,13 +270,13 @@ def _is_number(value: object) -> bool:
 
 @OpenFunction
 def is_cheaper_kept(product: SampleProduct) -> bool:
-    """Whether to keep individual gradients costs less than to form weighted sums by themselves."""
+    """Whether keeping individual gradients costs less than forming the weighted sum anew."""
     return False
 
 
 @is_cheaper_kept.register
 def is_cheaper_kept_affine(product: AffineProduct) -> bool:
-    """By multiply-adds and readings for an entry of the product, which the sum costs ``S``."""
+    """By multiply-adds and reads per entry of the product; forming the sum costs ``S`` of them."""
     inp, positions = product.inp, product.positions
     if inp is None or positions == 1:
         return False

@@ -1,8 +1,8 @@
 """Sums, squares and norms of individual gradients, from the factors of an affine product.
 
-Pure functions, as ``backpack_core.contract.contractions``, whose letters and pieces they use: with
-``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, each returns a reduction of ``M``, and ``moments``
-several of them from the same pieces.
+Pure functions with the axis letters of ``backpack_core.contract.contractions``. For
+``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]`` each returns a reduction of ``M``; ``moments`` returns
+several, from one formation of ``M``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backpack_core.tuning import READ, SHARED
 def moments(
     out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
 ) -> Moments:
-    """Sum over samples, that of squares, and squared norms, all from the same pieces."""
+    """``Σ_n M[n]``, ``Σ_n M[n]²`` and ``‖M[n]‖²``, from one formation of ``M`` in pieces."""
     if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
         return Moments(
             sums(out, inp) if sum_ else None,
@@ -88,7 +88,8 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
     Args:
         out: Columns at the output.
         inp: What the weight multiplies.
-        is_summed: The sum over samples is needed, too: products have it for one more reading.
+        is_summed: Whether the sum over samples is needed, too; formed products give it for one
+            more read.
     """
     columns, _, positions, _, features = out.shape
     single = columns * features * inp.shape[3]

@@ -1,4 +1,4 @@
-"""Individual gradients, and what is read off pairs of them."""
+"""Individual gradients, their norms and their inner products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BatchGrad(FirstOrderExtension):
     needs = (dense,)
 
     def read(self, product: SampleProduct) -> Tensor:
-        """The per-sample product itself."""
+        """``M`` itself, of one column."""
         return dense(product).squeeze(0)
 
 
@@ -36,7 +36,7 @@ class BatchL2Grad(SquaresExtension):
     """Squared Euclidean norms of the individual gradients.
 
     Stored in ``batch_l2``, shape ``[N]``: ``‖∇_θ ℓ_n‖²`` for a sum, and ``1/N² ‖∇_θ ℓ_n‖²`` for a
-    mean. The norm of a gradient in several parameters follows from the sum over them.
+    mean. The squared norm over several parameters is the sum of theirs.
 
     In single precision at least. Where that is not enough, as for norms beyond 10¹⁹ or below
     10⁻¹⁹, a :class:`~backpack_core.errors.RangeWarning` says so once.
@@ -52,7 +52,7 @@ class BatchL2Grad(SquaresExtension):
     needs = (squared_norm,)
 
     def read(self, product: SampleProduct) -> Tensor:
-        """A contraction per sample."""
+        """``‖M[n]‖²``."""
         if not is_doubtful(product):
             return squared_norm(in_single(product)).squeeze(0)
         squares = norm(product).square()
@@ -88,5 +88,5 @@ class BatchDotGrad(SquaresExtension):
     needs = (gram,)
 
     def read(self, product: SampleProduct) -> Tensor:
-        """A Gram matrix over samples."""
+        """``⟨M[n], M[m]⟩``."""
         return gram(in_single(product))[0, :, 0]

@@ -22,8 +22,8 @@ class SumGradSquared(SquaresExtension):
     Stored in ``sum_grad_squared``, shape ``[*θ]``: ``Σ_n (∇_θ ℓ_n)²`` elementwise for a sum, and
     ``1/N² Σ_n (∇_θ ℓ_n)²`` for a mean; in single precision at least.
 
-    Linear layers need no individual gradient (Dangel et al., 2020, BackPACK, ICLR, appendix A.1);
-    others form some at a time, in the cache.
+    Linear layers form no individual gradient (Dangel et al., 2020, BackPACK, ICLR, appendix A.1).
+    Other layers form some at a time, as many as fit into the processor's cache.
     """
 
     savefield = "sum_grad_squared"
@@ -32,18 +32,18 @@ class SumGradSquared(SquaresExtension):
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
-        """A contraction that forms no individual gradients where the product knows one."""
+        """``Σ_n M[n]²``."""
         return square_sum(in_single(product))
 
 
 class _OfMoments(OverBatches):
-    """A variance is none of the variances of batches: their means are needed, too."""
+    """How batches combine: variances alone do not say enough, the means are needed, too."""
 
     def __init__(self) -> None:
         super().__init__({"": Part()})
 
     def reader(self, extension: Extension) -> Extension:
-        """What keeps both moments."""
+        """The extension that keeps both moments of each batch."""
         if extension.carriers:
             names = ", ".join(kind.__name__ for kind in extension.carriers)
             raise UsageError(
@@ -70,19 +70,19 @@ class Variance(SquaresExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """Second moment minus squared first moment."""
-        samples, product = max(1, product.samples), in_single(product)  # of none, it is zero
+        samples, product = max(1, product.samples), in_single(product)  # without samples, zero
         total, squares = batch_sum(product).squeeze(0), square_sum(product)
         return torch.addcmul(squares / samples, total, total, value=-1 / samples**2)
 
 
 class _Separate(OverBatches):
-    """Both moments, and the variance at the end."""
+    """Both moments as tensors that are averaged; the variance is formed at the end."""
 
     def __init__(self) -> None:
         super().__init__({"mean": Part("mean", 1), "squares": Part("mean", 2)})
 
     def take_apart(self, value: Tensor) -> dict[str, Tensor]:
-        """From one tensor."""
+        """Split ``[2, *θ]`` into both moments."""
         return {"mean": value[0], "squares": value[1]}
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
@@ -91,10 +91,10 @@ class _Separate(OverBatches):
 
 
 class Moments(SquaresExtension):
-    """Mean and uncentred second moment of the individual gradients, of which a variance is made.
+    """Mean and uncentred second moment of the individual gradients.
 
-    Stored in ``gradient_moments``, shape ``[2, *θ]``: ``1/N Σ_n g_n`` and ``1/N Σ_n g_n²``. It is
-    what :class:`Variance` keeps of batches that are to be combined.
+    Stored in ``gradient_moments``, shape ``[2, *θ]``: ``1/N Σ_n g_n`` and ``1/N Σ_n g_n²``, with
+    ``g_n`` as in :class:`Variance`, which uses this extension to combine batches.
     """
 
     savefield = "gradient_moments"

@@ -34,7 +34,7 @@ def norm(product: SampleProduct) -> Tensor:
 
 
 def is_doubtful(product: SampleProduct) -> bool:
-    """Whether squares by the usual contraction may not do, or may not be looked at."""
+    """Whether the usual contraction's squares may be wrong, or may not be looked at."""
     known: bool | None = product.results.get("doubtful")
     if known is None:
         known = product.results["doubtful"] = _is_doubtful(in_single(product))
@@ -59,12 +59,12 @@ def are_exact(squares: Tensor, least: Tensor | None) -> bool:
 
 
 def is_seen(like: Tensor) -> bool:
-    """Whether values of a tensor's device may be looked at without waiting for them."""
+    """Whether values on the tensor's device can be looked at without waiting for them."""
     return like.device.type == "cpu" and not is_symbolic(like)
 
 
 def are_in_range(squares: Tensor, count: int = 1) -> bool:
-    """Whether no square on a CPU is tiny, and ``count`` of them add up to a finite number."""
+    """Whether no square is tiny, and ``count`` of them add up to a finite number; CPU only."""
     least, most = bounds(squares.dtype)
     low, high = torch.aminmax(squares)
     return low.item() >= least and high.item() * count <= most
@@ -78,7 +78,7 @@ def _may_differ_from_zero(product: SampleProduct) -> Tensor:
 
 
 def in_single(product: SampleProduct) -> SampleProduct:
-    """The same in single precision, where it is in half precision."""
+    """Cast a product in half precision to single precision; others stay as they are."""
     if not is_half(product.like.dtype):
         return product
     if "single" not in product.results:
@@ -149,13 +149,13 @@ def careful_norm(product: SampleProduct) -> Tensor:
 
 @for_weights(careful_norm)
 def careful_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """From the factors."""
+    """By :func:`product_norm`, from the factors."""
     return product_norm(product.out, inp)
 
 
 @careful_norm.register
 def careful_norm_lookup(product: LookupProduct) -> Tensor:
-    """Of scaled columns, since no row but those that were looked up is formed."""
+    """By scaled columns; only the rows that were looked up are formed."""
     scale = scale_of(product.out, 2)
     scaled = LookupProduct(product.out / _spread(scale, 4), product.row, product.shape)
     return squared_norm(scaled).sqrt() * scale

@@ -1,7 +1,7 @@
-"""Versions of the core's operations for what is read of individual gradients: norms, and moments.
+"""Versions of the core's operations for norms and moments of individual gradients.
 
-Sum, squares and norms of one affine product come from the same pieces, where several of them are
-needed. The norm of a sum of products comes from inner products of its parts.
+If several of sum, sum of squares, and norms are needed of one affine product, they are computed
+from one formation of it. The norm of a sum of products comes from inner products of its parts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEAST = "least exact square"
 
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
-    """Which of sum, squares and norms are read off pieces of ``M``; no sum of nothing else."""
+    """Which of sum, squares and norms to read off pieces of ``M``; never the sum alone."""
     needs = product.needs
     square = square_sum in needs and per_sample_square_sum not in needs
     norm = squared_norm in needs and product.positions > 1
@@ -52,7 +52,7 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
 
 @read_together.register
 def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
-    """Of a weight that positions share, what takes the same pieces."""
+    """For a weight that positions share: all that is wanted, from the same pieces."""
     inp = product.inp
     if inp is None or product.positions == 1:
         return {}
@@ -69,7 +69,7 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
 
 @has_free_sum.register
 def has_free_sum_affine(product: AffineProduct) -> bool:
-    """Of a bias, of what is formed anyway, and of moments; each where it has fewer numbers."""
+    """For a bias, a product that is formed anyway, and moments, if the sum reads less."""
     if product.inp is None:
         return True
     is_formed_in_pieces = any(_of_pieces(product, product.inp)[1:])
@@ -78,7 +78,7 @@ def has_free_sum_affine(product: AffineProduct) -> bool:
 
 @has_free_sum.register
 def has_free_sum_scale(product: ScaleProduct) -> bool:
-    """Where it was formed: a gain has few numbers."""
+    """Where ``M`` was formed: a gain has few entries."""
     return is_formed(product)
 
 
@@ -87,7 +87,7 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.squared_norm`, or as a by-product of what others need."""
+    """By :func:`contractions.squared_norm`, or from pieces that another operation needs, too."""
     along = read_together(product).get(squared_norm)
     if along is not None:
         return along
@@ -99,14 +99,14 @@ def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
 
 @squared_norm.register
 def squared_norm_lookup(product: LookupProduct) -> Tensor:
-    """Of the rows that are not zero."""
+    """From the rows that were looked up; all others are zero."""
     sums, sample, _ = product.segments()
     return scattered(square_norm_of(sums), sample, 1, (product.columns, product.samples))
 
 
 @squared_norm.register
 def squared_norm_sum(product: SumProduct) -> Tensor:
-    """``Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩``: nothing is formed that its parts do not form."""
+    """``Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩`` over the parts: the sum is not formed."""
     if is_formed(product):
         return squared_norm(as_formed(product))
     total = reduce(torch.add, map(squared_norm, product.parts))
@@ -133,13 +133,13 @@ def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
 
 @OpenFunction
 def inner_version(product: SampleProduct, other: SampleProduct) -> Tensor | None:
-    """The same from the factors of the first form, where it knows how with the second's."""
+    """Dispatch on the first form; its version asks whether it can be paired with the second."""
     return None
 
 
 @inner_version.register
 def inner_affine(product: AffineProduct, other: SampleProduct) -> Tensor | None:
-    """Of two affine products in the parameter's own order, from inner products of their factors."""
+    """From inner products of factors, for two affine products in the parameter's own order."""
     if not isinstance(other, AffineProduct) or product.sizes != other.sizes:
         return None
     if not (product.arrange is None and other.arrange is None):
@@ -151,7 +151,7 @@ def inner_affine(product: AffineProduct, other: SampleProduct) -> Tensor | None:
 
 @inner_version.register
 def inner_lookup(product: LookupProduct, other: SampleProduct) -> Tensor:
-    """From the rows of the other product that were looked up."""
+    """From those rows of the other product that this one looked up."""
     if (
         isinstance(other, AffineProduct)
         and other.inp is not None

@@ -1,4 +1,4 @@
-"""What squares of individual gradients have in common: they leave the range of half precision."""
+"""Base class and range check for squares of individual gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backpack_core import FirstOrderExtension
 from backpack_core.errors import RangeWarning, warn_once
 from backpack_core.values import is_symbolic
 
-# Flags on their way from another device: the flag, what tells that it arrived, key and message.
+# Flags being copied from another device: the flag, the event of its arrival, key and message.
 _pending: list[tuple[Tensor, torch.cuda.Event, object, str]] = []
 
 
@@ -27,20 +27,20 @@ def bounds(dtype: torch.dtype) -> tuple[float, float]:
 
 
 class SquaresExtension(FirstOrderExtension):
-    """An extension whose values are quadratic in the gradients: in single precision at least."""
+    """An extension with values quadratic in the gradients; stored in single precision at least."""
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Squares leave the range of half precision."""
+        """Single precision for half-precision parameters, whose squares leave the range."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def warn_of_range(norm: Tensor, squares: Tensor, key: object, message: str) -> None:
-    """Warn once if a square is infinite or has lost its digits, and the norm is and has not.
+    """Warn once if a square is infinite or has lost digits, although its norm is exact.
 
     Args:
-        norm: Norms, whatever their size.
+        norm: Norms, exact whatever their size.
         squares: Their squares.
-        key: For which there is one warning.
+        key: Each key warns once.
         message: The text.
     """
     if is_symbolic(norm):
@@ -51,7 +51,7 @@ def warn_of_range(norm: Tensor, squares: Tensor, key: object, message: str) -> N
         if flag:
             warn_once(key, message, RangeWarning)
         return
-    # Without waiting: it is looked at when it has arrived, in a later pass.
+    # Copied without waiting; a later pass looks at the flag once it has arrived.
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""What several loss rules share: settings, checks, and two shapes of Hessian.
+"""Base classes and helpers of loss rules: settings, checks, diagonal and zero Hessians.
 
 Imports torch, backpack_core and ``arguments``. The rules themselves are in ``loss_regression`` and
 ``loss_classification``. A rule sees a batch or, under subsampling, a view of it; the mean is always
@@ -39,7 +39,7 @@ def broadcast(view: View, what: str, whole: Tensor) -> Tensor:
     """Broadcast ``whole`` to the shape of the input, ``[N, *in]``.
 
     Raises:
-        UnsupportedError: The input itself would be broadcast: its samples then share loss terms.
+        UnsupportedError: The input would be broadcast, so its samples would share loss terms.
     """
     shape = view.full.input_shape
     try:
@@ -53,14 +53,14 @@ def broadcast(view: View, what: str, whole: Tensor) -> Tensor:
 
 
 def mean_over_elements(view: View) -> float:
-    """One over the number of elements of the whole batch for a mean, else one."""
+    """``1/(N D)`` for a mean, with the elements of the whole batch; one for a sum."""
     if setting(view, "reduction") == "mean":
         return 1.0 / max(1, view.full.input_shape.numel())
     return 1.0
 
 
 def real_sqrt(view: View, curvature: Tensor) -> Tensor:
-    """Square root of second derivatives or of the weights in front of them.
+    """Square root of second derivatives, or of their weights.
 
     Raises:
         UnsupportedError: One of them is negative.
@@ -76,7 +76,7 @@ def real_sqrt(view: View, curvature: Tensor) -> Tensor:
 
 
 def check_arguments(view: View, axes: int) -> None:
-    """Refuse a call whose Hessian in the first input is not the whole story.
+    """Refuse a call for which the Hessian in the first input does not determine the curvature.
 
     Args:
         view: The loss call.
@@ -110,10 +110,10 @@ class ElementwiseLossRule(LossRule):
     The Hessian of a sample is diagonal: the exact square root has one column for each feature,
     ``V = D``.
 
-    The sampled square root estimates that same Hessian, at the targets of the batch. Where
-    ``ℓ_i''`` does not depend on the target it is the Fisher information of a likelihood, which is
-    then sampled.
-    Where it does, the two differ (``likelihood`` is empty), and ``√ℓ_i''`` gets random signs.
+    The sampled square root estimates the same Hessian, at the targets of the batch. If ``ℓ_i''``
+    does not depend on the target, it is the Fisher information of a likelihood, and targets are
+    drawn from that. Otherwise the two differ: ``likelihood`` is empty, and the columns are
+    ``√ℓ_i''`` with random signs.
     """
 
     hessian_is_psd = True
@@ -155,7 +155,7 @@ class ElementwiseLossRule(LossRule):
         return mat * (self.curvature(view) * self.normalisation(view))
 
     def sum_hessian(self, view: View) -> Tensor:
-        """Diagonal, so summed before it is broadcast."""
+        """Sum the diagonals first, then form the diagonal matrix."""
         curvature = self.curvature(view) * self.normalisation(view) * self._scale(view)
         return torch.diag(curvature.sum(0).flatten())
 
@@ -163,8 +163,8 @@ class ElementwiseLossRule(LossRule):
 class LinearLossRule(LossRule):
     """A loss whose Hessian in the input vanishes (almost everywhere): a single column of zeros.
 
-    Exact quantities are then zero. Sampling is refused: a likelihood behind such a loss has Fisher
-    information, so a Monte-Carlo quantity of zero would be mistaken for an estimate of it.
+    Exact quantities are zero. Sampling is refused: the likelihood of such a loss does have Fisher
+    information, and a Monte-Carlo quantity of zero would be mistaken for an estimate of it.
 
     Class attributes:
         axes: How many axes the input needs at least.

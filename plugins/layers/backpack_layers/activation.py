@@ -1,7 +1,7 @@
-"""Rules of curved elementwise activations: a formula for each of two derivatives.
+"""Rules of curved elementwise activations: formulas of the first and second derivative.
 
-Where torch can work in place, the formulas are in terms of the output as far as that is possible.
-The others need the input, and say so when it was overwritten.
+For activations with an in-place version, formulas use the output where possible. The others need
+the input, and raise if it was overwritten.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class TanhRule(FusedRule):
 
 
 class ELURule(ElementwiseRule):
-    """``s x`` where it is positive, ``s a (exp(c x) - 1)`` elsewhere, for three families."""
+    """``s x`` for ``x > 0``, else ``s a (exp(c x) - 1)``: ``ELU``, ``CELU`` and ``SELU``."""
 
     module_types = (ELU, CELU, SELU)
 

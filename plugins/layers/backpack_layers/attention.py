@@ -22,13 +22,13 @@ from backpack_layers.attention_nodes import kept_by_kernel, projection
 NAMES = ("query", "key", "value")
 SAVED = (*NAMES, "output")
 KERNEL = "ScaledDotProductFlashAttentionForCpu"
-# Torch's own operation, not part of its interface: where it is gone, the formula serves.
+# A private operation of torch; where it does not exist, the formula is used.
 KERNEL_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What one forward pass holds, split into ``H`` heads of ``D`` features.
+    """The tensors of one forward pass, split into ``H`` heads of ``D`` features.
 
     Attributes:
         query: Scaled by ``1/√D``. Shape ``[N, H, L, D]``.
@@ -121,12 +121,12 @@ class MultiheadAttentionRule(AffinePairsRule):
         return self._at_inputs(view, mat)[which].unsqueeze(3), inp
 
     def node_inside(self, view: View) -> Node | None:
-        """Where one product made query, key and value of one tensor."""
+        """The node of the product that made query, key and value, if a single one did."""
         return projection(view, *self.reads_inside) if _is_self_attention(view) else None
 
     def _packed(self, view: View, mat: Tensor) -> Tensor:
         """Columns at the three projections as groups. Shape ``[V, N, S, 3, E]``."""
-        if view.inner is not None:  # the module has positions in front
+        if view.inner is not None:  # inside the module, positions are in front
             samples, length, _ = view.output_shape
             size = view.inner.shape[-1] // 3
             return view.inner.reshape(1, length, samples, 3, size).transpose(1, 2)
@@ -137,7 +137,7 @@ class MultiheadAttentionRule(AffinePairsRule):
             if _is_self_attention(view):  # one product with the input that they share
                 whole = torch.cat(cut, -1)
                 return whole.view(*whole.shape[:-1], 3, cut[0].shape[-1])
-            # Each in one piece, so that a product for each of them needs no copy.
+            # Contiguous each, so the product of each needs no copy.
             return torch.stack(_to_one_length(cut), 2).transpose(2, 3)
 
         return view.once_per_columns("packed", mat, pack)
@@ -214,9 +214,10 @@ def _projections(view: View) -> list[Tensor]:
 
 
 def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """One column through torch's fused kernel, where that made the output and saw no mask.
+    """Send one column through torch's fused backward kernel.
 
-    It takes half to two thirds of the time of the formula.
+    It takes half to two thirds of the time of the formula. It applies if the fused kernel made the
+    output, without a mask.
 
     Args:
         view: The forward execution.
@@ -226,7 +227,7 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
         The column at query, key and value, ``[N, H, L or S', D]`` each; ``None`` if it cannot.
     """
     given = arguments(view)
-    hinted = given["is_causal"]  # then the kernel did not get the mask
+    hinted = given["is_causal"]  # with the hint, torch does not pass the mask to the kernel
     masks = ("key_padding_mask",) if hinted else ("key_padding_mask", "attn_mask")
     if view.is_differentiable or any(given[mask] is not None for mask in masks):
         return None
@@ -239,7 +240,7 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
 
 
 def _context(view: View) -> Tensor:
-    """The context, without the rest if a kernel saved it. Shape ``[N, H, L, D]``."""
+    """The context, without running the attention again if a kernel saved it. ``[N, H, L, D]``."""
     saved = kept_by_kernel(view, ("output",))
     return _heads(view).context if saved is None else saved[0].to(view.dtype)
 
@@ -249,7 +250,7 @@ def _heads(view: View) -> Heads:
 
 
 def _attend(view: View) -> Heads:
-    """The heads: what torch's fused kernels saved, or the attention run again."""
+    """The heads: as saved by torch's fused kernels, or from running the attention again."""
     saved = kept_by_kernel(view, SAVED)
     if saved is None:
         return _attend_again(view)
@@ -260,7 +261,7 @@ def _attend(view: View) -> Heads:
 
 
 def _attend_again(view: View) -> Heads:
-    """As far as the output projection."""
+    """Run the attention again, up to the output projection."""
     module = _module(view)
     weights = _projections(view)
     biases: list[Tensor | None] = [None] * 3
@@ -283,7 +284,7 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return scores.softmax(-1)
     scores = scores + mask
-    # A query that may look nowhere gets zeros from the fused kernels, not 0/0.
+    # If all keys of a query are masked, the fused kernels give zeros, not 0/0.
     nowhere = (scores == float("-inf")).all(-1, keepdim=True)
     return scores.masked_fill(nowhere, 0.0).softmax(-1).masked_fill(nowhere, 0.0)
 
@@ -292,7 +293,7 @@ def _mask(view: View, keys: int) -> Tensor | None:
     """What the module adds to the scores, broadcastable to ``[N, H, L, S']``."""
     given = arguments(view)
     if given["is_causal"] and given["key_padding_mask"] is None and not given["need_weights"]:
-        # The hint takes the place of the mask that was passed.
+        # With is_causal, torch uses the causal mask in place of the one that was passed.
         queries = tensor(view, "query").shape[1]
         allowed = torch.ones(queries, keys, dtype=torch.bool, device=view.inputs[0].device)
         return _additive(view, ~allowed.tril(), 0)

@@ -1,4 +1,4 @@
-"""The nodes of autograd inside of attention: what they keep, and where gradients arrive."""
+"""The autograd nodes inside of attention: tensors that they saved, and gradients that arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backpack_core.record.view import View
 
 
 def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:
-    """What a fused kernel kept, one of a name or any; ``None`` if something of it is missing."""
+    """The tensors that a fused kernel saved; ``None`` if there is no kernel, or one is missing."""
     node = None if view.node is None else _kernel(view.call, view.node)
     if node is None or view.is_differentiable or not node.name().startswith(kernel):
         return None
@@ -34,15 +34,15 @@ def _inside(call: Call, node: Node) -> Iterator[Node]:
 
 
 def _transposed(node: Node) -> Node | None:
-    """What a node transposes, if it does."""
+    """The operand of a node that transposes; ``None`` for other nodes."""
     return node.next_functions[0][0] if node.name() == "TBackward0" else None
 
 
 def projection(view: View, weight: str, bias: str) -> Node | None:
-    """The first node that wants a gradient of one of two parameters, seen from the output.
+    """The first node, from the output on, that uses the weight or the bias of a projection.
 
-    The bias is added behind the product, or along with it. ``None`` where the parameter was made
-    into something else before, as by autocast: what arrives there is the gradient of a parameter.
+    The bias is added after the product, or by the same node. ``None`` if the parameter was
+    converted before its use, as by autocast: what arrives there is summed over samples already.
     """
     owned = view.stored.owned
     names = [name for name in (bias, weight) if name in owned and owned[name][0].requires_grad]

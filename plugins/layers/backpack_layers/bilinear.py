@@ -16,7 +16,7 @@ class BilinearRule(AffineRule):
     """``y_o = x₁ᵀ W_o x₂ + b_o``: affine in the parameters, with ``x₁ ⊗ x₂`` as its input."""
 
     module_types = (Bilinear,)
-    # It vanishes for each input alone, but not for both together.
+    # The second derivative in each input is zero, but not the mixed one.
     hessian_is_zero = False
 
     def check(self, view: View) -> None:

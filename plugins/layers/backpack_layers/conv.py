@@ -30,7 +30,7 @@ from backpack_layers.linear_map import over_columns, transposed
 
 
 class _ConvolutionRule(AffineRule):
-    """What both kinds share; the positions that share the weight are the output's pixels."""
+    """Base of both kinds; the positions that share the weight are the output's pixels."""
 
     jacobian_is_constant = True
 
@@ -55,7 +55,7 @@ class _ConvolutionRule(AffineRule):
     def _unfold(conv: _ConvNd, size: torch.Size, x: Tensor) -> Tensor:
         """What the kernel sees of ``x`` at each pixel of the output, ``[N, G, I, S]``.
 
-        Stored like this, products over ``S`` copy nothing.
+        With ``S`` last, products over ``S`` need no copy.
         """
 
 
@@ -78,7 +78,7 @@ class ConvRule(_ConvolutionRule):
         weight, size = view.parameter("weight"), view.input_shape[2:]
         if conv.padding_mode == "zeros":
             low = [left for left, _ in _padding(conv)]
-            # What torch pads on the right only is a longer input whose end is cut off.
+            # Extra padding on the right counts as a longer input, whose end is cut off.
             longer = [
                 n + right - left for n, (left, right) in zip(size, _padding(conv), strict=True)
             ]
@@ -92,7 +92,7 @@ class ConvRule(_ConvolutionRule):
 class ConvTransposeRule(_ConvolutionRule):
     """``ConvTranspose1d`` to ``ConvTranspose3d``, as a convolution of the input with gaps.
 
-    What each pixel of the output sees is the input pulled apart by the stride, with zeros between.
+    The input is stretched by the stride, with zeros between its entries, and then convolved.
     """
 
     module_types = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
@@ -141,7 +141,7 @@ class ConvTransposeRule(_ConvolutionRule):
 
 
 class Patches:
-    """The unfolded input ``[N, S, G, I]``, made when samples are asked for: it is never whole."""
+    """The unfolded input ``[N, S, G, I]``, formed for some samples at a time, never as a whole."""
 
     def __init__(
         self,
@@ -160,14 +160,14 @@ class Patches:
 
 
 class DirectPatches(Patches, DirectRows):
-    """Products with the patches by oneDNN's gradient of a grouped weight, a group for each sample.
+    """Products with the patches by oneDNN's weight gradient of a convolution, a group per sample.
 
-    It needs no patches, and is faster for maps that are large compared with the weight. The limits
-    are measured: ``docs/design/contractions.md``.
+    It forms no patches, and is faster for feature maps that are large compared with the weight. The
+    limits are measured, see ``docs/design/contractions.md``.
     """
 
-    # Entries of a product for each position up to which the kernel wins; features from which on it
-    # wins for images of one or three channels.
+    # The kernel is faster up to this many entries of a product per position; for images of one or
+    # three channels, from this many features on.
     LARGEST, MANY = 300, 192
 
     def suits(self, columns: int, out: Tensor) -> bool:
@@ -196,7 +196,7 @@ class DirectPatches(Patches, DirectRows):
         )
 
     def position_sum(self) -> Tensor:
-        """Axis by axis: what one entry of the kernel sees along it, summed."""
+        """Sum over positions one axis at a time: each entry of the kernel sees a range of it."""
         conv, x = self._conv, _pad(self._conv, self._input)
         axes = zip(self._size, conv.kernel_size, conv.stride, conv.dilation, strict=True)
         for axis, (length, kernel, stride, dilation) in enumerate(axes, start=2):
@@ -205,9 +205,9 @@ class DirectPatches(Patches, DirectRows):
         return x.reshape(len(x), conv.groups, self.shape[3])
 
     def total(self, out: Tensor) -> Tensor | None:
-        """By the kernel of the plain gradient, for all columns as features of one output."""
+        """By the kernel of the plain gradient, with all columns as features of one output."""
         if out.device.type != "cpu" or out.dtype != self._input.dtype:
-            return None  # it was measured nowhere else
+            return None  # measured in these cases only
         columns, samples, _, groups, features = out.shape
         found = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
         return found.reshape(groups, columns, features, self.shape[3]).transpose(0, 1)
@@ -249,7 +249,7 @@ def _pad(conv: _ConvNd, x: Tensor) -> Tensor:
 
 
 def _zero_padded(conv: _ConvNd, x: Tensor) -> tuple[Tensor, list[int]]:
-    """The input and the padding that is left to the kernel, which knows zeros on both sides."""
+    """The padded input, and the padding left to the kernel, which can only add zeros evenly."""
     padding = _padding(conv)
     if conv.padding_mode == "zeros" and all(left == right for left, right in padding):
         return x, [left for left, _ in padding]
@@ -315,7 +315,7 @@ def _by_position(mat: Tensor, groups: int) -> Tensor:
 
 @products_at("Convolution")
 def _of_function(operand: Operand, mat: Tensor) -> AffineProduct | None:
-    """Of the kernel, or the bias, that ``F.conv2d`` was given, as at a module."""
+    """The product of a weight or bias passed to ``F.conv2d``, as at a module."""
     node, position, shape, _ = operand
     if node._saved_transposed or position == 0:
         return None

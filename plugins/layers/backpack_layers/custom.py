@@ -107,7 +107,7 @@ class SlicingRule(LinearMapRule):
             )
 
     def apply(self, view: View, x: Tensor) -> Tensor:
-        """Index all samples, however many there are."""
+        """Index a tensor with any number of samples."""
         index = _index(view)
         if index and index[0] is not Ellipsis:
             index = (slice(None), *index[1:])
@@ -141,8 +141,8 @@ def _axes_consumed(item: Any) -> int:
 def _keeps_batch(index: tuple[Any, ...], shape: torch.Size) -> bool:
     """Whether axis 0 of ``x[index]`` is axis 0 of ``x``.
 
-    It needs a full slice (or an ellipsis that covers axis 0) in front, and no two index arrays
-    with something between them, for which the axis they make moves to the front.
+    The index has to start with a full slice, or an ellipsis that covers axis 0. Two index arrays
+    must not be separated by another index, because the axis that they make moves to the front.
     """
     arrays = [position for position, item in enumerate(index) if _is_array(item)]
     if any(isinstance(item, bool) for item in index) or (

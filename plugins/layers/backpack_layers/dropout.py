@@ -1,8 +1,8 @@
-"""Rules of dropout. The random mask is not stored, but the output shows what was dropped.
+"""Rules of dropout. The random mask is not stored, but can be read off the output.
 
-It does so except where a whole unit of the input is zero: then kept and dropped look alike. The
-error raised in that case says that the stored tensors are not enough; the autograd graph, which
-holds the mask, is.
+This fails where a whole unit of the input is zero, because kept and dropped units look alike. The
+error raised then says that the stored tensors are not enough, and columns go through the autograd
+graph, which holds the mask.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AlphaDropoutRule(DropoutRule):
         scale = self._scale(p)
         shift = scale * SATURATION * p
         if_kept, if_dropped = scale * x + shift, shift - scale * SATURATION
-        # Rounding is far below the difference that is asked for here.
+        # Kept and dropped values differ by far more than rounding.
         apart = (if_kept - if_dropped).abs() > 100 * torch.finfo(x.dtype).eps
         _require(view, _any(apart, axes))
         kept = apart & ((y - if_kept).abs() < (y - if_dropped).abs())

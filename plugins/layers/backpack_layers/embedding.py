@@ -1,4 +1,4 @@
-"""Rules for embeddings, whose parameter Jacobians are zero but for the rows that were looked up."""
+"""Rules for embeddings: parameter Jacobians are zero except in the rows that were looked up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LookupRule(ProductRule):
     linear_in_params = ("weight",)
 
     def check(self, view: View) -> None:
-        """Refuse options that make a sample's gradient depend on the batch, or sparse ones."""
+        """Refuse sparse gradients, and options by which samples depend on the batch."""
         reasons = {
             "max_norm": "renormalises the table while it is read",
             "scale_grad_by_freq": "divides gradients by counts over the whole batch",
@@ -50,7 +50,7 @@ def _tokens(view: View) -> Tensor:
 
 
 def _trains(view: View) -> Tensor | None:
-    """Which entries are no padding, in the shape of the input; ``None`` if all are."""
+    """Which entries are not padding, in the shape of the input; ``None`` if there is no padding."""
     padding = cast("Embedding | EmbeddingBag", view.module).padding_idx
     return None if padding is None else torch.ne(_tokens(view), padding)
 
@@ -73,14 +73,14 @@ class EmbeddingRule(LookupRule):
 class EmbeddingBagRule(LookupRule):
     """``y[n] = Σ_k c[n, k] ⊙ W[x[n, k]]``.
 
-    ``c`` holds the weights of a weighted sum, ``1/length`` of a mean, and marks each feature's
-    winner of a maximum, the first of equals. Padding counts nowhere.
+    ``c`` holds the weights of a weighted sum, or ``1/length`` for a mean. For a maximum, it is one
+    at each feature's largest entry (the first of equals), else zero. Padding has ``c = 0``.
     """
 
     module_types = (EmbeddingBag,)
 
     def check(self, view: View) -> None:
-        """Refuse also bags given by offsets: their indices have no batch axis."""
+        """Refuse bags given by offsets, too: their indices have no batch axis."""
         super().check(view)
         if _tokens(view).dim() != 2:
             raise UnsupportedError(

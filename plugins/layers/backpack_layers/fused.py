@@ -1,4 +1,4 @@
-"""Activations with whose derivative torch multiplies in one kernel."""
+"""Base class of activations whose backward pass is one kernel of torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from backpack_core.record.view import View
 
 
 class FusedRule(ElementwiseRule):
-    """An activation whose derivative torch multiplies with in one kernel, from the output.
+    """An activation for which one kernel of torch computes ``mat * φ'(x)`` from the output.
 
-    A subclass that has another ``derivative``, and no ``fused``, is multiplied with that.
+    If a subclass overrides ``derivative`` but not ``fused``, its ``derivative`` is used.
 
     To write:
         ``derivative(view)`` and ``fused(mat, output)`` in one class, and ``second_derivative``.

@@ -1,4 +1,4 @@
-"""The loss of language models, on logits as they come: shifted targets, some of them ignored."""
+"""The loss of language models on logits of all positions: targets are shifted, some ignored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CausalLMLoss(Module):
     ``ignore_index``, for logits ``[N, T, C]`` and tokens ``[N, T]`` (what a model of the
     ``transformers`` package is given as ``labels``). The samples of this loss are sequences.
 
-    Otherwise, with ``K_n`` the number of tokens of a sequence that count, and ``K`` their sum:
+    Otherwise, with ``K_n`` the number of a sequence's tokens that count, and ``K = Σ_n K_n``:
 
     ============ ======================= =====================
     ``reduction`` ``average="token"``     ``average="sequence"``
@@ -38,10 +38,10 @@ class CausalLMLoss(Module):
 
     Args:
         reduction: What is returned.
-        average: Whether tokens or sequences weigh the same.
-        ignore_index: Targets that do not count. Where none does, the loss is zero.
-        shift: Whether targets are those of the next position. Without, they are those of the same
-            one, as for masked language models, and for decoders that get shifted inputs.
+        average: Whether all tokens, or all sequences, have the same weight.
+        ignore_index: Targets that do not count. If none counts, the loss is zero.
+        shift: Whether a position predicts the next token. Otherwise it predicts its own, as in
+            masked language models, and in decoders that get shifted inputs.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CausalLMLoss(Module):
         return (counts * self.normalisation(target)).to(dtype)
 
     def normalisation(self, target: Tensor) -> float | Tensor:
-        """What a mean over the whole batch puts in front of the sum.
+        """The factor that the mean puts in front of the sum: ``1/K`` or ``1/N``.
 
         Args:
             target: Tokens of the whole batch. Shape ``[N, T]``.
@@ -142,12 +142,12 @@ class CausalLMLossRule(SoftmaxLossRule):
         return cast(CausalLMLoss, view.module).normalisation(tensor(view.full, "target"))
 
     def by_position(self, view: View, x: Tensor) -> Tensor:
-        """Without the last position, if targets are shifted."""
+        """As for cross-entropy, without the last position if targets are shifted."""
         kept = x[..., :-1, :] if setting(view, "shift") else x
         return kept.transpose(-1, -2)
 
     def at_input(self, view: View, mat: Tensor) -> Tensor:
-        """Zeros at the last position."""
+        """The reverse, with zeros at the last position if targets are shifted."""
         mat = mat.transpose(-1, -2)
         return F.pad(mat, (0, 0, 0, 1)) if setting(view, "shift") else mat
 

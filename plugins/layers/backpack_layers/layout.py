@@ -26,7 +26,7 @@ def require_axes(view: View, dims: int, layout: str) -> None:
 
 def require_channels(view: View) -> None:
     """Raise unless the input of a layer named ``...1d`` to ``...3d`` has a batch axis."""
-    # Subclasses may be named otherwise, so the parents are asked, too.
+    # The names of all base classes are searched, because a subclass may have any name.
     names = (t.__name__ for t in type(view.module).__mro__)
     dims = next(int(name[-2]) for name in names if name[-2:] in {"1d", "2d", "3d"})
     require_axes(view, dims + 2, f"[N, C, {'D, H, W'[-3 * dims + 2 :]}]")

@@ -36,5 +36,5 @@ class LinearRule(AffineRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         weight = view.parameter("weight")
-        # One product for all rows: of unusual strides, ``@`` would make a batch of them.
+        # One product for all rows; for unusual strides, ``@`` would use a batched product.
         return (mat.flatten(0, -2) @ weight).reshape(*mat.shape[:-1], weight.shape[1])

@@ -1,4 +1,4 @@
-"""What rules of linear maps share: columns folded into the batch, and transposition."""
+"""Base class of linear layers without parameters: columns folded into the batch, transposition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backpack_core.record.view import View
 
 
 def over_columns(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
-    """Apply a function of ``[N, *]`` that treats samples alike to ``[V, N, *]``, in one call."""
+    """Apply a function of ``[N, *]`` to ``[V, N, *]`` in one call; it must treat samples alike."""
     product: Tensor = function(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
     return product
 

@@ -61,7 +61,7 @@ class SoftmaxLossRule(LossRule):
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         x = self.by_position(view, view.input)
-        # Rounded probabilities are others: in single precision at least, as the exact root.
+        # In single precision at least, as the exact root: rounding would change the probabilities.
         p = x.softmax(1, dtype=torch.promote_types(x.dtype, torch.float32))
         positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
@@ -95,12 +95,12 @@ class CrossEntropyLossRule(SoftmaxLossRule):
         return _mean_over_targets(view, setting(view, "label_smoothing"))
 
     def by_position(self, view: View, x: Tensor) -> Tensor:
-        """Axes 2, 3, ... as one."""
+        """Merge axes 2, 3, ... into one."""
         lead = x.dim() - len(view.input_shape) + 2
         return x.reshape(*x.shape[:lead], x.shape[lead:].numel())
 
     def at_input(self, view: View, mat: Tensor) -> Tensor:
-        """As several again."""
+        """Split them again."""
         return mat.reshape(*mat.shape[:-3], *view.input_shape)
 
     def weight(self, view: View) -> Tensor:
@@ -108,7 +108,7 @@ class CrossEntropyLossRule(SoftmaxLossRule):
         return _factor(view)
 
     def sum_hessian(self, view: View) -> Tensor:
-        """Summed over samples before positions are set apart."""
+        """Sum over samples first, then form the blocks of positions."""
         p = _by_position(view.input.softmax(1))
         _, classes, positions = p.shape
         scale = self._scale(view)
@@ -174,8 +174,8 @@ class BCELossRule(ElementwiseLossRule):
     """``ℓ = -w (y log x + (1 - y) log(1 - x))`` for probabilities ``x``.
 
     ``ℓ'' = w (y / x² + (1 - y) / (1 - x)²)`` is not the Fisher information ``w / (x (1 - x))``, so
-    random signs are sampled. Torch bounds the logarithms at -100; the curvature is that of the
-    unbounded ones, as is torch's gradient.
+    random signs are sampled. Torch clamps the logarithms at -100 in the loss, but not in its
+    gradient; the curvature is without the clamp, too.
     """
 
     module_types = (nn.BCELoss,)
@@ -183,7 +183,7 @@ class BCELossRule(ElementwiseLossRule):
     def curvature(self, view: View) -> Tensor:
         """``w (y / x² + (1 - y) / (1 - x)²)``."""
         x, target = view.input, self.target(view)
-        # Where the target is 0 or 1, its term vanishes also at the pole.
+        # 0/0 if the target is 0 or 1 and x is at the pole: that term is zero.
         tiny = torch.finfo(x.dtype).tiny
         positive = target / (x**2).clamp(min=tiny)
         negative = (1 - target) / ((1 - x) ** 2).clamp(min=tiny)
@@ -269,7 +269,7 @@ def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]
         weighted = torch.einsum("nc...,c->n...", target, weight)
         return (1 - smoothing) * weighted + uniform, weighted.numel()
     kept = target != setting(whole, "ignore_index")
-    # An index that is ignored need not be a class.
+    # The ignored index may lie outside of the classes.
     weighted = weight[torch.where(kept, target.long(), 0)] * kept
     return (1 - smoothing) * weighted + uniform * kept, weighted.sum()
 
@@ -278,7 +278,7 @@ def _factor(view: View) -> Tensor:
     """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, positions]``."""
     weight, divisor = _target_weight(view, setting(view, "label_smoothing"))
     if setting(view, "reduction") == "mean":
-        # Where every target is ignored, so is the curvature: torch's gradient is zero as well.
+        # If every target is ignored, the curvature is zero, like torch's gradient.
         weight = weight / (divisor if isinstance(divisor, int) else divisor + (divisor == 0))
     return _by_position(restrict(view, weight).unsqueeze(1))
 

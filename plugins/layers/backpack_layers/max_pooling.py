@@ -1,4 +1,4 @@
-"""Rules of pooling by maximum, and of unpooling: entries are moved, by positions that are known."""
+"""Rules of max pooling and unpooling, which move entries between known positions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from backpack_layers.layout import require_channels
 
 
 class MaxPoolRule(LayerRule):
-    """The maximum of every window, with windows set, adaptive or random."""
+    """The maximum of every window; windows are fixed, adaptive or random."""
 
     module_types = (
         MaxPool1d,
@@ -59,7 +59,7 @@ class MaxPoolRule(LayerRule):
 
 
 class MaxUnpoolRule(LayerRule):
-    """Puts entries where a pooling found its maxima, and zeros elsewhere."""
+    """Puts entries at the positions of a pooling's maxima, and zeros elsewhere."""
 
     module_types = (MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)
     hessian_is_zero = True
@@ -81,7 +81,7 @@ def flat_positions(positions: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _positions(view: View) -> Tensor:
-    """What ``return_indices=True`` returns."""
+    """The indices of the maxima, as ``return_indices=True`` returns them."""
     module = cast(Any, view.module)
     if module.return_indices:
         drawn = view.values.outputs[1]

@@ -1,7 +1,7 @@
-"""Helper modules: operations that networks write as functions, as modules. Imports errors.
+"""Helper modules for operations that networks usually write as functions. Imports errors.
 
-Core carries quantities through plain operations by itself, so none of these is needed for a network
-to work. They name a step of a network, and give its operation a layer rule.
+The core sends quantities through plain operations, so no network needs these modules. They give a
+step of a network a name, and a layer rule.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Permute(Module):
         init_transpose: Read ``dims`` as for :func:`torch.transpose`.
 
     Raises:
-        UsageError: It would move axis 0.
+        UsageError: The permutation would move axis 0.
     """
 
     def __init__(self, *dims: int, init_transpose: bool = False) -> None:
@@ -154,7 +154,7 @@ class Permute(Module):
 
 
 def moves_samples(dims: Sequence[int], init_transpose: bool = False) -> bool:
-    """Whether :class:`Permute` with these arguments moves axis 0, as far as they tell."""
+    """Whether :class:`Permute` moves axis 0, as far as that follows from its arguments."""
     if init_transpose:
         return 0 in dims and any(dims)
     return bool(dims) and dims[0] % len(dims) != 0

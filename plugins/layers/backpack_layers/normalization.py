@@ -194,7 +194,7 @@ class _TrailingAxesRule(NormalizationRule):
         return dims - len(cast(LayerNorm, view.module).normalized_shape), dims
 
     def _rows_of(self, view: View, x: Tensor) -> Tensor:
-        """A view, without questions where there is nothing to join."""
+        """A view; the input itself if there are no axes to merge."""
         lead = x.dim() - len(view.input_shape) + 1
         first = x.dim() - len(cast(LayerNorm, view.module).normalized_shape)
         if first == lead + 1 == x.dim() - 1:
@@ -259,7 +259,7 @@ class InstanceNormRule(NormalizationRule):
 
 
 class BatchNormRule(NormalizationRule):
-    """With running statistics, an affine map of every channel; otherwise samples mix."""
+    """An affine map of every channel with running statistics; with the batch's, samples mix."""
 
     module_types = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm)
     hessian_is_zero = True
@@ -288,16 +288,16 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def _mean_square(rows: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or rows.element_size() < 4:  # a sum may leave the range of halves
+    if torch.is_grad_enabled() or rows.element_size() < 4:  # squares overflow in half precision
         return _mean(rows**2)
     norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # writes no squares
     return norms.square_().div_(max(1, rows.shape[-1]))
 
 
 def _layer_norm_backward(g: Tensor, rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """The fused kernel of torch: three times as fast as the formula, although it copies the rows.
+    """Torch's fused kernel: three times as fast as the formula, although it copies the rows.
 
-    Its own derivative in the rows covers what mean and scale depend on, so these are constants.
+    Its derivative in the rows includes the dependence of mean and scale, so these are detached.
     """
     row, *constants = (
         t.expand(len(g), *t.shape).flatten(0, 1).contiguous()

@@ -1,6 +1,6 @@
-"""Products at operands of torch's operations, as at the modules that are made of these.
+"""Products for parameters that are operands of torch's functions, in factors as at modules.
 
-What autograd saved at the node is the other factor: ``backpack_core.contract.operands``.
+The other factor is the tensor that autograd saved, see ``backpack_core.contract.operands``.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from backpack_core.graph import bridge, nodes
 
 @products_at("Mm", "Bmm", "Addmm")
 def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """``out = a b``, also of batches; rows are those of ``a``, or the columns of ``b``."""
+    """For ``out = a b``, also batched; positions are rows of ``a``, or columns of ``b``."""
     node, position, shape, is_apart = operand
     names = ("_saved_self", "_saved_mat2")
     if nodes.operation_of(node) == "Addmm":
         names, position = ("_saved_mat1", "_saved_mat2"), position - 1
         mat = _times(mat, node._saved_beta if position < 0 else node._saved_alpha)
     if mat.dim() != (4 if nodes.operation_of(node) == "Bmm" else 3):
-        return None  # a view of the output was changed in place, and stands for it
+        return None  # a view of the output was changed in place, and takes its place
     if position < 0:
         return _of_bias(mat, shape)
     if not is_apart and (position == 0 or mat.dim() > 3):
-        return None  # axis 0 of the output is no axis of rows
+        return None  # axis 0 of the output does not hold rows
     inp = getattr(node, names[1 - position])
     if inp.layout is not torch.strided:
         return None
@@ -41,7 +41,7 @@ def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
 
 @products_at("Add", "Sub")
 def _of_sum(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """Of a vector along the last axis."""
+    """For a vector that is added along the last axis."""
     node, position, shape, _ = operand
     sign = -1 if nodes.operation_of(node) == "Sub" else 1
     found = _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
@@ -61,12 +61,12 @@ def _times(mat: Tensor, scale: float) -> Tensor:
 
 @products_at("Mul")
 def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """Of a gain along the last axes."""
+    """For a gain along the last axes."""
     node, position, shape, _ = operand
     own = shape[next((axis for axis, n in enumerate(shape) if n != 1), len(shape)) :]
     other = node._saved_self if position else node._saved_other
     is_along = own and mat.shape[max(2, mat.dim() - len(own)) :] == own
-    if not is_along or not isinstance(other, Tensor):  # but a number
+    if not is_along or not isinstance(other, Tensor):  # a number
         return _of_rows(operand, mat)
     other = other.to(mat.dtype).expand(mat.shape[1:])
     out = mat.reshape(*mat.shape[:2], -1, own.numel())
@@ -75,7 +75,7 @@ def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
 
 @products_at("Embedding", "Index")
 def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """Of a table ``[num, dim]`` whose rows were looked up."""
+    """For a table ``[num, dim]`` whose rows were looked up."""
     node, _, shape, _ = operand
     row = node._saved_indices
     if nodes.operation_of(node) == "Index":
@@ -84,7 +84,7 @@ def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
         row = row[0] % shape[0]
     elif node._saved_sparse or node._saved_scale_grad_by_freq:
         return None
-    elif node._saved_padding_idx in range(shape[0]):  # none has another number
+    elif node._saved_padding_idx in range(shape[0]):  # -1 means no padding
         mat = mat * (row != node._saved_padding_idx).unsqueeze(-1)
     if len(shape) != 2 or mat.shape[1:] != (*row.shape, shape[1]):
         return None
@@ -94,7 +94,7 @@ def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
 
 @products_at("Expand", *(nodes.ELEMENTWISE - {"Add", "Sub", "Mul"}))
 def _of_rows(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """Of what is broadcast: the operation's result, before autograd sums it."""
+    """For a broadcast operand: the gradient of the broadcast tensor, before autograd sums it."""
     node, position, shape, is_apart = operand
     missing = mat.dim() - 1 - len(shape)
     if is_apart or not (missing or shape[0] == 1):

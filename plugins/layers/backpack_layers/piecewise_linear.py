@@ -1,7 +1,7 @@
 """Rules of piecewise linear activations: their second derivative is zero.
 
-Where torch can work in place, the output stands in for the input as far as it says enough. The
-other rules need the input, and say so when it was overwritten.
+For activations with an in-place version, the output replaces the input where it determines the
+slope. The other rules need the input, and raise if it was overwritten.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ReLURule(FusedRule):
 
 
 class HardtanhRule(ElementwiseRule):
-    """``x`` cut to an interval; ``ReLU6`` cuts to ``[0, 6]``."""
+    """``x`` clamped to an interval, ``[0, 6]`` for ``ReLU6``."""
 
     module_types = (Hardtanh, ReLU6)
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """One strictly inside the interval, which input and output agree about."""
+        """One strictly inside the interval, which can be read off input or output."""
         module = cast(Hardtanh, view.module)
         x = _either(view)
         return ((x > module.min_val) & (x < module.max_val)).to(x.dtype)
@@ -67,7 +67,7 @@ class LeakyReLURule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """Input and output have one sign: torch refuses a negative slope in place."""
+        """Input and output have the same sign, because torch refuses a negative slope in place."""
         return _slopes(_either(view), cast(LeakyReLU, view.module).negative_slope)
 
 
@@ -78,7 +78,7 @@ class RReLURule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """In train mode, the drawn slopes are output over input."""
+        """In train mode, the random slope is output divided by input."""
         module = cast(RReLU, view.module)
         if not view.training:
             return _slopes(_either(view), (module.lower + module.upper) / 2)
@@ -98,7 +98,7 @@ class ThresholdRule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """The output tells as much as the input if the constant is not above the threshold."""
+        """From the output, if the constant does not exceed the threshold; else from the input."""
         module = cast(Threshold, view.module)
         x = _either(view) if module.value <= module.threshold else view.input
         return (x > module.threshold).to(x.dtype)
@@ -117,13 +117,13 @@ class ShrinkRule(ElementwiseRule):
 
 
 class HardsigmoidRule(ElementwiseRule):
-    """``x / 6 + 1 / 2`` cut to ``[0, 1]``."""
+    """``x / 6 + 1 / 2`` clamped to ``[0, 1]``."""
 
     module_types = (Hardsigmoid,)
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """``1 / 6`` where nothing is cut."""
+        """``1 / 6`` where nothing is clamped."""
         x = view.input
         return (x.abs() < 3).to(x.dtype) / 6
 
@@ -157,7 +157,7 @@ class PReLURule(ElementwiseRule, ParametricRule):
 
 
 def _either(view: View) -> Tensor:
-    """The input, or the output in its place, for formulas that hold with both."""
+    """The input, or the output if the input was overwritten, for formulas that hold with both."""
     return view.output if cast(Any, view.module).inplace else view.input
 
 

@@ -63,7 +63,7 @@ class AvgPoolRule(LinearMapRule):
 
 
 class AdaptiveAvgPoolRule(LinearMapRule):
-    """The mean of windows that are chosen for an output size."""
+    """The mean of windows whose sizes follow from the output size."""
 
     module_types = (AdaptiveAvgPool1d, AdaptiveAvgPool2d, AdaptiveAvgPool3d)
 
@@ -129,7 +129,7 @@ class LPPoolRule(LayerRule):
         return view.once("sums", lambda: self._sum(view, x ** _power(view)))
 
     def _sum(self, view: View, x: Tensor) -> Tensor:
-        """``k · avg``; at a cut-off border, torch's mean is over fewer than ``k`` entries."""
+        """``k · avg``; beyond the border, torch averages over fewer than ``k`` entries."""
         module = cast(LPPool2d, view.module)
         dims = len(view.input_shape) - 2
         size = module.kernel_size

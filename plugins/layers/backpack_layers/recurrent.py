@@ -26,14 +26,14 @@ from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, 
 
 @dataclass(frozen=True)
 class Chain:
-    """One direction of one layer, its steps in the order in which it takes them.
+    """One direction of one layer, with its steps in the order of their execution.
 
     Attributes:
-        suffix: What the names of its parameters end with, as ``"l0_reverse"``.
+        suffix: The end of its parameters' names, such as ``"l0_reverse"``.
         backward: Whether it reads the sequence from its end.
         x: Its inputs. Shape ``[N, T, I]``.
         before: The hidden states its steps start from. Shape ``[N, T, H]``.
-        tables: What its cell prepared for the way back.
+        tables: What its cell computed beforehand for the recursion, see :class:`Cell`.
     """
 
     suffix: str
@@ -50,7 +50,7 @@ class Carried:
     Attributes:
         x: At the input. Shape ``[V, N, T, I]``.
         states: At each initial state. Shape ``[V, layers·directions, N, H]``.
-        gates: For each chain, by suffix, at what its inputs add to the gates ``[V, N, T, G·H]``.
+        gates: At the inputs' part of the gates, ``[V, N, T, G·H]`` for each chain, by suffix.
     """
 
     x: Tensor
@@ -131,7 +131,7 @@ class RecurrentRule(AffinePairsRule):
         return view.once("chains", lambda: [[_select(c, chosen) for c in cs] for cs in layers])
 
     def _run(self, view: View) -> list[list[Chain]]:
-        """Run the layer again, keeping what the way back needs."""
+        """Run the layer again, and keep what the recursion needs."""
         module, cell = _module(view), self.cell(view)
         x, states = tensor(view, "input"), self._initial(view, cell.states)
         layers = []
@@ -143,7 +143,7 @@ class RecurrentRule(AffinePairsRule):
                 position = layer * _directions(module) + direction
                 start = tuple(state[position] for state in states)
                 steps = _in_order(x, bool(direction), 1)
-                # cuDNN wants all layers in one block, and cannot be differentiated twice.
+                # Not by cuDNN: it wants the weights in one block, and has no second derivative.
                 with torch.backends.cudnn.flags(enabled=False):
                     after = cell.run(steps, start, weights)
                 before = torch.cat([start[0].unsqueeze(1), after[:, :-1]], 1)
@@ -237,7 +237,7 @@ def _directions(module: RNNBase) -> int:
 
 
 def _in_order(x: Tensor, backward: bool, axis: int) -> Tensor:
-    """Turn time around for a chain that runs backwards."""
+    """Reverse time for a chain that runs backwards."""
     return x.flip(axis) if backward else x
 
 

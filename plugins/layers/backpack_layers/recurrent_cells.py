@@ -26,16 +26,16 @@ class Weights:
     bias_hh: Tensor | None
 
     def flat(self) -> list[Tensor]:
-        """As the functions of torch take them."""
+        """In the order of arguments of torch's functions."""
         return [w for w in (self.ih, self.hh, self.bias_ih, self.bias_hh) if w is not None]
 
     def gates(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """What input and hidden state add to the gates of every step. Shape ``[N, T, G·H]``."""
+        """The parts of input and hidden state in every step's gates. Shape ``[N, T, G·H]``."""
         return F.linear(x, self.ih, self.bias_ih), F.linear(before, self.hh, self.bias_hh)
 
 
 class Cell(ABC):
-    """How one step ``(x_t, h_{t-1}) ↦ h_t`` is run, and how columns go back through it."""
+    """One step ``(x_t, h_{t-1}) ↦ h_t``: how it is run, and how columns go back through it."""
 
     states = 1
 
@@ -72,14 +72,14 @@ class Cell(ABC):
             memory: Columns at the cell state ``c_t``, if there is one. Shape ``[V, N, H]``.
 
         Returns:
-            Columns at what the input adds to the gates, shape ``[V, N, G·H]``; columns at
-            ``h_{t-1}`` on paths beside the gates, if there are any; columns at ``c_{t-1}``.
+            Columns at the input's part of the gates, shape ``[V, N, G·H]``; columns at ``h_{t-1}``
+            by paths that avoid the gates, or ``None``; columns at ``c_{t-1}``, or ``None``.
         """
 
     def hidden_gates(self, now: Tables, gates: Tensor) -> Tensor:
-        """Columns at what the hidden state adds to the gates, from those for the input.
+        """Columns at the hidden state's part of the gates, from those at the input's part.
 
-        For one step, or with tables of all steps for all.
+        For one step, or for all steps with the tables of all.
         """
         return gates
 

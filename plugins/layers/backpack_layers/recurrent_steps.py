@@ -1,7 +1,7 @@
 """Rules of modules that are one step of a recurrent net: ``LSTMCell``, ``GRUCell``, ``RNNCell``.
 
-A loop over steps calls such a module once for each; what its uses give is added by the engine. The
-step itself is that of the layers, in ``recurrent_cells``.
+A loop calls such a module once per step, and the engine adds up the results of the calls. The
+formulas of a step are shared with the layers, in ``recurrent_cells``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Carried:
     Attributes:
         x: At the input. Shape ``[V, N, I]``.
         states: At the hidden and the cell state. Shape ``[V, N, H]``.
-        gates: At what the input, and what the hidden state, add to the gates ``[V, N, G·H]``.
+        gates: At the input's and at the hidden state's part of the gates, ``[V, N, G·H]`` each.
     """
 
     x: Tensor
@@ -45,7 +45,7 @@ class StepRule(AffinePairsRule):
     params = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
     def parameter_names(self, module: Module) -> tuple[str, ...]:
-        """Without biases, where there are none."""
+        """Weights, and biases if there are any."""
         return tuple(name for name in self.params if getattr(module, name) is not None)
 
     @abstractmethod
@@ -101,7 +101,7 @@ class StepRule(AffinePairsRule):
         )
 
     def _tables(self, view: View) -> Tables:
-        """What the step needs on the way back, for one step of a sequence of one."""
+        """The tables of :meth:`Cell.tables`, for a sequence of one step."""
         biases = (
             view.parameter(name) if getattr(view.module, name) is not None else None
             for name in ("bias_ih", "bias_hh")
@@ -114,7 +114,7 @@ class StepRule(AffinePairsRule):
         return tuple(table[:, 0] for table in tables)
 
     def after(self, view: View) -> Tensor:
-        """The hidden state that the step led to, ``[N, 1, H]``, where the tables ask for it."""
+        """The hidden state after the step, ``[N, 1, H]``, if the tables need it."""
         return tensor(view, "input").new_empty(0)
 
 

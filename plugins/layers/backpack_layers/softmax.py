@@ -26,7 +26,7 @@ class SoftmaxRule(LayerRule):
         return -product if isinstance(view.module, Softmin) else product
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        # The sign of Softmin occurs twice.
+        # For Softmin, the minus occurs twice in the derivative, and cancels.
         y, axis = view.output, _axis(view)
         change = _softmax_product(y, mat, axis)
         mean = (y * grad_output).sum(axis, keepdim=True)
@@ -77,13 +77,13 @@ class GLURule(LayerRule):
 
 
 def _axis(view: View) -> int:
-    """The axis, counted from the end, so that it holds with columns in front."""
+    """The axis counted from the end, which also holds with the column axis in front."""
     dims = len(view.input_shape)
     if isinstance(view.module, Softmax2d):
         return -3
     dim = cast(Softmax, view.module).dim
     if dim is None:
-        # torch chooses for modules that leave the axis open, and warns in their forward.
+        # With dim=None torch chooses the axis, and warns in the forward pass.
         dim = 0 if dims in {0, 1, 3} else 1
     return dim if dim < 0 else dim - dims
 

@@ -16,9 +16,9 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
 
         S[v, v] = √(p_v t_{v+1} / t_v),    S[v, j] = -p_j √(p_v / (t_v t_{v+1}))  for j > v.
 
-    All terms of a sum have one sign, so every entry is as exact as ``p``, in any order. In this
-    one, what is left after ``m`` columns has a trace of at most ``t_m``, and that of the best
-    ``m - 1`` columns leaves no less: eigenvalues of the matrix lie between probabilities.
+    All terms of a sum have the same sign, so every entry is as exact as ``p``, for any order of the
+    classes. In this order, the remainder after ``m`` columns has a trace of at most ``t_m``. The
+    best ``m - 1`` columns leave no less, because the matrix's eigenvalues interlace with ``p``.
 
     Args:
         logits: Shape ``[N, C, S]``.
@@ -32,14 +32,14 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
     classes = log_p.shape[1]
     if classes == 1:
         return log_p.unsqueeze(0)  # zeros
-    # Beyond this, p is zero in any case; logarithms of sums must be finite.
+    # Below this bound p underflows anyway; the bound keeps logarithms of sums finite.
     log_p = log_p.clamp(min=4 * log(torch.finfo(dtype).tiny))
     order = log_p.argsort(1, descending=True)
     ordered = log_p.gather(1, order)
     tails = ordered.flip(1).logcumsumexp(1).flip(1)
     here, behind, first = tails[:, :-1], tails[:, 1:], ordered[:, :-1]
-    # Half of logarithms, not roots: their derivative is finite where p underflows. Where the bound
-    # is met, so are the probabilities that are multiplied by it.
+    # Halved logarithms instead of roots: their derivative is finite where p underflows. Where the
+    # bound is reached, the probabilities that multiply it have underflowed, too.
     bound = log(torch.finfo(dtype).max) / 2
     outside = _columns(-((first - here - behind) / 2).clamp(max=bound).exp() * factor)
     inside = _columns(((first + behind - here) / 2).exp() * factor)

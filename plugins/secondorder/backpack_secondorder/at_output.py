@@ -1,4 +1,4 @@
-"""A loss as a function of the model's output: derivatives there, and what it divides by."""
+"""A loss as a function of the model's output: its derivatives there, and its normaliser."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class AtOutput:
         gradient: ``∂ℓ/∂output`` with its graph, ``[N, *]``.
         normaliser: What the loss divides the sum over samples by: ``N`` for a mean, ``None`` for a
             sum.
-        root: Columns ``S[m, n]`` whose outer products are asked for, ``[M, N, *]``, or ``None``.
+        root: Columns ``S[m, n]``, ``[M, N, *]``; :meth:`root_product` multiplies with the sum of
+            their outer products. ``None`` if no root was asked for.
     """
 
     output: Tensor
@@ -59,7 +60,7 @@ class AtOutput:
 
 
 class LossAtOutput:
-    """A loss function, asked for its derivatives at outputs of a model.
+    """A loss function, with its derivatives at outputs of a model.
 
     Attributes:
         function: The loss as it was given.
@@ -77,14 +78,14 @@ class LossAtOutput:
         self._normaliser = normaliser
         self.function = lossfunc
         self._has_rule = False
-        # A copy: that of the user shall not be extended by this.
+        # A copy, so that the user's loss module is not extended.
         self._lossfunc: Any = lossfunc
         if isinstance(lossfunc, Module):
             self._lossfunc = extend(copy.deepcopy(lossfunc))
             self._has_rule = has_rule(type(lossfunc))
 
     def at(self, output: Tensor, target: Any, samples: int | None = None) -> AtOutput:
-        """Everything at an output.
+        """The loss of a batch at an output, with its derivatives.
 
         Args:
             output: Of the model, ``[N, *]``.
@@ -94,8 +95,8 @@ class LossAtOutput:
 
         Raises:
             ShapeError: The loss is no number.
-            UsageError: The loss has no rule, which would be needed.
-            UnsupportedError: There is no likelihood to draw from.
+            UsageError: The loss has no rule, and ``samples`` or the normaliser needs one.
+            UnsupportedError: The loss has no likelihood to draw targets from.
         """
         reading = _Reading(self._lossfunc, samples or 0)
         with torch.enable_grad():
@@ -148,7 +149,7 @@ class _Reading(GraphReading):
         self.root: Tensor | None = None
 
     def observe(self, view: View) -> None:
-        """Ask the rule of the loss, while everything is there."""
+        """Ask the rule of the loss now: the call is freed after its visit."""
         rule = view.call.rule
         if view.call.module is self._module and isinstance(rule, LossRule):
             self.scale = rule.normalisation(view)
@@ -163,9 +164,9 @@ class _Reading(GraphReading):
 
 
 class DerivativesAtOutput(GraphExtension):
-    """Asks the rule of a loss for what stands in front of the sum, and for draws; stores nothing.
+    """Asks the rule of a loss for its normaliser and for sampled gradients; stores nothing.
 
-    The name that messages about the loss give.
+    Error messages about the loss name this class as the extension.
     """
 
     savefield = "at_output"
@@ -175,5 +176,5 @@ class DerivativesAtOutput(GraphExtension):
         self._reading = reading
 
     def begin(self) -> GraphReading:
-        """The one of the batch."""
+        """Return the reading that observes this pass."""
         return self._reading

@@ -1,4 +1,4 @@
-"""Block-diagonal curvature: a matrix for each parameter, and nothing between parameters."""
+"""Block-diagonal curvature: a matrix for each parameter; blocks between parameters are zero."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backpack_secondorder.matrix import CurvatureMatrix, Number
 
 
 class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
-    """The matrices of all parameters as one, with the same methods.
+    """The matrices of all parameters as one block-diagonal matrix, with the same methods.
 
     A mapping from names of parameters to their matrices, in the order of the rows. ``+``, multiples
     and moving averages go block by block; vectors come in the forms of
@@ -32,7 +32,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             blocks: A matrix for each parameter, or a tensor in its shape for a diagonal.
 
         Raises:
-            UsageError: There are none, or one is something else.
+            UsageError: There are no blocks, or a block is neither a matrix nor a tensor.
         """
         if not blocks:
             raise UsageError("A block-diagonal matrix has one block at least. Got none.")
@@ -41,7 +41,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     @classmethod
     def of(cls, model: Module, field: str) -> BlockDiagonal:
-        """What an extension left on the trained parameters of a model.
+        """The matrices that an extension stored on the trained parameters of a model.
 
         Args:
             model: The model.
@@ -166,7 +166,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:
-        """What :meth:`state_dict` was taken of."""
+        """The matrix whose :meth:`state_dict` is given."""
         parts: dict[str, dict[str, Tensor]] = {}
         for full, tensor in state.items():
             name, key = full.rsplit("/", 1)
@@ -188,7 +188,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         return self._with(other, lambda a, b: a + b)
 
     def __radd__(self, other: Any) -> BlockDiagonal:
-        """The start of :func:`sum` is the number zero."""
+        """Let :func:`sum` work, which starts from the number zero."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def _with(

@@ -1,8 +1,8 @@
-"""Columns of many outputs, replaced by as many as there are numbers behind the last layer.
+"""Fewer columns in front of a narrow last layer.
 
-A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer, the head, has
-``D < C`` inputs, what reaches them is of rank ``D`` at most, so that ``D`` columns with the same
-outer products can take their place in the rest of the model.
+A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer (the *head*) has
+``D < C`` inputs, the sum of outer products of the columns at these inputs has rank ``D`` at most.
+So ``D`` columns with the same sum can take their place in the rest of the model.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.call import Call, Edge, site_at
 from backpack_core.tuning import memory_budget
 
-# Share of the outputs below which columns are replaced: it takes about as long as to carry all of
-# them through the head.
+# Columns are replaced where D is below this share of C: the factorisation takes about as long as
+# carrying all columns through the head.
 WORTHWHILE = 0.75
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadRoot(Root):
-    """Of columns that have not been anywhere but at the output of the head.
+    """The root of columns that are still at the output of the head.
 
     Attributes:
-        head: The call.
+        head: The call of the last layer.
     """
 
     head: Call | None = None
 
 
 def at_head(view: View, quantity: Columns) -> Columns | None:
-    """Columns at a loss with roots that say so, if the layer before it is a head that is narrow.
+    """Mark columns at a loss with a :class:`HeadRoot` if a narrow head made the loss's input.
 
     Args:
         view: The call of the loss. What it sends may go to other calls only, not to operations.
         quantity: The columns.
 
     Returns:
-        ``None`` where columns are better left alone.
+        The columns with that root; ``None`` where replacing columns does not pay.
     """
     edge = _only_edge(view.call)
     site = None if edge is None else site_at(edge)
@@ -65,7 +65,7 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
 
 
 def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
-    """Columns that are at the output of their head, all of their root, and the others."""
+    """Split columns into those with the ``HeadRoot`` of this call, and all others."""
     found: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
     is_plain = bool(view.positions) and not isinstance(quantity, ApartColumns)
     for root, mat in quantity.blocks.items():
@@ -77,7 +77,8 @@ def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
 def condensed(columns: Columns) -> Columns:
     """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
 
-    They are the triangular factor of ``M[:, n] = Q R``, so nothing is squared.
+    They are the triangular factor ``R`` of ``M[:, n] = Q R``. Forming ``Mᵀ M`` instead would square
+    the condition number.
 
     Args:
         columns: At a tensor with ``D`` numbers ``[*in]`` for each sample.
@@ -87,7 +88,7 @@ def condensed(columns: Columns) -> Columns:
         dtype = torch.promote_types(mat.dtype, torch.float32)
         count, samples, *shape = mat.shape
         result = mat.new_empty(min(count, torch.Size(shape).numel()), samples, *shape)
-        # The factorisation copies what it is given: some samples at a time.
+        # The factorisation copies its argument, so it gets some samples at a time.
         for rows in slices(samples, memory_budget() // max(1, mat[:, :1].nbytes)):
             vectors = mat[:, rows].flatten(2).transpose(0, 1).to(dtype)
             triangles = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
@@ -97,6 +98,6 @@ def condensed(columns: Columns) -> Columns:
 
 
 def _only_edge(call: Call) -> Edge | None:
-    """Where everything that a call sends goes, if that is one place."""
+    """The one edge that everything a call sends goes to; ``None`` if there are several."""
     edges = [edge for edge in call.edges if edge is not None]
     return edges[0] if len(edges) == 1 else None

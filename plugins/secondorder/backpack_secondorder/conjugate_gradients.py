@@ -13,7 +13,7 @@ from backpack_secondorder.matrix import check_damping
 
 
 class ConvergenceError(BackpackError, ArithmeticError):
-    """A method of iterations has not reached the accuracy that was asked for."""
+    """An iterative method has not reached the accuracy that was asked for."""
 
 
 @dataclass(frozen=True)

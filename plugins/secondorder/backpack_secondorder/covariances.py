@@ -9,7 +9,7 @@ from backpack_core.contract.contractions import row_steps, slices
 from backpack_core.contract.rows import DirectRows, Rows
 from backpack_core.tuning import SYMMETRIC
 
-# Vectors to add up from which on what half of a symmetric product saves is more than mirroring it.
+# From this many vectors on, forming half of a symmetric product and mirroring it is faster.
 MANY = 256
 
 
@@ -53,16 +53,16 @@ def outer(vectors: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -> Tensor:
-    """``total + scale · Σ_m vectors[m] ⊗ vectors[m]``, from the diagonal on; in place if it can.
+    """``total + scale · Σ_m vectors[m] ⊗ vectors[m]``, on and above the diagonal only.
 
-    In bands of ``step`` rows.
+    Formed in bands of ``step`` rows; adds to ``total`` in place where autograd allows it.
     """
     size = vectors.shape[2]
     left, right = vectors.permute(1, 2, 0), vectors.transpose(0, 1)
     if torch.is_grad_enabled():
         product = torch.bmm(left, right) * scale
         return product if total is None else total + product
-    beta = 0.0 if total is None else 1.0  # then it is not read: nothing has to be there
+    beta = 0.0 if total is None else 1.0  # 0: total is not read
     if total is None:
         total = vectors.new_empty(vectors.shape[1], size, size)
     if step == size:
@@ -75,7 +75,7 @@ def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -
 
 
 def _mirrored(total: Tensor, step: int) -> Tensor:
-    """What :func:`_add_outer` left out, from above the diagonal."""
+    """Fill the entries below the diagonal, which :func:`_add_outer` left out, by symmetry."""
     size = total.shape[-1]
     if torch.is_grad_enabled() or step == size:
         return total
@@ -85,5 +85,5 @@ def _mirrored(total: Tensor, step: int) -> Tensor:
 
 
 def _band(size: int, count: int) -> int:
-    """Rows to form at a time: large products of many vectors go in four bands."""
+    """How many rows to form at a time: a quarter for large products, else all."""
     return size if size < SYMMETRIC or count < MANY else -(-size // 4)

@@ -1,7 +1,7 @@
 """Kronecker factors from and to curvlinops, whose classes hold one pair for each module.
 
-curvlinops (https://curvlinops.readthedocs.io) is imported where it is asked for. Only its public
-interface is used: ``state_dict`` and ``load_state_dict``, as of version 3.
+curvlinops (https://curvlinops.readthedocs.io) is imported when a function is called. Only its
+public interface is used: ``state_dict`` and ``load_state_dict``, as of version 3.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def from_curvlinops(operator: Any, model: Module) -> BlockDiagonal:
         A matrix for each parameter. Averages have the weight one in sums.
 
     Raises:
-        UnsupportedError: Weights and biases are treated jointly, which is no matrix for each.
+        UnsupportedError: Weights and biases are treated jointly, so neither has its own matrix.
     """
     is_corrected = hasattr(operator, "compute_eigenvalue_correction")
     state = operator.state_dict()
@@ -80,8 +80,8 @@ def to_curvlinops(
     Args:
         blocks: For each trained parameter of the model, with names as of ``named_parameters``.
         model: The model, made of the modules that curvlinops knows.
-        lossfunc: As curvlinops wants it; nothing is computed with it.
-        loader: Likewise.
+        lossfunc: Passed on to curvlinops, whose constructor requires it; it is not called.
+        loader: Passed on in the same way.
         settings: Further arguments of the operator, such as ``kfac_approx``.
 
     Raises:
@@ -123,14 +123,14 @@ def to_curvlinops(
             values = state["corrected_eigenvalues"].setdefault(path, {})
             values[position] = blocks[name].eigenbasis().values
     with warnings.catch_warnings():
-        # It says that parameters are overwritten: by what they are.
+        # It warns that parameters are overwritten; they are overwritten by the same values.
         warnings.simplefilter("ignore")
         operator.load_state_dict(state)
     return operator
 
 
 def _factors(block: CurvatureMatrix, name: str, is_corrected: bool) -> list[Tensor]:
-    """Two matrices, or one."""
+    """Both factors of a weight, or the only one of a bias."""
     wanted = KroneckerEigenbasis if is_corrected else KroneckerFactors
     parts: list[Tensor | None] = []
     if isinstance(block, wanted) and block.order.positions is None:

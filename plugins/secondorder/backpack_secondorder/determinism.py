@@ -15,7 +15,7 @@ from backpack_core.errors import UsageError
 
 
 def require_deterministic(model: Module) -> None:
-    """Raise where a module behaves at random, or has statistics that a forward pass changes.
+    """Raise where a module behaves at random, or where a forward pass changes its statistics.
 
     Raises:
         UsageError: A dropout or batch normalisation is in train mode.
@@ -30,17 +30,18 @@ def require_deterministic(model: Module) -> None:
 
 
 class Passes:
-    """The losses of the first pass, which all others have to find again.
+    """The losses of the first pass; every later pass has to give the same ones.
 
     Attributes:
-        in_order: Whether batches have to come in the same order, too.
+        in_order: Whether batches have to come in the same order, too. Otherwise only the sums of
+            the losses are compared.
     """
 
     def __init__(self, parameters: Sequence[Tensor], in_order: bool) -> None:
         """Remember nothing yet.
 
         Args:
-            parameters: When these change, it starts anew.
+            parameters: When these change, the next pass counts as the first one.
             in_order: See the class.
         """
         self._parameters, self.in_order = parameters, in_order
@@ -48,10 +49,10 @@ class Passes:
 
     @contextmanager
     def one(self) -> Iterator[Callable[[Tensor], None]]:
-        """One pass: hands out what to call with the loss of every batch.
+        """Watch one pass: gives a function that is to be called with the loss of every batch.
 
         Raises:
-            UsageError: It is not like the first one, or there was no batch.
+            UsageError: The losses differ from those of the first pass, or there was no batch.
         """
         losses: list[Tensor] = []
         yield losses.append

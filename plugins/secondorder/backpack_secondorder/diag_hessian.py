@@ -15,7 +15,7 @@ from backpack_secondorder.square_root import as_chunk_size
 
 
 class HessianExtension(SecondOrderExtension):
-    """What reads off the Hessian at the output of a layer that is linear in its parameters."""
+    """Reads a quantity off the Hessian at the output of layers linear in their parameters."""
 
     columns_add = True
 

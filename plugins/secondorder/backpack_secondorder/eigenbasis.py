@@ -53,7 +53,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
         return [*groups, *self.values.shape]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Eigenvalues, and those eigenvectors that are no identity."""
+        """Eigenvalues, and all eigenvectors that are not the identity."""
         vectors = {f"vectors.{k}": q for k, q in enumerate(self.vectors) if q is not None}
         return {"values": self.values, **vectors}
 
@@ -81,7 +81,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
         return self._back(self.rotate(vectors) * self.values.flatten(), vectors)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> KroneckerEigenbasis:
-        """``Q diag(f(λ)) Qᵀ``: a power, say, or a bound on the condition."""
+        """``Q diag(f(λ)) Qᵀ``: a power of the matrix, for example, or clamped eigenvalues."""
         return self.with_values(function(self.values))
 
     def damped(self, damping: Number) -> KroneckerEigenbasis:

@@ -26,10 +26,10 @@ from backpack_secondorder.propagators import LossSqrt
 
 
 class OfCorrected(OfEigenbasis):
-    """Eigenvectors are those of all samples, so corrected eigenvalues take a second pass."""
+    """How batches combine: eigenvectors need all samples, so eigenvalues take a second pass."""
 
     def first_pass(self, extension: Extension) -> Extension | None:
-        """The Kronecker factors, unless there is a basis."""
+        """The extension of the first pass: Kronecker factors; none if a basis is given."""
         assert isinstance(extension, EKFAC)
         assert isinstance(extension.propagator, LossSqrt)
         if extension.basis is not None:
@@ -40,7 +40,7 @@ class OfCorrected(OfEigenbasis):
         return KFLR(sharing, *settings) if samples is None else KFAC(samples, sharing, *settings)
 
     def second_pass(self, extension: Extension, known: Mapping[Tensor, Any]) -> Extension:
-        """The eigenvalues for their eigenvectors."""
+        """The extension of the second pass: eigenvalues for the eigenvectors of the factors."""
         assert isinstance(extension, EKFAC)
         assert isinstance(extension.propagator, LossSqrt)
         if extension.basis is not None:
@@ -65,9 +65,9 @@ class EKFAC(MatrixExtension):
     these eigenvectors it is the closest to the block in the Frobenius norm. For biases it is the
     block itself. Scaled as the loss. George et al. (2018), arXiv:1806.03884.
 
-    The eigenvectors of two batches differ, so that what they give cannot be added. With ``basis``
-    they are fixed, eigenvalues are all that is computed, and sums over batches are exact: a first
-    pass over the data adds up the factors, a second one the eigenvalues.
+    The eigenvectors of two batches differ, so their results cannot be added. With ``basis``, the
+    eigenvectors are fixed and only eigenvalues are computed, so sums over batches are exact: a
+    first pass over the data adds up the factors, a second one the eigenvalues.
     """
 
     savefield = "ekfac"
@@ -97,8 +97,9 @@ class EKFAC(MatrixExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: For parameters without structure; see
                 :class:`~backpack_secondorder.kfac.KFAC`.
-            basis: A matrix for each parameter, whose eigenvectors are used: factors of a data set,
-                say; default: those of the batch. Results share the memory of the eigenvectors.
+            basis: A matrix for each parameter, whose eigenvectors are used (Kronecker factors of a
+                data set, for example); default: those of the batch. Results share the memory of the
+                eigenvectors.
             tolerance: Of the exact loss Hessian, share of the trace that may be left out; see
                 :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
@@ -114,7 +115,7 @@ class EKFAC(MatrixExtension):
 
         Raises:
             UsageError: A basis is given, but none for this parameter.
-            ShapeError: It is one of a parameter of another shape.
+            ShapeError: The basis belongs to a parameter of another shape.
         """
         if self.basis is None:
             factors = self.factors(product, self.weight_sharing)

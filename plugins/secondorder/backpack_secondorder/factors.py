@@ -1,4 +1,4 @@
-"""Kronecker factors of a product, and eigenvalues corrected for them: operations of our own."""
+"""Kronecker factors of a product, and corrected eigenvalues: operations of this plugin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StructureError(UnsupportedError):
 
 @Operation
 def block(product: SampleProduct) -> Tensor:
-    """``Σ_v Σ_n M[v, n] M[v, n]ᵀ`` itself. Shape ``[P, P]``."""
+    """The exact block ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``. Shape ``[P, P]``."""
     size = product.shape.numel()
     total = product.new_zeros(size, size)
     for _, _, part in product.pieces():
@@ -87,7 +87,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
 
 
 def _why_bare(product: SampleProduct) -> str:
-    """Why a parameter is looked at where operations use it, and what to do."""
+    """Why a parameter has no layer rule but is read at operations, for the error message."""
     if getattr(product.module, "batch_first", True):
         return (
             "a function uses it (F.linear(x, module.weight)), or the module has its samples "
@@ -106,7 +106,7 @@ def kronecker_factors_affine(
     """``[B, A]`` for a weight, the exact block for a bias."""
     if product.inp is None and not _is_ordered(product):
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
-    # Of one position, weight and bias have one matrix.
+    # With one position, weight and bias share the factor B.
     expanded = sharing == "expand" and product.inp is not None and product.positions > 1
     outer = output_covariance(product, "expand" if expanded else "kfc")
     if product.inp is None:
@@ -135,7 +135,7 @@ def corrected_eigenbasis(
 def corrected_eigenbasis_affine(
     product: AffineProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerEigenbasis:
-    """By :func:`eigenvalues_in_affine`; the bias' block is the one that was formed already."""
+    """By :func:`eigenvalues_in_affine`; the exact block of a bias needs no correction."""
     basis = kronecker_factors(product, sharing).eigenbasis()
     if product.inp is None:
         return basis
@@ -146,11 +146,11 @@ def corrected_eigenbasis_affine(
 def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor:
     """``diag(Qᵀ G Q)`` for given eigenvectors ``Q``, in the shape of ``basis.values``.
 
-    ``Σ_v Σ_n (Qᵀ M[v, n])²``, so that values of disjoint sets of samples or columns are added.
+    They are ``Σ_v Σ_n (Qᵀ M[v, n])²``, so values of disjoint sets of samples or columns add up.
 
     Args:
         product: ``M``.
-        basis: Holds ``Q``; its eigenvalues do not matter.
+        basis: Holds ``Q``; its eigenvalues are not read.
     """
     total = product.new_zeros(basis.values.numel())
     for _, _, part in product.pieces():
@@ -160,7 +160,7 @@ def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor
 
 @eigenvalues_in.register
 def eigenvalues_in_affine(product: AffineProduct, basis: KroneckerEigenbasis) -> Tensor:
-    """By :func:`contractions.square_sum` of rotated columns and inputs."""
+    """Rotate both factors, then :func:`contractions.square_sum`: ``M`` is not formed."""
     if len(basis.vectors) != 2 or product.inp is None:
         return eigenvalues_in.definition(product, basis)
     outer, inner = basis.vectors
@@ -207,7 +207,8 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
             vectors = out.flatten(0, 2)  # [V·N·S, G, O]
         else:
             vectors = out.sum(2).flatten(0, 1)  # [V·N, G, O]
-        # With the columns: another tensor must not get their memory as long as the key is known.
+        # The columns are stored, too: while they live, no other tensor can get their address,
+        # which is the key.
         product.beside[key] = out, _without_groups(covariances.outer(vectors))
     factor: Tensor = product.beside[key][1]
     return factor
@@ -228,7 +229,7 @@ def _is_ordered(product: AffineProduct) -> bool:
 
 
 def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Tensor:
-    """:func:`input_covariance`: columns may come in chunks, but the inputs stay what they are."""
+    """:func:`input_covariance`, computed once: chunks of columns share the same inputs."""
     assert product.inp is not None
     is_differentiable = torch.is_grad_enabled()
     key = (
@@ -246,7 +247,7 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
 
 
 def input_covariance(inp: Rows, like: Tensor, sharing: WeightSharing = "kfc") -> Tensor:
-    """``A``, an average over the ``N`` samples that are shown.
+    """``A``, an average over the ``N`` samples of the view.
 
     ``"kfc"``: ``1/N Σ_n Σ_s x xᵀ`` (Grosse and Martens, 2016, eq. 32); ``"expand"``: ``1/(N S)
     Σ_n Σ_s x xᵀ``; ``"reduce"``: ``1/N Σ_n x̄ x̄ᵀ`` with the mean ``x̄`` over positions (Eschenhagen

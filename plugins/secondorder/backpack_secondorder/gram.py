@@ -38,7 +38,7 @@ class Spectrum:
 
     @property
     def eigenvalues(self) -> Tensor:
-        """All that can differ from zero, largest first. Shape ``[V·N]``."""
+        """The ``V·N`` eigenvalues that may differ from zero, largest first."""
         return self._eigen[0]
 
     def weights(self, count: int) -> Tensor:
@@ -61,7 +61,7 @@ class Spectrum:
 
 @dataclass(eq=False)
 class GramBlock:
-    """What one parameter contributes.
+    """The Gram matrix of one parameter, and its part of the eigenvectors.
 
     Attributes:
         gram: The Gram matrix of this parameter alone, for the ``V`` columns that reach it. Shape
@@ -104,8 +104,8 @@ class GGNGram(SecondOrderExtension):
     - ``param.ggn_gram.eigenvectors(k)``: the parameter's part of the leading ``k`` eigenvectors;
     - ``param.ggn_gram.gram``: the Gram matrix of the parameter's own block.
 
-    All parameters that get the quantity belong to the matrix. Nothing is stored before the backward
-    pass is through. Scaled as the loss. Dangel et al. (2022), ViViT, arXiv:2106.02624.
+    The matrix covers all parameters that get the quantity. Values are stored at the end of the
+    backward pass. Scaled as the loss. Dangel et al. (2022), ViViT, arXiv:2106.02624.
     """
 
     savefield = "ggn_gram"
@@ -141,13 +141,14 @@ class GGNGram(SecondOrderExtension):
         super().__init__(propagator, savefield, fail_mode)
 
     def read(self, product: SampleProduct) -> GramBlock:
-        """The parameter's own Gram matrix, and what its eigenvectors will need."""
+        """The parameter's own Gram matrix, and its ``M`` or the factors of it, for eigenvectors."""
         return GramBlock(gram(product).clone(), product)
 
     def finish(self, values: Mapping[Tensor, GramBlock]) -> Mapping[Tensor, GramBlock]:
         """Add up the Gram matrices.
 
-        Parameters may see columns of different losses, so every root has its place.
+        Parameters may see columns of different losses, so each root has its own rows and columns
+        in the sum.
 
         Args:
             values: The contribution of every parameter.

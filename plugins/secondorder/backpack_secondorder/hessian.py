@@ -20,7 +20,7 @@ from backpack_secondorder.signed import unit_columns
 
 @dataclass(frozen=True, eq=False)
 class Factored:
-    """``diag(a) Jᵀ diag(d) J diag(a)``, one matrix ``J`` for all samples: columns not yet formed.
+    """``diag(a) Jᵀ diag(d) J diag(a)`` with one ``J`` for all samples: columns not yet formed.
 
     Attributes:
         rows: ``J``, shape ``[V, 1, *]``.
@@ -37,7 +37,7 @@ class Factored:
         return Factored(self.rows.to(dtype), self.weights.to(dtype), self.scale.to(dtype))
 
     def columns(self, some: slice = slice(None)) -> Columns:
-        """Formed: ``[V, N, *]``."""
+        """The columns themselves, ``[V, N, *]``."""
         rows, weights = self.rows[some], self.weights[some]
         lead = weights.abs().sqrt().reshape(*weights.shape, *[1] * (rows.dim() - 2))
         return Columns.start("residual", rows * lead * self.scale, weights.sign())
@@ -52,17 +52,18 @@ class Factored:
 class Hessian:
     """``Σ_v σ_v S_v S_vᵀ + diag(d) + H`` for each sample.
 
-    What comes from one root over several branches has to be added before it is squared. Only
-    columns can do that. So all else holds what has come, and will go, over a single path.
+    What reaches a tensor from one root over several branches has to be added before it is squared,
+    and only columns can be added. So the other forms hold only what has travelled, and will go on,
+    along a single path.
 
     Attributes:
         columns: ``S``, with signs in the roots; ``None`` for none.
         diagonal: ``d``, shape ``[N, *]``; ``None`` for zero.
         factored: More columns, in factored form; ``None`` for none.
         block: ``H``, as its rows ``[D, N, *]``; ``None`` for zero.
-        rows: The rows of a residual that is too large to be formed, ``D`` and a function of a
-            slice of them; it is shed where it came into being, or formed at the next call.
-        branched: Roots of columns that went separate ways somewhere.
+        rows: A residual that is too large to be formed: ``D``, and a function that gives a slice
+            of its rows. It is sent on in chunks where it arose, or formed at the next call.
+        branched: Roots of columns that were sent along several paths somewhere.
     """
 
     columns: Columns | None = None
@@ -84,7 +85,7 @@ class Hessian:
 
     @property
     def unformed(self) -> int:
-        """How many there would be of the rest."""
+        """How many columns the other forms would make."""
         width = 0 if self.diagonal is None else self.diagonal.shape[1:].numel()
         width += 0 if self.factored is None else len(self.factored.rows)
         width += 0 if self.rows is None else 2 * self.rows[0]
@@ -132,7 +133,7 @@ class Hessian:
         return replace(result, diagonal=diagonal, factored=factored, block=block)
 
     def chunks(self, size: int) -> Iterator[Hessian]:
-        """All that is not formed, as columns, in parts of at most ``size``."""
+        """The other forms as columns, at most ``size`` at a time."""
         if self.diagonal is not None:
             for some in slices(self.diagonal.shape[1:].numel(), size):
                 mat, signs = unit_columns(self.diagonal, some)
@@ -148,21 +149,21 @@ class Hessian:
                 yield Hessian(block_columns(self.rows[1](some), some))
 
     def with_rows_formed(self) -> Hessian:
-        """The same with its rows, if it has any, in the block."""
+        """The same with ``rows`` formed, and added to the block."""
         if self.rows is None:
             return self
         size, rows = self.rows
         return replace(self, rows=None, block=add(self.block, rows(slice(0, size))))
 
     def as_columns(self) -> Hessian:
-        """The same with columns only."""
+        """The same in columns only."""
         result = replace(self, diagonal=None, block=None, factored=None, rows=None)
         for part in self.chunks(max(1, self.unformed)):
             result = result.merge(part)
         return result
 
     def as_block(self) -> Hessian:
-        """The same with all that did not branch in the dense block."""
+        """The same with everything that did not branch in the dense block."""
         factored = self.factored
         formed = (
             self
@@ -187,7 +188,7 @@ class Hessian:
 
     @cached_property
     def own_diagonal(self) -> Tensor | None:
-        """The diagonal of all but the columns. Shape ``[N, *]``; ``None`` if there is no more."""
+        """The diagonal of everything but the columns. Shape ``[N, *]``; ``None`` for zero."""
         result = self.diagonal
         if self.factored is not None:
             result = add(result, self.factored.diagonal())

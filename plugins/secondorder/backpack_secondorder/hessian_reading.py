@@ -1,4 +1,4 @@
-"""What extensions read of a Hessian at a parameter."""
+"""How extensions read the Hessian's diagonal at a parameter."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class HessianReading(Reading):
         self._uses = tuple(uses)
 
     def join(self, others: Sequence[HessianReading]) -> HessianReading:
-        """All uses together: the sum over them comes before the square, root by root.
+        """All uses together: contributions of one root are added before they are squared.
 
         Raises:
-            UnsupportedError: One use leads to another, so that the net is not linear in the
-                parameter although each layer is.
+            UnsupportedError: One use lies behind another on a path, so the net is not linear in
+                the parameter, although each layer is.
         """
         uses = [use for reading in (self, *others) for use in reading._uses]
         for use in uses:
@@ -128,9 +128,10 @@ def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) ->
 
 
 def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:
-    """Columns and diagonals of all uses, whose sum they have: what columns share a root together.
+    """Split the Hessians of all uses into parts whose diagonals add up.
 
-    The rest becomes columns, as many at a time as the memory budget allows.
+    Columns that share a root stay together. The other forms become columns, as many at a time as
+    the memory budget allows.
     """
     halves = [_halves(use) for use in uses]
     yield [use._replace(hessian=first) for use, (first, _) in zip(uses, halves, strict=True)]
@@ -142,9 +143,10 @@ def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:
 
 
 def _halves(use: Use) -> tuple[Hessian, Hessian]:
-    """What is read as it is, and what has to become columns.
+    """Split a Hessian into what can be read as a diagonal, and what has to become columns.
 
-    In an affine layer a diagonal is enough; without shared positions, for all but the columns.
+    An affine layer reads a diagonal ``d`` as it is. If it shares no positions, the diagonal of
+    every form but the columns is enough.
     """
     rule, view, _, hessian = use
     kept = Hessian(hessian.columns, branched=hessian.branched)

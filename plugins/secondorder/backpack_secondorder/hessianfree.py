@@ -134,7 +134,7 @@ def _grad(
     if not live:
         return tuple(torch.zeros_like(x) for x in inputs)
     with suspended():
-        # Not only for the second derivative: without it, extended modules would free their inputs.
+        # Without create_graph, extended modules would free their inputs.
         return torch.autograd.grad(
             [outputs[i] for i in live],
             inputs,

@@ -21,7 +21,7 @@ class Jacobian:
 
     Attributes:
         output: The output with its graph, ``[N, *]``.
-        target: What came with it.
+        target: The target of the batch.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Jacobian:
     def product(self, vectors: Sequence[Tensor | None]) -> Tensor:
         """``Σ_θ J_θ v_θ`` for one vector ``[*θ]`` of each parameter, ``[N, *]``; ``None`` is zero.
 
-        By differentiating the transposed product, which is linear in what it multiplies.
+        The transposed product is linear in ``u``; its derivative in ``u`` is this product.
         """
         dummy, images = self._transposed
         pairs = [
@@ -114,10 +114,10 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def checked(found: Any) -> tuple[Tensor, Any]:
-    """Output and target, if they are.
+    """Check that a pair is an output with samples and a target, and return it.
 
     Raises:
-        ShapeError: There is no tensor with an axis of samples.
+        ShapeError: The output is no tensor with an axis of samples.
     """
     output, target = found
     if not isinstance(output, Tensor) or not output.dim():

@@ -38,20 +38,20 @@ class MatrixExtension(SecondOrderExtension):
     - ``"block"``: the block of the generalised Gauss-Newton matrix itself, ``[P, P]``, exact;
     - ``"diagonal"``: its diagonal, exact, a vector ``[P]``.
 
-    It is then the only factor, and ``structure`` of what is stored says which it is. Modules
-    without a rule are differentiated automatically, as with ``"autodiff"``.
+    What is stored then holds that as its only factor, and its ``structure`` says which it is.
+    Modules without a rule are differentiated automatically, as with ``"autodiff"``.
 
     Attributes:
-        fallback: Which of both, if any.
+        fallback: ``"block"``, ``"diagonal"`` or ``None``.
     """
 
     fallback: Fallback | None = None
 
     def factors(self, product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
-        """The factors, or what takes their place where there are none.
+        """The factors; where there are none, the block or its diagonal, as ``fallback`` says.
 
         Raises:
-            StructureError: There are none, and nothing takes their place.
+            StructureError: The parameter has no factors, and there is no fallback.
         """
         try:
             return kronecker_factors(product, sharing)
@@ -63,14 +63,14 @@ class MatrixExtension(SecondOrderExtension):
         return diagonal_matrix(square_sum(product))
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
-        """In the dtype of the parameter, which under autocast is not that of the columns."""
+        """Cast to the dtype of the parameter, which may differ from the columns' under autocast."""
         dtype = self.dtype_for(parameter)
         is_stored_so = all(tensor.dtype is dtype for tensor in value.tensors().values())
         return value if is_stored_so else value.to(dtype)
 
 
 class FactorsExtension(MatrixExtension):
-    """What :class:`KFAC` and :class:`KFLR` read off their columns, sampled ones and exact ones."""
+    """Reads Kronecker factors off columns; :class:`KFAC` has sampled ones, :class:`KFLR` exact."""
 
     columns_add = True
     columns_mix = True
@@ -83,7 +83,7 @@ class FactorsExtension(MatrixExtension):
         return KroneckerFactors(factors, factors.order, weight_of(product))
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-        """Columns enter the first factor only."""
+        """Add factors of two chunks: columns enter the first factor only."""
         return add_columns(first, second)
 
 
@@ -148,8 +148,8 @@ class KFAC(FactorsExtension, SampledExtension):
 class KFLR(FactorsExtension, ExactExtension):
     """Kronecker-factored curvature with the exact loss Hessian (low rank: a column per output).
 
-    Stored in ``kflr``: as ``kfac`` of :class:`KFAC` in expectation, and the same for one sample in
-    the batch and one position as the block itself. Botev et al. (2017), section 3.3.
+    Stored in ``kflr``: what ``kfac`` of :class:`KFAC` is in expectation. For a batch of one sample,
+    and a layer with one position, it is the block itself. Botev et al. (2017), section 3.3.
     """
 
     savefield = "kflr"
@@ -183,7 +183,7 @@ class KFLR(FactorsExtension, ExactExtension):
 
 
 def split_mode(fail_mode: StructureMode) -> tuple[Fallback | None, FailMode]:
-    """What takes the place of factors, and what core is told of modules without a rule."""
+    """Split ``fail_mode`` into the fallback of this plugin, and the ``fail_mode`` of the core."""
     if fail_mode == "block" or fail_mode == "diagonal":
         return fail_mode, "autodiff"
     if fail_mode not in (modes := get_args(StructureMode)):
@@ -192,7 +192,7 @@ def split_mode(fail_mode: StructureMode) -> tuple[Fallback | None, FailMode]:
 
 
 def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-    """Factors for the columns of both: ``B`` adds up.
+    """Factors of two chunks of columns: ``B`` adds up.
 
     ``A`` is the same, unless the first columns did not reach all uses of the parameter.
     """
@@ -202,17 +202,18 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
 def weight_of(product: SampleProduct) -> Number:
     """``Σ_n s``: the number of samples times what stands in front of the loss of each.
 
-    That is one for a mean over the batch, and the number of samples for a sum. One if nobody knows.
+    That is one for a mean over the batch, and the number of samples for a sum. One if the loss does
+    not tell.
     """
     scales = [root.scale for root in product.roots if root.scale is not None]
     return product.samples * reduce(torch.maximum, scales) if scales else 1.0
 
 
 def as_weight_sharing(value: WeightSharing) -> WeightSharing:
-    """The argument, if it is a known setting.
+    """Check the setting, and return it.
 
     Raises:
-        UsageError: It is not.
+        UsageError: There is no such setting.
     """
     if value not in get_args(WeightSharing):
         known = ", ".join(map(repr, get_args(WeightSharing)))

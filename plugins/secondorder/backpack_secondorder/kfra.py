@@ -51,10 +51,12 @@ class BatchAveraged(Propagator):
     """One matrix at every tensor: ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` (Botev et al., 2017, eq. 21).
 
     It starts with the loss Hessian, summed over samples. At a tensor of ``D`` entries per sample it
-    has shape ``[D, D]``. Over branches it cannot be added, so the net must be a chain.
+    has shape ``[D, D]``. The matrices of two branches lack the mixed terms between them and cannot
+    be added, so the net must be a chain.
 
-    With a ``modify``, ``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` is added at every nonlinear module, so that of
-    one sample it is the Hessian (Chen et al., 2018, arXiv:1802.06502, with batch averages).
+    With ``modify``, ``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` is added at every nonlinear module. With
+    ``"exact"``, a batch of one sample then gives the Hessian (Chen et al., 2018, arXiv:1802.06502,
+    with batch averages).
 
     Attributes:
         subsampling: The samples that are summed and averaged over; ``None`` for all.
@@ -73,12 +75,12 @@ class BatchAveraged(Propagator):
         return rule.sum_hessian(view)
 
     def arrive(self, rule: LayerRule, view: View, waiting: Tensor | None) -> Tensor | None:
-        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
         found: Tensor | None = super().arrive(rule, view, waiting)
         return None if found is None else found.to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
-        """Average ``J_nᵀ Ḡ J_n`` over samples; one is enough where the Jacobian is constant."""
+        """Average ``J_nᵀ Ḡ J_n``; one sample is enough where the Jacobian is constant."""
         if isinstance(rule, ElementwiseRule):
             slope = rule.derivative(view).flatten(1)
             average = quantity * (slope.T @ (slope / max(1, len(slope))))
@@ -110,7 +112,7 @@ class BatchAveraged(Propagator):
     def cross(
         self, node: Node, quantities: dict[int, Tensor], there: Crossing
     ) -> list[tuple[int, Tensor]]:
-        """Call the node under vmap, from both sides.
+        """Multiply with the node's Jacobian from both sides, by calling it under vmap.
 
         Raises:
             BridgeError: The node has several outputs, or an output without samples on axis 0, or
@@ -166,7 +168,7 @@ class AverageReading(Reading):
             )
         average = _affine_form(rule, view, self._average)  # [S, G, O, S, G, O]
         if len(average) == 1:
-            # [G, O, G, O], and no view of what travels on.
+            # [G, O, G, O]; a copy, since the average itself travels on.
             outer = average[0, :, :, 0].clone(memory_format=torch.contiguous_format)
         elif sharing == "expand" and name != "bias":
             outer = average.diagonal(dim1=0, dim2=3).sum(-1)
@@ -188,8 +190,9 @@ class KFRA(MatrixExtension):
     """Kronecker-factored curvature with recursive averages over the batch.
 
     Stored in ``kfra``, factors as in :class:`~backpack_secondorder.kfac.KFAC`. ``B`` comes from the
-    recursion of :class:`BatchAveraged`, so that no columns are carried; its size is quadratic in
-    the activations, which suits fully connected nets. Chains only. Botev et al. (2017), sect. 3.4.
+    recursion of :class:`BatchAveraged`, so no columns are carried. The matrix of the recursion is
+    quadratic in the number of activations, which suits fully connected nets. The net must be a
+    chain. Botev et al. (2017), sect. 3.4.
 
     With ``residual="exact"``, second derivatives of nonlinear modules are added, summed over the
     batch, so that for one sample the product of the factors is the block of the Hessian;
@@ -298,7 +301,7 @@ def _block(rule: LayerRule, view: View, name: str, mat: Tensor) -> Tensor:
 
 def _affine_form(rule: AffineRule, view: View, mat: Tensor) -> Tensor:
     """``Ḡ`` with rows and columns as ``[S, G, O]``."""
-    if not view.batch_size:  # then it is zero
+    if not view.batch_size:  # an empty batch: zero
         sizes = rule.affine_output(view, mat.new_zeros(1, *view.output_shape)).shape[2:]
         return mat.new_zeros(*sizes, *sizes)
     one = view.subsample([0])

@@ -1,6 +1,6 @@
 """Kronecker-factored curvature as a matrix: sums, products, solves, eigenvalues.
 
-What ``param.kfac`` is: still the list of factors, and a value one can compute with.
+``param.kfac`` is such a value: a list of factors, with arithmetic.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     For a layer with ``G > 1`` groups every factor of the weight has an axis ``[G, D, D]`` in front:
     one product for each group, and nothing between groups.
 
-    The factors are those of weighted samples, of weight ``s`` each (``1/N`` for a mean): a sum
-    ``F₁ = Σ_n s g gᵀ``, and averages ``F₂ = Σ_n s a aᵀ / Σ_n s``. Arithmetic is that of the
-    weights. ``scalar * F`` multiplies ``s``, that is ``F₁``. ``F + G`` has the samples of both,
+    Every sample has a weight ``s`` (``1/N`` for a mean). The first factor is a sum,
+    ``F₁ = Σ_n s g gᵀ``; the others are averages, ``F₂ = Σ_n s a aᵀ / Σ_n s``. Arithmetic acts on
+    the weights. ``scalar * F`` multiplies ``s``, that is ``F₁``. ``F + G`` has the samples of both,
     each with its weight: ``F₁ + G₁``, and averages ``(w F₂ + v G₂) / (w + v)`` by the ``weight`` of
     each. For a loss that is a sum, ``F + G`` is therefore what the joined batch gives; for a mean,
     ``n/N * F + m/N * G`` is; ``0.9 * F + 0.1 * G`` is the moving average of each factor (Martens
@@ -129,7 +129,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return KroneckerFactors(found, self.order.on(device), weight)
 
     def with_weight(self, weight: Number) -> KroneckerFactors:
-        """The same factors, with averages of another weight in sums."""
+        """The same factors; in sums, the averages have this weight."""
         return KroneckerFactors(self, self.order, weight)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return self.order.vectors(multiply(self, self.sizes, coordinates), vectors)
 
     def eigenbasis(self) -> KroneckerEigenbasis:
-        """The eigendecomposition; computed once, and again where a factor was changed."""
+        """The eigendecomposition; computed once, and again after a factor was changed in place."""
         state = [(id(factor), factor._version) for factor in self]
         if self._eigen is None or self._eigen[0] != state:
             pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f) for f in self]
@@ -246,7 +246,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return self.with_factors(factors)
 
     def trace(self) -> Tensor:
-        """Trace of the product: no product is formed."""
+        """Trace of the product, from those of the factors."""
         traces = [at_least_single(self._diagonal(factor)).sum(-1) for factor in self]
         return reduce(torch.mul, traces).sum().to(self.dtype)
 
@@ -281,12 +281,12 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
 
 def diagonal_matrix(values: Tensor) -> KroneckerFactors:
-    """A diagonal, ``[*θ]``, with the interface of Kronecker factors: its only one is a vector."""
+    """A diagonal ``[*θ]`` as Kronecker factors, of which it is the only one, stored as a vector."""
     return KroneckerFactors([values.reshape(-1)], ParameterOrder(values.shape))
 
 
 def as_matrix(value: Any) -> CurvatureMatrix:
-    """What an extension left on a parameter, as a matrix: a tensor is a diagonal.
+    """What an extension stored on a parameter, as a matrix; a tensor is taken for a diagonal.
 
     Args:
         value: ``param.kfac``, ``param.ekfac``, ``param.diag_ggn_exact`` and their like.
@@ -305,10 +305,10 @@ def as_matrix(value: Any) -> CurvatureMatrix:
 
 
 def matrix_from_state(state: Mapping[str, Tensor]) -> KroneckerFactors | KroneckerEigenbasis:
-    """What ``state_dict()`` of a matrix was taken of.
+    """The matrix whose ``state_dict()`` is given.
 
     Raises:
-        UsageError: It is the state of something else.
+        UsageError: The state is not that of a matrix.
     """
     if "shape" not in state or not {"factors.0", "values"} & set(state):
         raise UsageError(f"This is not the state of a curvature matrix. Got {sorted(state)}.")

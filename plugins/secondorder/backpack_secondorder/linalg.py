@@ -13,7 +13,7 @@ from backpack_core.values import at_least_single, without_autocast
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype.
 
-    Computed in single precision at least: torch knows no decomposition in half precision.
+    Computed in single precision at least: torch has no decomposition in half precision.
     """
     values, vectors = torch.linalg.eigh(at_least_single(matrix))
     return values.to(matrix.dtype), vectors.to(matrix.dtype)

@@ -1,8 +1,8 @@
-"""Symmetric matrices over several parameters that are known by their products.
+"""Symmetric matrices over several parameters, given by their products with vectors.
 
 Vectors come in four forms, and results in the form of what was given: flat, ``[P]``; flat ones as
 columns of a matrix, ``[P, V]``; a list with a tensor ``[*θ]`` for each parameter; a list with
-several, ``[V, *θ]``. Imports torch; scipy where it is asked for.
+several, ``[V, *θ]``. Imports torch; scipy only in ``to_scipy``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LinearOperator(ABC):
 
         Raises:
             ShapeError: The shapes fit none of the forms.
-            UsageError: They have another precision than the parameters, or are elsewhere.
+            UsageError: The vectors have another precision or device than the parameters.
         """
         if isinstance(vectors, Tensor):
             return self._flat(vectors, self.products)
@@ -78,7 +78,7 @@ class LinearOperator(ABC):
         return self @ torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
 
     def to_scipy(self) -> scipy.sparse.linalg.LinearOperator:
-        """For ``scipy.sparse.linalg``: ``eigsh``, ``cg`` and others.
+        """A scipy ``LinearOperator``, for ``eigsh``, ``cg`` and others.
 
         Vectors are converted from numpy to the parameters' precision and device, and back.
 

@@ -1,8 +1,9 @@
-"""Kronecker factors of tables whose rows are looked up: that of the inputs is diagonal.
+"""Kronecker factors of tables whose rows are looked up: the input factor is diagonal.
 
-To look up row ``r`` is to multiply the table with ``e_r``, and ``M[v, n] = Σ_k e_{r[n, k]}
-⊗ g[v, n, k]`` is an affine product whose inputs are unit vectors, and ``Σ_k e eᵀ`` is a diagonal of
-counts. Registers its operations.
+To look up row ``r`` is to multiply the table with the unit vector ``e_r``. So
+``M[v, n] = Σ_k e_{r[n, k]} ⊗ g[v, n, k]`` is an affine product whose inputs are unit vectors, and
+``Σ_k e eᵀ`` is diagonal, with the number of look-ups of each row. Importing this file registers its
+operations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def kronecker_factors_lookup(
     """``[B, A]`` as for a linear layer, ``A`` a vector ``[num]``: the diagonal, times ``1/N``.
 
     With ``"reduce"``, the mean over positions is no unit vector, and ``A`` has ``[num, num]``.
-    Padding is counted like every other row.
+    Look-ups of the padding row count like all others.
     """
     out = product.out  # [V, N, K, dim]
     expanded = sharing == "expand"
@@ -38,7 +39,7 @@ def kronecker_factors_lookup(
 
 @eigenvalues_in.register
 def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) -> Tensor:
-    """Of rotated columns, where the rows of the table are the eigenvectors of ``A``."""
+    """Rotate the columns only: ``A`` is diagonal, so its eigenvectors are unit vectors."""
     if len(basis.vectors) != 2 or basis.vectors[1] is not None:
         return eigenvalues_in.definition(product, basis)
     outer = basis.vectors[0]
@@ -48,7 +49,7 @@ def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) ->
 
 
 def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:
-    """``A``, by the call alone: columns may come in chunks."""
+    """``A``, computed once for a call: chunks of columns share the same inputs."""
     key = ("lookups", product.name, product.row.shape, sharing, product.like.dtype)
     if key not in product.kept:
         product.kept[key] = _count(product, sharing)
@@ -69,6 +70,6 @@ def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
 
 
 def _order(product: LookupProduct) -> ParameterOrder:
-    """Features first, as for every other weight; the table has the rows first."""
+    """The order with features first, as for other weights; a table stores its rows first."""
     numbers = torch.arange(product.shape.numel(), device=product.like.device)
     return ParameterOrder(product.shape, numbers.reshape(product.shape).T.flatten())

@@ -1,4 +1,4 @@
-"""What all curvature matrices of one parameter can do, whatever form they are stored in.
+"""The interface of all curvature matrices of one parameter, whatever form they are stored in.
 
 Vectors are tensors in the shape of the parameter, ``[*θ]``, or several of them, ``[V, *θ]``. So an
 optimiser, or a Laplace approximation, is written once and takes Kronecker factors, corrected
@@ -81,7 +81,7 @@ class ParameterOrder:
         return torch.equal(self.positions, other.positions)
 
     def state(self) -> dict[str, Tensor]:
-        """As tensors, to be saved."""
+        """The order as tensors, to be saved."""
         state = {"shape": torch.tensor(self.shape, dtype=torch.int64)}
         return state if self.positions is None else {**state, "positions": self.positions}
 
@@ -94,9 +94,9 @@ class ParameterOrder:
 class CurvatureMatrix(ABC):
     """A symmetric matrix ``F`` over the ``P`` entries of one parameter.
 
-    ``scalar * F``, ``F / scalar`` and ``F @ vectors`` are what they say. ``F + G`` is the matrix of
-    the data behind both: for a diagonal, a block, or corrected eigenvalues in one basis that is the
-    sum of the matrices; for several Kronecker factors see
+    ``scalar * F``, ``F / scalar`` and ``F @ vectors`` have their usual meaning. ``F + G`` is the
+    matrix for the data of both: for a diagonal, a block, or corrected eigenvalues in one basis that
+    is the sum of the matrices; for several Kronecker factors see
     :class:`~backpack_secondorder.kronecker.KroneckerFactors`.
 
     Attributes:
@@ -110,7 +110,7 @@ class CurvatureMatrix(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What determines the matrix, by name, besides the order."""
+        """The tensors that, with the order, determine the matrix, by name."""
 
     @abstractmethod
     def with_tensors(self: Matrix, tensors: Mapping[str, Tensor]) -> Matrix:
@@ -161,7 +161,7 @@ class CurvatureMatrix(ABC):
         """``F + G``; see the class.
 
         Raises:
-            UsageError: The sum has no such form.
+            UsageError: The sum cannot be stored in this form.
             ShapeError: The matrices are of other sizes.
         """
 
@@ -194,7 +194,7 @@ class CurvatureMatrix(ABC):
         return self.eigenbasis().inverse(damping).matmul(vectors)
 
     def logdet(self, damping: Number = 0.0) -> Tensor:
-        """``log det(F + damping · I)``; ``-inf`` where that is singular."""
+        """``log det(F + damping · I)``; ``-inf`` if the damped matrix is singular."""
         values = self.eigenbasis().values
         return at_least_single(values + check_damping(damping)).log().sum()
 
@@ -288,7 +288,7 @@ class CurvatureMatrix(ABC):
         return self.plus(other)
 
     def __radd__(self: Matrix, other: Any) -> Matrix:
-        """The start of :func:`sum` is the number zero."""
+        """Let :func:`sum` work, which starts from the number zero."""
         if isinstance(other, int) and other == 0:
             return self
         raise UsageError(
@@ -317,10 +317,10 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
 
 
 def check_scalar(scalar: Any) -> Number:
-    """The factor, if it is a number that is not negative.
+    """Check that the factor is a number that is not negative, and return it.
 
     Raises:
-        UsageError: It is something else.
+        UsageError: It is no number, or is negative.
     """
     if isinstance(scalar, Tensor) and scalar.dim() == 0:
         return scalar

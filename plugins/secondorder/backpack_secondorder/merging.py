@@ -1,4 +1,4 @@
-"""How matrices in Kronecker form of disjoint batches combine."""
+"""How curvature matrices of disjoint batches combine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SHAPE = "shape"
 
 
 class OfMatrix(OverBatches):
-    """A matrix as the tensors of its state; the shape is known of the parameter."""
+    """A matrix as the tensors of its ``state_dict``; the shape comes from the parameter."""
 
     def __init__(self) -> None:
-        """The tensors of a value depend on the parameter: see :meth:`part`."""
+        """Declare no parts: which tensors there are depends on the value, see :meth:`part`."""
         super().__init__({})
 
     def part(self, name: str) -> Part:
@@ -27,40 +27,40 @@ class OfMatrix(OverBatches):
         return _SAME
 
     def take_apart(self, value: CurvatureMatrix) -> dict[str, Tensor]:
-        """As :meth:`CurvatureMatrix.state_dict` has them."""
+        """The tensors of :meth:`CurvatureMatrix.state_dict`."""
         return {name: t for name, t in value.state_dict().items() if name != _SHAPE}
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> CurvatureMatrix:
-        """The matrix."""
+        """The matrix from its tensors."""
         return matrix_from_state({**tensors, _SHAPE: torch.tensor(shape, dtype=torch.int64)})
 
 
 class OfFactors(OfMatrix):
-    """``B`` is a sum over samples, in the scale of the loss; ``A`` an average, without it.
+    """``B`` is a sum over samples, with the scale of the loss; ``A`` is an average, without it.
 
-    So is the weight that averages have in sums, a sum of the scales of samples.
+    The weight of the averages is a sum, too: that of the samples' scales.
     """
 
     def part(self, name: str) -> Part:
-        """The first factor, the weight, and all others."""
+        """A sum for the first factor and the weight, an average for other factors."""
         if name in ("factors.0", "weight"):
             return Part("sum", 1)
         return Part("mean", 0) if name.startswith("factors.") else _SAME
 
 
 class OfAverages(OfFactors):
-    """Factors that are averages all; their weight is one."""
+    """As :class:`OfFactors`, for factors whose weight is one, whatever the batch."""
 
     def part(self, name: str) -> Part:
-        """As there, but for the weight."""
+        """As for :class:`OfFactors`, but the weight has to agree."""
         return _SAME if name == "weight" else super().part(name)
 
 
 class OfEigenbasis(OfMatrix):
-    """Eigenvalues are added, for eigenvectors that are the same for all samples."""
+    """Eigenvalues are added; the eigenvectors must be the same for all batches."""
 
     def part(self, name: str) -> Part:
-        """The eigenvalues, and all others."""
+        """A sum for the eigenvalues; eigenvectors have to agree."""
         return Part("sum", 1) if name == "values" else _SAME
 
 

@@ -1,9 +1,9 @@
-"""The second derivative of an operation between modules, in all that it works on together.
+"""The second derivative of an operation between modules, with all mixed terms.
 
-For ``y = f(x_1, x_2, …)`` the residual is ``R_ij = Σ_o ∂ℓ/∂y_o ∂²f_o/∂x_i∂x_j``. Autograd's formula
-for the operation gives ``∂ℓ/∂x_i`` as a function of what was saved, which is some ``x_j``, or
-``y``; so the derivative of the formula is ``R``. It is taken node by node, since autograd would not
-stop there: behind one operand, there may be another one.
+For ``y = f(x_1, x_2, …)`` the residual is ``R_ij = Σ_o ∂ℓ/∂y_o ∂²f_o/∂x_i∂x_j``. Autograd's
+backward formula gives ``∂ℓ/∂x_i`` as a function of the saved tensors, which are operands or ``y``.
+So the derivative of the formula is ``R``. It is taken node by node, because one operand may depend
+on another, and ``torch.autograd.grad`` would differentiate through that, too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class SecondDerivative:
     Attributes:
         node: The node.
         positions: Where each operand stands among ``node.next_functions``; leaves are constants.
-        is_complex: Whether complex numbers are involved, which this does not hold for.
+        is_complex: Whether complex numbers are involved, for which the formula above fails.
     """
 
     def __init__(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        """Differentiate what the node makes of the gradients at its outputs.
+        """Run the node's backward formula with a graph.
 
         Raises:
-            BridgeError: What it makes depends on more than its operands and its result.
+            BridgeError: The formula depends on more than the operands and the result.
         """
         self.node = node
         with torch.enable_grad():
@@ -49,17 +49,17 @@ class SecondDerivative:
         for i, (child, _) in enumerate(node.next_functions):
             if child is not None and not nodes.is_leaf(child):
                 self.positions.setdefault(_place(node, i), []).append(i)
-        # With create_graph=True, they have a graph of their own.
+        # With create_graph=True, the gradients have a graph of their own.
         self._stops = self._ends | {(g.grad_fn, g.output_nr) for g in grads if g is not None}
         self._order = self._consumers_first()
 
     @property
     def is_zero(self) -> bool:
-        """Whether the formula is known to depend on nothing."""
+        """Whether the formula depends on no operand: the operation is linear."""
         return not self._gradients
 
     def like(self, place: Place) -> Tensor:
-        """Zeros as an operand is, of no memory to speak of."""
+        """A zero expanded to the shape of an operand, so it takes almost no memory."""
         (first, *_) = self._gradients.values()
         return first.detach().new_zeros(()).expand(nodes.shape_of(*place))
 
@@ -70,7 +70,7 @@ class SecondDerivative:
             mats: ``v`` at some operands, ``[V, *shape]``; zero at the others.
 
         Returns:
-            Shape ``[V, *shape]`` at each operand; what is zero may be missing.
+            Shape ``[V, *shape]`` at each operand; operands with zero may be missing.
 
         Raises:
             UnsupportedError: The formula has no derivative.
@@ -80,7 +80,7 @@ class SecondDerivative:
             return beside_pass(partial(self._push, mats), self._order, first.device)
 
     def _push(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
-        """From node to node."""
+        """Send the columns through the nodes of the formula, one node at a time."""
         waiting: dict[Node, dict[int, Tensor]] = {}
         result: dict[Place, Tensor] = {}
 
@@ -104,7 +104,7 @@ class SecondDerivative:
         return result
 
     def _consumers_first(self) -> list[Node]:
-        """The nodes of the formula, such that what a node leads to comes after it."""
+        """The nodes of the formula in topological order, consumers first."""
         order: list[Node] = []
         opened: set[Node] = set()
         origins = map(_origin, self._gradients.values())
@@ -141,9 +141,9 @@ def _origin(tensor: Tensor) -> Place:
 
 
 def has_samples_in_front(place: Place, batch_size: int) -> bool:
-    """Whether axis 0 is known to hold the samples one after the other, some entries of each.
+    """Whether axis 0 is known to hold the samples one after the other, equally many rows of each.
 
-    It is at outputs of calls, and at what operations make of these row by row.
+    That is known of outputs of calls, and of what row-wise operations make of them.
     """
     return any(is_output(p, batch_size) for p in reached([place], lambda p: _rows(p, batch_size)))
 
@@ -158,7 +158,7 @@ def is_output(place: Place, batch_size: int) -> bool:
 
 
 def _rows(place: Place, batch_size: int) -> Iterator[Place]:
-    """What a tensor is made of row by row, some rows for each sample."""
+    """The tensors that a row-wise operation made this one of."""
     node, number = place
     shape = nodes.shape_of(node, number)
     if nodes.is_leaf(node) or not shape or shape[0] % batch_size or not shape[0]:

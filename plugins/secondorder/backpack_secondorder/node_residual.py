@@ -1,4 +1,4 @@
-"""The residual of an operation between modules, in the cheapest form that a ``Hessian`` takes."""
+"""The residual of an operation between modules, in the cheapest form that a ``Hessian`` has."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Part: TypeAlias = list[tuple[int, Hessian]]  # by position in ``node.next_functi
 
 
 class NodeResidual:
-    """``R`` at a node, for each sample; where those lie is not known, in a batch of one.
+    """``R`` at a node, for each sample.
 
-    Then a column is zero but at the entries of one sample, whatever these are: exact, and as many
-    columns as the tensor has entries.
+    If it is not known where samples lie, the whole batch is treated as one sample. That is exact,
+    and takes as many columns as the tensor has entries.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class NodeResidual:
             )
 
     def _is_known(self) -> bool:
-        """Whether samples are in front in all operands; what meets row by row is of one sample."""
+        """Whether samples are in front in all operands, or in one and rows meet only their like."""
         positions, node = self._derivative.positions, self._derivative.node
         known = [has_samples_in_front(place, self._batch_size) for place in self._places]
         rows = nodes.shape_of(node, 0)[:1]
@@ -72,7 +72,7 @@ class NodeResidual:
 
     @cached_property
     def whole(self) -> Hessian | None:
-        """All of it as it would come from a module; ``None`` if it goes on as columns."""
+        """The residual in the form that a module would give; ``None`` if it has to be columns."""
         place, *others = self._places
         is_whole = is_output(place, self._batch_size) and self._subsampling is None
         if others or not is_whole or self._samples != self._batch_size:
@@ -97,7 +97,7 @@ class NodeResidual:
         return each * sum(self._width(place) for place in self._started)
 
     def parts(self, size: int | None) -> Iterator[Part]:
-        """All of it as columns, in sets of at most ``size``; ``None`` for a single set."""
+        """The residual as columns, at most ``size`` at a time; ``None`` for all at once."""
         for place in self._started:
             width = self._width(place)
             for some in slices(width, width if size is None else max(1, size // 2)):
@@ -119,7 +119,7 @@ class NodeResidual:
 
     @cached_property
     def _started(self) -> list[Place]:
-        """Operands such that ``R`` is zero in all others together."""
+        """Operands at which columns start: the block of ``R`` in all others is zero."""
         operation, several = nodes.operation_of(self._derivative.node), len(self._places) > 1
         if several and operation in nodes.FACTORS:
             return [min(self._places, key=self._width)]
@@ -128,7 +128,7 @@ class NodeResidual:
         return self._places
 
     def _width(self, place: Place) -> int:
-        """How many entries a sample has."""
+        """How many entries a sample has at an operand."""
         return nodes.shape_of(*place).numel() // max(1, self._samples)
 
     @cached_property
@@ -140,17 +140,17 @@ class NodeResidual:
         return found[place].squeeze(0) if place in found else torch.zeros_like(like)
 
     def _columns(self, place: Place, some: slice) -> Part:
-        """Columns for some entries of an operand, which are at all operands."""
+        """Columns that start at some entries of one operand; they have a part at every operand."""
         if self._is_elementwise:
             mat, signs = unit_columns(self._apart(self._diagonal), some)
             return self._sent({place: mat}, signs)
         # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ, with
-        # a² = ‖h_d‖: of two halves of one size, what cancels is least.
+        # a² = ‖h_d‖: both halves have the same size, so the least cancels.
         unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
         found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
         # What couples an operand to a parameter is in no block of the diagonal.
         rows = {p: found[p].reshape(*unit.shape[:2], -1) for p in self._places if p in found}
-        for other in self._started:  # what is met from both sides
+        for other in self._started:  # pairs of started operands are met twice
             if other in rows:
                 rows[other] = rows[other] / 2
         squares = [mat.square().sum(2, keepdim=True) for mat in rows.values()]
@@ -171,7 +171,7 @@ class NodeResidual:
         return tensor.reshape(self._samples, tensor.numel() // max(1, self._samples))
 
     def _sent(self, mats: dict[Place, Tensor], signs: Tensor) -> Part:
-        """Columns ``[V, N, D]`` at operands, as quantities of the whole batch."""
+        """Columns ``[V, N, D]`` at operands as columns in the shapes of the operands."""
         chosen = None
         if self._subsampling is not None:
             chosen = [n % self._batch_size for n in self._subsampling]
@@ -190,7 +190,7 @@ class NodeResidual:
 
 
 def _involved(derivative: SecondDerivative) -> list[Place]:
-    """Operands that the operation is not linear in, as far as is known."""
+    """Operands in which the operation is not known to be linear."""
     factors = nodes.FACTORS.get(nodes.operation_of(derivative.node))
     places = derivative.positions.items()
     return [place for place, at in places if factors is None or not {*at}.isdisjoint(factors)]
@@ -199,18 +199,18 @@ def _involved(derivative: SecondDerivative) -> list[Place]:
 def add_residual(
     node: Node, crossed: Part, there: Crossing, subsampling: tuple[int, ...] | None
 ) -> Part:
-    """What goes on from a node: what has crossed it, and what comes into being there.
+    """What goes on from a node: the Hessian that has crossed it, plus the node's residual.
 
-    What does not fit of that is carried through the net at once.
+    If the residual does not fit into memory, it is sent on in chunks at once.
 
     Args:
         node: The node, not yet executed.
-        crossed: What has crossed it.
-        there: Its gradients, and where samples lie.
+        crossed: The quantity behind the node.
+        there: Gradients at the node, and where samples lie.
         subsampling: The samples that take part; ``None`` for all.
 
     Raises:
-        BridgeError: It is a Python function, or of complex numbers.
+        BridgeError: The node is a Python ``autograd.Function``, or has complex numbers.
     """
     if nodes.is_linear(node) or not there.batch_size:
         return crossed

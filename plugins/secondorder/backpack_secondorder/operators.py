@@ -1,4 +1,4 @@
-"""Curvature matrices over all parameters, as products by differentiating a graph twice."""
+"""Curvature matrices over all parameters: products by differentiating a graph twice."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from backpack_secondorder.torch_errors import explained
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """``J_cᵀ R_c J_c``, with the Jacobian ``J_c`` of some tensor of the net in the parameters.
+    """``J_cᵀ R_c J_c``, with the Jacobian ``J_c`` of a tensor ``c`` in the parameters.
 
     Attributes:
-        edge: The tensor, as a place in the graph.
+        edge: The gradient edge of the tensor.
         like: A tensor of its shape and dtype, ``[N, *]``.
         multiply: ``R_c``, a function ``[N, *] → [N, *]``.
     """
@@ -95,7 +95,7 @@ class Operator(ABC):
         return torch.zeros_like(vector)
 
     def __repr__(self) -> str:
-        """How many parameters."""
+        """Kind and number of parameters."""
         return f"<{type(self).__name__} over {len(self._places)} parameters>"
 
 
@@ -114,7 +114,7 @@ class HessianOperator(Operator):
 
     @cached_property
     def _gradients(self) -> Sequence[Tensor]:
-        """Of the loss in all parameters, as functions of these."""
+        """Gradients of the loss in all parameters, with a graph."""
         roots, gradients = self._graph.roots, self._graph.gradients
         if self._chosen is not None:
             losses = tuple(map(_edge_of_loss, self._chosen))
@@ -154,7 +154,7 @@ class HessianOperator(Operator):
         return found if self._is_differentiable else found.detach()
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
-        """Vectors times the block at once, if torch can; a random sum of them tells whether."""
+        """Multiply several vectors at once by vmap; a random combination is checked alone."""
         if self._is_differentiable or len(vectors) < 3 or is_symbolic(vectors):
             return self.multiply(parameter, vectors)
         generator = torch.Generator(vectors.device).manual_seed(0)
@@ -189,7 +189,7 @@ class CurvatureOperator(Operator):
 
     @cached_property
     def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """``u`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of these."""
+        """Dummies ``u_c`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of them."""
         dummies = [somewhere(term.like) for term in self._terms]
         return dummies, _grad(self._edges, self._graph.parameters, dummies, True)
 
@@ -208,7 +208,7 @@ class CurvatureOperator(Operator):
 
 
 def loss_terms(view: View) -> list[Term]:
-    """The Hessian of a loss at its input; nothing, where that is no function of parameters."""
+    """The term of a loss: its Hessian at its input. Empty if no parameter leads to the input."""
     if not live_inputs(view):
         return []
     rule = view.call.rule
@@ -245,15 +245,15 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
 
 
 def require_losses(losses: Sequence[View], others: Sequence[View], who: str) -> None:
-    """Raise unless everything is part of an extended loss, and of no loss behind another one.
+    """Raise unless all gradients come from extended losses, none of which depends on another.
 
     Args:
         losses: Those whose Hessian is known.
-        others: Everything else that a gradient arrived at, in that order.
-        who: What needs them.
+        others: All other calls that a gradient arrived at, in that order.
+        who: The extension, for the message.
 
     Raises:
-        BackpackError: A part of the loss would be missed.
+        BackpackError: A part of the loss is in no extended loss.
     """
     reached = behind(view.node for view in losses)
     for view in others:
@@ -273,7 +273,7 @@ def _rows_of_loss(view: View) -> Tensor:
 
 
 def _term(view: View, multiply: Callable[[Tensor], Tensor]) -> Term:
-    """A term at the (only live) input of a call, for the samples that a view shows."""
+    """A term at the only input of a call that depends on parameters, for a view's samples."""
     position = (live_inputs(view) or [0])[0]
     like = view.stored.inputs[position]
 
@@ -305,7 +305,7 @@ def _edge_of_loss(view: View) -> GradientEdge:
 
 
 def _edge_at(call: Call, index: int, node: Node) -> Edge | None:
-    """The place of a call's output, among those of a node; ``None`` if it is recorded elsewhere."""
+    """The edge of a call's output at a node; ``None`` if the output belongs to another node."""
     table: Any = node.metadata.get(SITES, {})  # type: ignore[attr-defined]
     places = (nr for nr, found in table.items() if found == (call, index))
     return next((Edge(node, nr) for nr in places), None)

@@ -43,10 +43,10 @@ class DataOperator(LinearOperator):
     """A curvature matrix of ``ℓ = 1/W Σ_b W_b ℓ_b`` over the batches of a loader.
 
     ``W_b`` is what the loss of a batch divides by (the number of samples for a mean, the weights of
-    the targets for a weighted one), and ``W`` the sum of these; where the loss is a sum, all are
-    one. So the matrix is that of all samples as one batch. Every product goes through the batches
-    in the order of the loader, and has to see the same data: what happens at random (augmentation,
-    dropout) raises, as soon as two passes differ.
+    the targets for a weighted one), and ``W`` their sum; where the loss is a sum, all are one. So
+    the matrix is that of all samples as one batch. Every product goes through the batches in the
+    order of the loader, and has to see the same data: with random augmentation or dropout, the
+    first pass that differs raises.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class DataOperator(LinearOperator):
                     at, products = of_batch(batch, index)
                 weight = 1.0 if at.normaliser is None else at.normaliser
                 if not weight or not len(at.output):
-                    continue  # no sample counts, and the mean of none is no number
+                    continue  # no sample counts, and a mean over none is NaN
                 record(at.loss * weight)
                 divisor += weight * (at.normaliser is not None)
                 parts = [product.detach() * weight for product in products]
                 total = parts if total is None else _added(total, parts)
         assert total is not None
-        if self._group is not None:  # one message: what is added up, and what it is divided by
+        if self._group is not None:  # one all-reduce for the sum and what it is divided by
             flat = torch.cat([*map(torch.flatten, total), total[0].new_tensor([divisor])])
             distributed.all_reduce(flat, group=self._group)
             pieces = flat[:-1].split([part.numel() for part in total])
@@ -169,7 +169,7 @@ class DataOperator(LinearOperator):
         vectors: list[Tensor],
         multiply: Callable[[Sequence[Tensor | None], Sequence[Tensor]], list[Tensor]],
     ) -> list[Tensor]:
-        """A product with one vector at a time, for each parameter alone where that is asked for."""
+        """Multiply one vector at a time; with ``by_parameter``, one parameter at a time."""
         results = [torch.empty_like(part) for part in vectors]
         for column in range(len(vectors[0])):
             if not self.by_parameter:
@@ -195,7 +195,7 @@ class _Curvature(DataOperator):
 
     @abstractmethod
     def _loss_at(self, batch: Any, index: int) -> tuple[Jacobian, AtOutput]:
-        """The Jacobian, and the loss with what ``C`` needs."""
+        """The Jacobian, and the loss at the output with the derivatives that ``C_n`` needs."""
 
     @abstractmethod
     def _curved(self, at: AtOutput, vector: Tensor) -> Tensor:
@@ -230,13 +230,14 @@ class GGN(_Curvature):
 class Fisher(_Curvature):
     """The Fisher information matrix over a data set, from gradients of samples.
 
-    ``kind="sampled"``: ``Σ_n c 1/M Σ_m J_nᵀ g g̃ᵀ J_n`` with the gradients ``g`` of the loss at the
-    output for targets drawn from the likelihood behind the loss, and what stands in front of its
-    sum, ``c`` (``1/N`` for a mean). In expectation it is the generalised Gauss-Newton matrix of
-    such a loss. The draws are the same in every product.
+    ``kind="sampled"``: ``c Σ_n 1/M Σ_m J_nᵀ g gᵀ J_n``. ``g`` is the gradient at the output of the
+    negative log-likelihood of target ``m`` of ``M``, drawn from the likelihood of the loss. If the
+    loss has weights, ``g`` is multiplied by their root. ``c`` is the factor of the reduction
+    (``1/N`` for a mean). In expectation it is the generalised Gauss-Newton matrix. The draws are
+    the same in every product.
 
-    ``kind="empirical"``: ``Σ_n c ∇ℓ_n ∇ℓ_nᵀ`` with the gradients of the samples' own losses, each a
-    row of the output's first axis. Kunstner et al. (2019), arXiv:1905.12558, on the difference.
+    ``kind="empirical"``: ``c Σ_n ∇ℓ_n ∇ℓ_nᵀ`` with the gradients of the samples' own losses. A
+    sample is a row of the output. Kunstner et al. (2019), arXiv:1905.12558, compare both.
     """
 
     def __init__(
@@ -258,8 +259,8 @@ class Fisher(_Curvature):
 
         Args:
             model: As for :class:`DataOperator`.
-            lossfunc: As there; to be sampled, a module with a loss rule that has a likelihood.
-            loader: As there. To be sampled, batches have to come in the same order each time.
+            lossfunc: As there; for ``"sampled"``, a module whose loss rule has a likelihood.
+            loader: As there; for ``"sampled"``, batches have to come in the same order each time.
             parameters: As there.
             kind: ``"sampled"`` or ``"empirical"``; see the class.
             mc_samples: How many targets to draw for each sample.
@@ -306,7 +307,7 @@ class Fisher(_Curvature):
 class Hessian(DataOperator):
     """The Hessian of the loss over a data set, with its scale (``1/N`` for a mean).
 
-    By differentiating the gradient (Pearlmutter, 1994). Not positive semi-definite in general.
+    Its products differentiate the gradient (Pearlmutter, 1994). In general it is indefinite.
     """
 
     def _of_batch(

@@ -1,9 +1,9 @@
-"""Diagonals over many columns from pairs of positions, where that takes fewer multiply-adds.
+"""Diagonals of products with many columns, by pairs of positions where that is cheaper.
 
     Σ_v (Σ_s out[v, s] inp[s])² = Σ_s Σ_t (Σ_v out[v, s] out[v, t]) inp[s] inp[t]
 
-The right side has no columns once the sum in brackets is there. Measured in
-``docs/design/contractions.md``.
+On the right side, columns occur only in the sum in brackets, which no ``inp`` enters. Timings are
+in ``docs/design/contractions.md``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE, memory_budget
 from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
 
-# A multiply-add of the small products over columns, and an entry that is copied or multiplied for a
-# pair, in multiply-adds of a large product.
+# Cost of a multiply-add in the small products over columns, and of an entry that is copied or
+# multiplied for a pair; the unit is a multiply-add of a large product.
 _SMALL, _COPIED = 8, 60
 
 
@@ -38,7 +38,7 @@ def sample_diagonals(product: SampleProduct) -> Tensor:
 
 @diagonal.register
 def diagonal_affine(product: AffineProduct) -> Tensor:
-    """By :func:`by_pairs` where that is cheaper; of those of samples if they are needed anyway."""
+    """By :func:`by_pairs` where cheaper; a sum of the samples' diagonals if those are there."""
     if product.inp is None or reads_formed(product):
         return square_sum(product)
     if per_sample_square_sum in product.needs and product.positions > 1:
@@ -57,7 +57,7 @@ def sample_diagonals_affine(product: AffineProduct) -> Tensor:
 
 
 def is_cheaper(product: AffineProduct) -> bool:
-    """Whether to take pairs, by the number of multiply-adds for a group of a sample."""
+    """Whether pairs take fewer multiply-adds, counted for one group of one sample."""
     columns, _, positions, groups, features = product.out.shape
     if product.inp is None or positions == 1 or torch.is_grad_enabled() or reads_formed(product):
         return False

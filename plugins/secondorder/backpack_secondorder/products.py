@@ -34,9 +34,10 @@ _FUNCTION = Refused(
 
 
 class BlockProduct:
-    """``v ↦ ∂²ℓ/∂θ² v``, or a relative, for one parameter.
+    """``v ↦ F v`` for one parameter, where ``F`` is its block of a curvature matrix.
 
-    It keeps the graph of the pass that made it until it is dropped or overwritten by the next one.
+    It keeps the graph of the backward pass alive until it is deleted, or overwritten by the next
+    pass.
     """
 
     def __init__(self, operator: Operator, parameter: Tensor) -> None:
@@ -81,7 +82,7 @@ class BlockProduct:
         """Refuse to be copied or pickled, alone or on a parameter of a model.
 
         Raises:
-            UsageError: In any case: the graph cannot be.
+            UsageError: Always: a graph can neither be copied nor pickled.
         """
         raise UsageError(
             f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
@@ -97,7 +98,7 @@ class BlockProduct:
 
 
 class ProductExtension(GraphExtension):
-    """What stores a :class:`BlockProduct`."""
+    """An extension that stores a :class:`BlockProduct`."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class PCHMP(ProductExtension):
 
 
 class _Collecting(GraphReading):
-    """Collects terms of a curvature matrix."""
+    """Collects the terms of a curvature matrix while the backward pass runs."""
 
     def __init__(self, subsampling: tuple[int, ...] | None) -> None:
         self._subsampling = subsampling
@@ -237,10 +238,10 @@ class _OfOutputs(_Collecting):
 
 
 class OfLoss(_Collecting):
-    """For ``HMP`` and what is made of it."""
+    """For ``HMP`` and ``DiagHMP``."""
 
     def operator(self, graph: LossGraph) -> HessianOperator:
-        """The Hessian, of the samples that were chosen."""
+        """The Hessian of the losses, for the chosen samples."""
         if self._subsampling is None:
             return HessianOperator(graph)
         self._require_losses("The Hessian of some samples")

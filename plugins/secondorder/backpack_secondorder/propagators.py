@@ -19,7 +19,7 @@ _BEHIND_HEAD = "columns behind the head"
 
 
 def as_count(name: str, value: Any, otherwise: str = "") -> int:
-    """An argument that is a positive integer, as numpy's and torch's are, too.
+    """Check that an argument is a positive integer, also of numpy or torch; return it as ``int``.
 
     Args:
         name: The argument's.
@@ -27,7 +27,7 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
         otherwise: What else it may be, for the message.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is no positive integer.
     """
     try:
         count = 0 if is_flag(value) else operator.index(value)
@@ -39,7 +39,7 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
 
 
 def warn_of_zero(rule: LossRule, view: View) -> None:
-    """Say, once for each kind of loss, that the matrix is zero where the loss is linear."""
+    """Warn, once for each kind of loss, that a linear loss has curvature zero."""
     if rule.hessian_is_zero:
         message = (
             f"{view.path} is linear in its input, so its Hessian there is zero, and with it the "
@@ -99,12 +99,12 @@ class LossSqrt(ColumnPropagator):
         return Columns.start("loss", root, scale=scale)
 
     def serving(self, extensions: Sequence[Extension]) -> LossSqrt:
-        """Several columns may be replaced by others where none of the extensions minds."""
+        """Columns may be replaced if there are several and all extensions of the group allow it."""
         may_mix = self.samples != 1 and all(extension.columns_mix for extension in extensions)
         return self.mixing() if may_mix else self
 
     def mixing(self) -> LossSqrt:
-        """The same, for columns that may be replaced; a subclass with a start of its own says."""
+        """The :class:`MixedSqrt` of the same settings; a subclass may return another one."""
         if type(self) is not LossSqrt:
             return self
         return MixedSqrt(self.samples, self.subsampling, self.tolerance)
@@ -122,7 +122,7 @@ class MixedSqrt(LossSqrt):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Columns, Iterable[Columns]]:
-        """Chunks at a loss; where the layer before it is narrow, behind that one."""
+        """Send chunks on at a loss; with a narrow head, only behind that head."""
         if rule is None:  # they come into being there, so none has a part elsewhere
             return quantity.cut(size)
         if rule.is_loss and not is_rooted:
@@ -132,7 +132,7 @@ class MixedSqrt(LossSqrt):
         return super().shed(rule, view, quantity, size, is_rooted)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
-        """As ever; of columns at their head, see :meth:`residual`."""
+        """As in :class:`LossSqrt`, but columns at their head are left to :meth:`residual`."""
         if HeadRoot not in map(type, quantity.blocks):
             return super().propagate(rule, view, quantity)
         whole, rest = split_at_head(view, quantity)
@@ -142,13 +142,13 @@ class MixedSqrt(LossSqrt):
         return super().propagate(rule, view, rest) if rest.blocks else {}
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Columns]:
-        """Behind a head, the columns that take the place of those at its output."""
+        """Behind a head, the fewer columns that replace those at its output."""
         found: dict[int, Columns] = view.kept.pop(_BEHIND_HEAD, {})
         return found
 
 
 def truncated(root: Tensor, tolerance: float) -> Tensor:
-    """The largest columns of a root, so many that those left out are small for every sample.
+    """The largest columns of a root: as many as the tolerance requires for every sample.
 
     ``H - S Sᵀ`` is positive semi-definite, with a trace of at most ``tolerance`` times that of
     ``H``, for the Hessian ``H`` of each sample's loss.

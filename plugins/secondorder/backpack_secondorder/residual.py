@@ -17,12 +17,12 @@ Residual: TypeAlias = Literal["exact", "clip", "abs"]
 
 
 def live_inputs(view: View) -> list[int]:
-    """Positions of the inputs that something before the call wants a quantity at."""
+    """Positions of the inputs to which the call has to send a quantity."""
     return [position for position, edge in enumerate(view.call.edges) if edge is not None]
 
 
 def require_one_input(rule: LayerRule, view: View) -> None:
-    """Raise for a nonlinear call with several live inputs.
+    """Raise for a nonlinear call with several live inputs (see :func:`live_inputs`).
 
     Raises:
         UnsupportedError: Its mixed second derivatives are not known.
@@ -50,7 +50,7 @@ def diagonal_residual(rule: LayerRule, view: View) -> Tensor | None:
 
 
 def dense_residual(rule: LayerRule, view: View) -> Callable[[slice], Tensor]:
-    """Its rows: a function of a slice of ``range(D)`` that gives ``[d, N, *in]``."""
+    """The rows of the residual: a function of a slice of ``range(D)``, with ``[d, N, *in]``."""
     grad = view.grad_output
     assert grad is not None
 
@@ -77,14 +77,14 @@ def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def modified(values: Tensor, modify: Residual) -> Tensor:
-    """Eigenvalues as they are, or without negative ones."""
+    """Eigenvalues as they are, or with negative ones set to zero or made positive."""
     if modify == "exact":
         return values
     return values.clamp(min=0) if modify == "clip" else values.abs()
 
 
 def eigen_columns(name: str, block: Tensor) -> Columns:
-    """``[D, N, *]`` of symmetric matrices as eigenvectors times roots of eigenvalues, and signs."""
+    """Symmetric matrices ``[D, N, *]`` as columns: eigenvectors times ``√|λ|``, and signs."""
     values, vectors = eigen(block)
     mat = rearrange(vectors * values.abs().sqrt().unsqueeze(1), "n d v -> v n d")
     return Columns.start(name, mat.reshape(block.shape), values.sign().T)

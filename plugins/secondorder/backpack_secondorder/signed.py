@@ -105,7 +105,7 @@ def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor
 
 
 def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
-    """``Σ_v σ[v, n] mat[v, n]²``, in pieces that fit into the cache. ``[V, N, *] → [N, *]``."""
+    """``Σ_v σ[v, n] mat[v, n]²``, in pieces that fit into the cache. Shape ``[N, *]``."""
     weights = signs.reshape(*signs.shape, *[1] * (mat.dim() - 2))
     step = max(1, CACHE // max(1, mat[:1].nbytes))
     result = mat.new_zeros(mat.shape[1:])

@@ -2,9 +2,8 @@
 
 At a call ``y = f(x)`` the Hessian of the loss in ``x`` is ``J_xᵀ H_y J_x + Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``
 (Dangel et al., 2020, BackPACK, eq. 20 and appendix A.3). The second term, the *residual*, is new at
-every nonlinear call, and at every nonlinear operation between calls (``node_residual``).
-Elementwise functions have a diagonal one, which stays a diagonal until something else than an
-elementwise function comes along.
+every nonlinear call, and at every nonlinear operation between calls (``node_residual``). That of an
+elementwise function is diagonal, and stays diagonal through further elementwise functions.
 """
 
 from __future__ import annotations
@@ -76,14 +75,14 @@ class SignedSqrt(Propagator):
         return Hessian(eigen_columns("loss", rule.hessian_mat_prod(view, eye)))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
-        """In the dtype of the gradient: under autocast, neighbours differ in precision."""
+        """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
         found: Hessian | None = super().arrive(rule, view, waiting)
         if found is not None and not rule.is_loss and view.positions > 1:
             require_one_entry(view, found, "it has several")
         return None if found is None else found.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
-        """``J_xᵀ H J_x``; what goes to several inputs has to be columns."""
+        """``J_xᵀ H J_x``; for several inputs only as columns, which keep the mixed terms."""
         is_apart = quantity.is_apart
         if is_apart and view.positions:
             require_one_entry(view, quantity, "an input of it has none")
@@ -125,11 +124,11 @@ class SignedSqrt(Propagator):
         return [HessianReading([Use(rule, view, name, quantity)]) for name in names]
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
-        """Columns root by root; diagonals and blocks come from different roots."""
+        """Add columns root by root; diagonals and blocks are from different roots, so they add."""
         return first.merge(second)
 
     def rooted(self, quantity: Hessian) -> Hessian:
-        """Columns only, that are never put together again."""
+        """Everything as columns, marked as branched, so no block is made of them again."""
         formed = quantity.as_columns()
         roots = () if formed.columns is None else formed.columns.blocks
         return replace(formed, branched=quantity.branched.union(roots))
@@ -142,7 +141,7 @@ class SignedSqrt(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Hessian, Iterable[Hessian]]:
-        """At a loss, its columns in chunks; else what would become columns, if that is too much."""
+        """Send on in chunks: at a loss its columns, elsewhere residuals too large as columns."""
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
@@ -231,17 +230,17 @@ class SignedSqrt(Propagator):
         return replace(formed, columns=formed.columns.widened(self.subsampling, batch_size))
 
     def narrow(self, quantity: Hessian) -> Hessian:
-        """The chosen samples."""
+        """Keep the chosen samples only."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
         return replace(quantity, columns=quantity.columns.chosen(self.subsampling))
 
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
-        """As columns."""
+        """Apply the function to everything as columns."""
         return quantity.as_columns().map_columns(function)
 
     def _pull_back(self, rule: LayerRule, view: View, quantity: Hessian, position: int) -> Hessian:
-        """Through a call with a single live input."""
+        """``J_xᵀ H J_x`` for a call with a single live input."""
 
         def push(mat: Tensor) -> Tensor:
             product = rule.jac_t_mat_prod(view, mat)[position]
@@ -275,7 +274,7 @@ def _nothing(node: Node, position: int, there: Crossing) -> Hessian:
 
 
 def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
-    """Whether pushing a block from both sides takes fewer columns than there are, and fits."""
+    """Whether to send the block from both sides: fewer columns than there are, and it fits."""
     size_out = view.output_shape[1:].numel()
     size_in = view.stored.inputs[position].shape[1:].numel()
     entries = max(size_out, size_in) * size_in * view.batch_size
@@ -288,7 +287,7 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
 
 
 def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
-    """Whether one Jacobian serves all samples, and fits."""
+    """Whether all samples have the same Jacobian, and it fits into memory."""
     if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
         return False
     tensor = view.stored.inputs[position]
@@ -297,7 +296,7 @@ def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: 
 
 
 def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Factored:
-    """``Jᵀ diag(d) J``, where one Jacobian serves all samples."""
+    """``Jᵀ diag(d) J``, where all samples have the same Jacobian."""
     one, first, size = view.subsample([0]), diagonal[:1], diagonal.shape[1:].numel()
     step = max(1, memory_budget() // max(1, first.nbytes))
     rows = []

@@ -10,7 +10,7 @@ from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.contract.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
-# Samples side by side; the matrix, which is linear in the loss, is the sum of outer products.
+# Values of batches are concatenated along the samples; the matrix sums the outer products of all.
 COLUMNS = OverBatches({"": Part("concatenate", axis=1)})
 
 

@@ -1,4 +1,4 @@
-"""What extensions of the loss's square root share: constructors with the usual settings."""
+"""Base classes for extensions of the loss Hessian's square root: settings and their checks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class ExactExtension(SecondOrderExtension):
     It has a column for every output of the model, and one less for classes (``CrossEntropyLoss``).
     With a ``tolerance`` it has as many as are needed for ``H - S Sᵀ``, which is positive
     semi-definite, to have a trace of at most ``tolerance · tr H`` for every sample's ``H = ∇²ℓ_n``.
-    That bound is in the Hessian of the loss. Of the matrix, nothing is overestimated, but how much
-    is missing depends on the Jacobians: ``Jᵀ (H - S Sᵀ) J``.
+    The bound holds for the Hessian of the loss. The Gauss-Newton matrix is never overestimated;
+    what it lacks is ``Jᵀ (H - S Sᵀ) J``, which depends on the Jacobians.
 
     Class attributes:
-        truncated_over_batches: How values of batches combine with a tolerance, if otherwise.
+        truncated_over_batches: How values of batches combine if there is a tolerance; ``None`` if
+            it makes no difference.
     """
 
     truncated_over_batches: ClassVar[OverBatches | None] = None
@@ -83,5 +84,5 @@ class SampledExtension(SecondOrderExtension):
 
 
 def as_chunk_size(size: int | None) -> int | None:
-    """The argument, if it is ``None`` or a positive integer, see :func:`as_count`."""
+    """Check that the argument is ``None`` or a positive integer (:func:`as_count`); return it."""
     return None if size is None else as_count("chunk_size", size, " or None")

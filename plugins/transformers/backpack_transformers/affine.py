@@ -1,4 +1,4 @@
-"""Rules of affine layers that store or apply their weight otherwise than ``nn.Linear``."""
+"""Rules of affine layers that store or apply their weight differently from ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Conv1DRule(TokenwiseRule):
 class LinearRule(TokenwiseRule):
     """``y = x Wᵀ + b`` with a weight ``[O, I]``, in subclasses of ``nn.Linear``.
 
-    They have a forward pass of their own, so the rule of ``nn.Linear`` does not speak for them.
+    They override ``forward``, so the rule of ``nn.Linear`` does not apply by inheritance.
     """
 
     module_types = ("transformers.models.falcon.modeling_falcon.FalconLinear",)

@@ -18,8 +18,8 @@ from backpack_transformers.probe import output_with
 class EmbeddingRule(ProductRule):
     """``y[n, k] = c W[row[n, k]]`` with one number ``c``.
 
-    Which rows are looked up (positions are counted from a mask, or start at an offset) is what the
-    module says for a table that holds the numbers of its rows.
+    Some modules compute the row themselves (positions counted from a mask, or with an offset). The
+    rows are found by running the module with a table whose entries are the row numbers.
     """
 
     module_types = EMBEDDINGS
@@ -27,7 +27,7 @@ class EmbeddingRule(ProductRule):
     linear_in_params = params
 
     def check(self, view: View) -> None:
-        """Refuse what makes a sample's gradient depend on the batch, and rows without samples."""
+        """Refuse options that make a sample's gradient depend on the batch, and a wrong layout."""
         module = cast(Embedding, view.module)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
@@ -45,7 +45,7 @@ class EmbeddingRule(ProductRule):
         row, scale = view.once("rows", lambda: _rows(view))
         out = mat.reshape(*mat.shape[:2], mat.shape[2:-1].numel(), mat.shape[-1]) * scale
         padding = cast(Embedding, view.module).padding_idx
-        if padding is not None:  # which torch gives no gradient
+        if padding is not None:  # torch gives the padding row no gradient
             out = out * (row != padding).unsqueeze(-1)
         return LookupProduct(out, row, view.parameter_itself(name).shape)
 
@@ -58,6 +58,6 @@ def _rows(view: View) -> tuple[Tensor, Tensor]:
         scaled = output_with(view, weight=1 + numbers).squeeze(-1)
         scale = output_with(view, weight=torch.ones_like(numbers)).flatten()[:1]
     rows = (scaled / scale).round().long() - 1
-    # In the precision of the table, in which many a module rounds the number.
+    # In the precision of the table: many modules round the number to it.
     exact = output_with(view, weight=torch.ones_like(table[:, :1])).detach().flatten()[:1]
     return rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1), exact.to(view.dtype)

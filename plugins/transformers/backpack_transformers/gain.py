@@ -1,4 +1,4 @@
-"""Rule of normalisations and scales: the parameter is a gain, of whatever the layer computes."""
+"""Rule of normalisations and scales, whose parameter is a gain on what the layer computes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from backpack_core.values import any_of, largest
 from backpack_transformers.names import GAINS
 from backpack_transformers.probe import output_with
 
-# Classes that were looked at: that a class computes what its name says is a fact of the class.
+# Only classes whose source was read: a class may have this name and compute something else.
 _known: set[type] = set()
 
 
 class GainRule(ProductRule):
-    """``y[..., d] = w_d x̂[..., d] + c[..., d] (+ b_d)``, with ``x̂`` and ``c`` of no parameter.
+    """``y[..., d] = w_d x̂[..., d] + c[..., d] (+ b_d)``; ``x̂``, ``c`` depend on the input only.
 
-    All the root mean square norms (with ``w`` or ``1 + w`` in front of what is normalised, with a
-    gate or without), layer norms with a forward pass of their own, and layer scales have this form.
-    ``x̂`` is what the module computes for ``w = 1`` less what it computes for ``w = 0``, so there is
-    one rule for all. Columns go through the autograd graph inside, rounded as the gradient is.
+    This is the form of all root mean square norms (with gain ``w`` or ``1 + w``, with or without a
+    gate), of layer norms with a ``forward`` of their own, and of layer scales. One rule serves all:
+    ``x̂`` is the module's output for ``w = 1`` minus that for ``w = 0``. Columns go through the
+    autograd graph inside of the module, so they are rounded as the gradient is.
     """
 
     module_types = GAINS
@@ -31,7 +31,7 @@ class GainRule(ProductRule):
     transparent = True
 
     def check(self, view: View) -> None:
-        """Refuse an input without a batch axis, and classes that compute something else by now."""
+        """Refuse an input without a batch axis, and modules that do not have this form."""
         parameter = _gain(view)
         if parameter is None:
             return
@@ -84,10 +84,10 @@ def _channels_first(view: View) -> bool:
 
 
 def _check_form(view: View, name: str) -> None:
-    """Raise unless the output is the gain times the slope, and an offset.
+    """Check that the output is gain times slope plus offset.
 
     Raises:
-        UnsupportedError: It is not.
+        UnsupportedError: It is something else.
     """
     parameter = view.parameter_itself(name).detach()
     other = torch.where(parameter == 0, 1, parameter + 0.5)
@@ -98,7 +98,7 @@ def _check_form(view: View, name: str) -> None:
         change = output_with(view, **{name: other}) - output_with(view, **{name: parameter})
         slope = _slope(view, name).to(view.dtype)
         error = largest((change - slope * gain).abs())
-        # In single precision at best, whatever the dtype.
+        # The module may compute in single precision whatever the dtype, so tolerances are for that.
         rounding = max(torch.finfo(view.dtype).eps, torch.finfo(torch.float32).eps)
         failed = any_of(error > 64 * rounding * largest(slope.abs()).clamp_min(1.0))
     if failed:

@@ -1,7 +1,7 @@
-"""Which classes of the transformers package the rules speak for, by qualified name.
+"""The classes of the transformers package that the rules apply to, by qualified name.
 
 A table of ``family:Class,Class``; ``family/file`` where the file has another name. A test compares
-it with the version of the package that is installed, and names what is not in it and why.
+it with the installed version of the package, and lists the classes that are left out, with reasons.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a module computes with another parameter: what its output is linear in is read off that.
+"""Run a module's forward pass again with other parameters.
+
+If the output is linear in a parameter, this gives the coefficients: the output for one minus that
+for zero.
 
 Imports torch and backpack_core.
 """
@@ -16,7 +19,7 @@ from backpack_core import View, disable
 
 
 class _Forward(Module):
-    """The forward pass of a module, without its hooks: those have run."""
+    """Calls a module's ``forward`` without its hooks, which have run already."""
 
     def __init__(self, module: Module) -> None:
         super().__init__()
@@ -37,7 +40,7 @@ def output_with(view: View, **parameters: Tensor) -> Tensor:
         parameters: What takes the place of parameters, by name.
 
     Returns:
-        The output ``[N, *out]``, a function of the inputs where quantities are differentiable.
+        The output ``[N, *out]``; with a graph to the inputs if quantities are differentiable.
 
     Raises:
         OverwrittenInputError: An input was changed in place since the forward pass.

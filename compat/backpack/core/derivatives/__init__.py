@@ -1,7 +1,7 @@
 """Derivatives of layers: one class for each layer, under the incumbent's module and class names.
 
-All mathematics lies in layer rules. The classes differ in their names only, so they are made from a
-table: ``backpack.core.derivatives.linear.LinearDerivatives`` and so on.
+Layer rules do all computations. The classes (``backpack.core.derivatives.linear.LinearDerivatives``
+and so on) differ in their names only, so they are made from a table.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Derivatives of layers by layer rules, with the incumbent's methods. Imports backpack_core only.
 
 The methods take a module with ``input0``, ``input1``, …, and ``output``, as it is after a forward
-pass and inside hooks. A subclass for a module of one's own overrides the methods with an
-underscore; what it leaves out is answered by the layer rule for the module's type.
+pass and inside hooks. A subclass for a new module overrides the methods with an underscore; the
+layer rule for the module's type answers those that it does not override.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
     """First and second derivatives of a layer without parameters.
 
     ``V`` columns, ``N`` samples. Products take a matrix ``[V, N, *]`` or a vector ``[N, *]``, and
-    return what they were given. ``g_inp`` may be ``None`` everywhere, ``g_out`` where no second
-    derivative is asked for.
+    return the same kind. ``g_inp`` may always be ``None``, ``g_out`` unless a second derivative is
+    computed.
     """
 
     @in_backward_mode

@@ -27,7 +27,7 @@ from backpack_core.errors import UnsupportedError
 
 
 class ElementwiseDerivatives(BaseDerivatives):
-    """An activation ``y_i = φ(x_i)``. A subclass for one of one's own writes ``df`` and ``d2f``."""
+    """An activation ``y_i = φ(x_i)``. A subclass for a new activation writes ``df`` and ``d2f``."""
 
     @in_backward_mode
     def df(
@@ -43,7 +43,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         return _elementwise(module).second_derivative(checked_view(module, g_out))
 
     def hessian_is_zero(self, module: Module) -> bool:
-        """Whether ``φ''`` vanishes; not so for an activation that says nothing about it."""
+        """Whether ``φ''`` vanishes; default for a new activation: it does not."""
         return type(self).df is ElementwiseDerivatives.df and super().hessian_is_zero(module)
 
     def hessian_is_diagonal(self, module: Module) -> bool:
@@ -159,7 +159,7 @@ class weight_jac_t_save_memory:
         self._save_memory = save_memory
 
     def __enter__(self) -> None:
-        """Remember the wish."""
+        """Store the setting."""
         self._before = weight_jac_t_save_memory._SAVE_MEMORY
         weight_jac_t_save_memory._SAVE_MEMORY = self._save_memory
 
@@ -169,7 +169,7 @@ class weight_jac_t_save_memory:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Forget it."""
+        """Restore the previous setting."""
         weight_jac_t_save_memory._SAVE_MEMORY = self._before
 
 

@@ -32,12 +32,12 @@ _LIKELIHOODS: dict[type[Module], Callable[[Tensor], Distribution]] = {
 class NLLLossDerivatives(BaseLossDerivatives):
     """A loss that is the negative logarithm of a likelihood, ``-c log p(y | x)``.
 
-    A subclass for a loss of one's own writes ``_make_distribution`` (or
-    ``_compute_sampled_grads_manual``, for ``use_autograd=False``), and ``_get_mean_normalization``
-    if the loss is averaged. What has a layer rule is sampled by its formula.
+    A subclass for a new loss writes ``_make_distribution`` (or ``_compute_sampled_grads_manual``,
+    for ``use_autograd=False``), and ``_get_mean_normalization`` if the loss is averaged. A loss
+    with a layer rule is sampled by that.
 
     Args:
-        use_autograd: Whether gradients of one's own likelihood come from automatic differentiation.
+        use_autograd: Whether gradients of a new likelihood come from automatic differentiation.
     """
 
     def __init__(self, use_autograd: bool = True) -> None:
@@ -61,7 +61,7 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     @property
     def _has_own_likelihood(self) -> bool:
-        """Whether a subclass says what to draw from; otherwise the layer rule does."""
+        """Whether a subclass defines a distribution; otherwise the layer rule samples."""
         base, own = NLLLossDerivatives, type(self)
         names = ("_make_distribution", "_compute_sampled_grads_manual")
         return self.module_type is None or any(
