@@ -101,11 +101,18 @@ def lengths_of(node: Node, output_nr: int) -> tuple[int, ...]:
     return tuple(metadata_of(node, output_nr).shape)
 
 
+def zeros_at(node: Node, output_nr: int, *lead: int) -> Tensor:
+    """Zeros of the shape of an output of a node, behind axes of other lengths."""
+    metadata = metadata_of(node, output_nr)
+    shape = (*lead, *metadata.shape)
+    return torch.zeros(shape, dtype=metadata.dtype, device=metadata.device)
+
+
 def filled(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """The gradients at all outputs of a node, with zeros for those that are undefined."""
     return [
-        torch.zeros(m.shape, dtype=m.dtype, device=m.device) if gradient is None else gradient
-        for gradient, m in zip(gradients, node._input_metadata, strict=True)
+        zeros_at(node, number) if gradient is None else gradient
+        for number, gradient in enumerate(gradients)
     ]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError
-from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagHessian, SumGradSquared
+from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian, SumGradSquared
 from tests import oracle
 from tests.cases import classification
 
@@ -79,12 +79,12 @@ def test_one_extension_wants_what_another_leaves_out() -> None:
 @pytest.mark.parametrize("gradient", ["autograd", "shared"])
 def test_curvature_that_needs_a_rule(gradient: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 3))
-    message = "No layer rule covers 'w' of Scale '1', where DiagHessian"
+    message = "No layer rule covers 'w' of Scale '1', where KFRA"
     with (
         pytest.warns(AutodiffFallbackWarning),
         pytest.raises(UnsupportedError, match=message) as error,
     ):
-        classification(model, (3,)).run(DiagHessian(), gradient=gradient)
+        classification(model, (3,)).run(KFRA(), gradient=gradient)
     assert "Write a layer rule" in str(error.value)
 
 

@@ -25,10 +25,10 @@ from backpack_core import (
     Propagator,
     View,
 )
-from backpack_core._torch import metadata_of
 from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
@@ -267,9 +267,7 @@ def _nothing(node: Node, position: int, there: Crossing) -> Hessian:
         return Hessian()
     child, number = node.next_functions[position]
     assert child is not None
-    metadata = metadata_of(child, number)
-    shape = (0, there.batch_size, *metadata.shape)
-    zeros = torch.zeros(shape, dtype=metadata.dtype, device=metadata.device)
+    zeros = nodes.zeros_at(child, number, 0, there.batch_size)
     return Hessian(ApartColumns({Root("nothing"): zeros}))
 
 
