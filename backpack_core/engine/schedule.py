@@ -59,7 +59,7 @@ class Schedule(ABC):
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
         self._started: set[Node] = set()
-        self._is_read: dict[Node, bool] = {}
+        self._is_read: dict[bool, dict[Node, bool]] = {True: {}, False: {}}  # by keeps_apart
         self._leaves = 0
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Schedule(ABC):
                     _add(merge, before.wide, wide), _add(merge, before.own, own)
                 )
             return
-        if not self._leads_to_readers(edge.node):
+        if not self._leads_to_readers(edge.node, propagator.keeps_apart):
             return
         if own is not None:
             widened = propagator.widen(own, self.survey.batch_size)
@@ -118,13 +118,13 @@ class Schedule(ABC):
         waiting = self._at_nodes[edge.node].setdefault(lane, {})
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
 
-    def _leads_to_readers(self, start: Node) -> bool:
+    def _leads_to_readers(self, start: Node, keeps_apart: bool) -> bool:
         """Whether a call, or a parameter that is read by itself, lies at a node or behind it."""
-        known, todo = self._is_read, [start]
+        known, todo = self._is_read[keeps_apart], [start]
         leaves = self.survey.alignment.leaves
         if len(leaves) != self._leaves:  # a later walk found more
             self._leaves = len(leaves)
-            known.update((leaf, True) for leaf, _ in leaves)
+            self._is_read[True].update((leaf, True) for leaf, _ in leaves)
         while todo:
             node = todo[-1]
             if node not in known:
