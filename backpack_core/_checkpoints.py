@@ -85,7 +85,7 @@ class Recomputed(dict[tuple[Any, Any], int]):
     def _shrink(self) -> None:
         for (other, its), known in list(self.items()):
             frame = other()
-            # A run that began another one is not through yet: nothing of it may be dropped.
+            # A run that has begun another one is still going on: nothing of it may be dropped.
             is_settled = known or frame is None or not frame.is_recomputed[its]
             tensors = () if is_settled else frame.recomputed[its].values()
             storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
@@ -131,7 +131,7 @@ def unpacking_again(node: Node) -> Iterator[None]:
         return
     with _again():
         for name in _saved_by(type(node)):
-            with suppress(RuntimeError):  # it was freed: what asks for it says so
+            with suppress(RuntimeError):  # it was freed, and the node itself will say so
                 getattr(node, name)
         yield
 
@@ -154,8 +154,8 @@ class SavedTensor(Protocol):
 
 
 _make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
-_OURS = "_backpack_saved"  # on what a checkpoint knows of one run: which of its tensors are ours
-_INNER = "_backpack_inner"  # on the same: that checkpoints in it were made one graph with it
+_OURS = "_backpack_saved"  # on a checkpoint's frame: which of its saved tensors are ours
+_INNER = "_backpack_inner"  # on a frame: whether checkpoints inside became part of its graph
 
 
 class _Hook(NamedTuple):
@@ -241,13 +241,13 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
         """Run with ``use_reentrant=False`` inside an extended model; elsewhere as torch would."""
         if cls is not CheckpointFunction:  # a class that was made of this one
             return super().apply(function, preserve_rng_state, *args)
-        # What no gradient arrives at gets none here, and would from the other kind.
+        # Without an input that needs a gradient, a re-entrant checkpoint gives parameters none.
         wants = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if wants and torch.is_grad_enabled() and cls._is_inside():
             return torch_checkpoint.checkpoint(
                 function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
-        return _Reentrant.apply(function, preserve_rng_state, *args)  # whose nodes are known
+        return _Reentrant.apply(function, preserve_rng_state, *args)  # its type is known
 
     @classmethod
     def _is_inside(cls) -> bool:

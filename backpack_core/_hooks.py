@@ -19,14 +19,14 @@ from backpack_core._torch import Node
 
 T = TypeVar("T")
 
-# Our place among hooks. Torch counts from zero in every process, so that a key of its own could be
+# The key of our hooks. Torch's own keys count from zero in every process, so one of them could be
 # given out again to a module that was pickled.
 KEY = -1
-# Among those of a module that was extended as a whole.
+# The key of the hooks of a module that was extended as a whole.
 MODEL_KEY = -2
-# The same among hooks of all modules, which share a table of options with those of one.
+# Keys among hooks of all modules, which share a table of options with those of single ones.
 _keys_of_all = count(-3, -1)
-# Forward hooks of all modules, which run before those of each.
+# The forward hooks of all modules, which run before those of each.
 HOOKS_OF_ALL: Any = torch_module._global_forward_hooks
 
 
@@ -124,7 +124,7 @@ def take_places(module: Module) -> bool:
     after: Any = module._forward_hooks
     if KEY not in after:
         return False
-    # Unpacked at once, since another thread may put hooks in meanwhile.
+    # Read in one go, since another thread may add hooks meanwhile.
     if len(after) > 1:
         first, *_ = after
         if first != KEY:

@@ -29,13 +29,12 @@ add_library_folder(torch.__file__)
 
 Node = torch.autograd.graph.Node
 
-# The types of nodes that take the gradients of leaves, of operations in place on a view, and of
-# re-entrant checkpoints.
+# Types of nodes: of leaves, of in-place operations on a view, and of re-entrant checkpoints.
 LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
 REENTRANT: Any = CheckpointFunction._backward_cls
-# Functions that hand on what they receive, and do something else besides: they call hooks of a
-# module, or begin what replicas and shards of a model exchange. By name: importing them takes long.
+# Functions that return the gradient they get, with a side effect: they call hooks of a module, or
+# begin an exchange between replicas or shards. By name, since importing them takes long.
 _HANDING_ON = {
     "torch.nn.modules._functions.BackwardHookFunction",
     "torch.nn.parallel.distributed._DDPSink",
@@ -56,7 +55,7 @@ peek_transform: Callable[[], Any] = getattr(
 _will_execute: Callable[[Node], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
-# Whether a profiler of torch's notes what happens.
+# Whether a profiler of torch is recording.
 profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled
@@ -67,8 +66,8 @@ casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda
 
 def will_execute(node: Node) -> bool:
     """Whether the current backward pass gets to a node; ``inputs=...`` leaves some out."""
-    # Torch does not count the node that the pass began at. Our own pass, without one of its, gets
-    # everywhere.
+    # Torch does not count the node that the pass began at. A pass of our own, without a graph task
+    # of autograd, gets everywhere.
     return graph_task_id() < 0 or _will_execute(node) or node is current_node()
 
 
@@ -76,7 +75,7 @@ def will_get_gradient(tensor: Tensor) -> bool:
     """Whether the current backward pass computes the gradient of a parameter that it gets to."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
-    except RuntimeError:  # torch does not say it of leaves that autograd.grad() was asked for
+    except RuntimeError:  # autograd.grad() was asked for this leaf: torch does not tell
         return True
 
 

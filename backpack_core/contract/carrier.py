@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Found:
-    """What there is at a parameter.
+    """What a carrier finds at a parameter.
 
     Attributes:
-        name: What the module calls it.
+        name: Its name in the module.
         parameter: The parameter.
-        value: What an extension reads, or what is stored.
+        value: A reading for the extensions, or the result itself (``gives_values``).
     """
 
     name: str
@@ -72,5 +72,5 @@ class Carrier(ABC):
         """The quantities at the inputs of the call, by position."""
 
 
-# Called with the extension and what travels for it, which may be a propagator like its own.
+# Makes a carrier, from the extension and the propagator that travels for it.
 CarrierOf: TypeAlias = "Callable[[Extension, Propagator], Carrier]"

@@ -31,25 +31,26 @@ class Extension(ABC):
 
     Class attributes:
         savefield: Name of the attribute that parameters get.
-        needs: The operations that :meth:`read` asks for. Known beforehand for all extensions of a
-            pass, so that what one of them forms serves the others.
-        columns_add: Whether values for disjoint sets of columns can be put together by
-            :meth:`combine`, so that columns may go through the net in chunks.
-        columns_mix: Whether values depend on the columns only by ``Σ_v M[v, n] ⊗ M[v, n]``, so that
-            others, or fewer, with the same sum may take their place.
-        per_sample: Whether the result is as large as individual gradients. To put together chunks
-            then takes as long as to compute them, so columns may take as much memory as the result.
-        is_deferred: Whether nothing can be stored before the whole backward pass is through: then
-            what :meth:`read` returns is handed to :meth:`finish`.
-        keeps_graph: Whether results need the graph of the pass later on, so that it is not freed
-            before they are.
-        needs_every_parameter: Whether the result means nothing where a trained parameter of the
-            model is left out, as a bound on the norm of all of them does.
-        is_of_everything: Whether the value is one of all that ``backward()`` is called on, so that
-            a term in ``backpack(..., beside=[...])`` belongs to it, which no rule knows.
-        degree: The power of the loss's scale that a value carries: 1 for gradients and curvature, 2
-            for their squares; ``None`` where there is none, as with a threshold.
-        without_degree: Then, what to do instead of scaling a value, as a sentence.
+        needs: The operations that :meth:`read` asks for. The engine knows them for all extensions
+            of a pass beforehand, so that what is formed for one serves the others.
+        columns_add: Whether values for disjoint sets of columns can be combined by :meth:`combine`,
+            so that columns may go through the net in chunks.
+        columns_mix: Whether values depend on the columns through ``Σ_v M[v, n] ⊗ M[v, n]`` only, so
+            that other columns, or fewer, with the same sum may take their place.
+        per_sample: Whether the result is as large as individual gradients. Combining chunks then
+            takes as long as computing them, so columns may take as much memory as the result.
+        is_deferred: Whether nothing can be stored before the backward pass has ended. What
+            :meth:`read` returns is then handed to :meth:`finish`.
+        keeps_graph: Whether results use the graph of the pass later on, so that it is not freed.
+        needs_every_parameter: Whether the result means nothing if a trained parameter of the model
+            is left out, as with a bound on the norm of all of them.
+        is_of_everything: Whether the value is one of all that ``backward()`` is called on. Then a
+            term in ``backpack(..., beside=[...])`` would belong to it, too, but no rule knows the
+            term.
+        degree: The power of the loss's scale in a value: 1 for gradients and curvature, 2 for their
+            squares; ``None`` if there is none, as with a threshold.
+        without_degree: If ``degree`` is ``None``: what to do instead of scaling a value, as a
+            sentence.
         over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
             on axis 0), a function of two tensors, or what :mod:`~backpack_core.contract.merging`
             has for values that are no single tensor. By default, they do not.
@@ -60,7 +61,8 @@ class Extension(ABC):
             parameters where operations use them, as autograd differentiates these (exact),
             ``"error"`` raises, ``"warning"`` and ``"silent"`` leave its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
-        carriers: What speaks in the place of layer rules, by type of module, in this instance only.
+        carriers: Functions that make a :class:`~backpack_core.Carrier` in the place of the layer
+            rule, by module type; for this instance only.
 
     To write:
         ``read(product)``: the value of one parameter, from ``M[v, n]``. An ``__init__`` calls

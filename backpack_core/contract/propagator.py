@@ -28,28 +28,28 @@ from backpack_core.record.view import View
 class Propagator(ABC):
     """What travels backwards, and how it starts at a loss.
 
-    Extensions with equal propagators share one quantity: it is started and pushed once per backward
-    pass. So a propagator is a value: a frozen dataclass, say ``LossSqrt(samples=1)``. The type of
-    the quantity is the propagator's own business.
+    Extensions with equal propagators share one quantity, which is started and sent once in a
+    backward pass. So a propagator is a value: a frozen dataclass, say ``LossSqrt(samples=1)``. The
+    type of the quantity is the propagator's own business.
 
     Class attributes:
-        travels: Whether there is anything to send on; else every call is looked at by itself.
-        per_sample: Whether quantities belong to single samples, so that a net in which samples
-            influence each other has none.
-        keeps_apart: Whether quantities can be had of every sample apart, at tensors that have no
-            samples; where one cannot, a net with parameters there raises.
-        only_at_losses: Whether nothing is read at other calls, wherever samples lie there.
-        starts_everywhere: Whether what leaves a call is made there, not what arrived; and a loss is
+        travels: Whether there is anything to send on; else each call is read by itself.
+        per_sample: Whether quantities belong to single samples, and so do not exist if samples
+            influence each other.
+        keeps_apart: Whether quantities can be kept apart by sample, at tensors without samples. If
+            not, a net with parameters there raises.
+        only_at_losses: Whether something is read at losses only, wherever samples lie at other
+            calls.
+        starts_everywhere: Whether each call sends a new quantity, not what arrived; a loss is then
             gone through node by node.
-        sheds_everywhere: Whether :meth:`shed` may split something off at any call, and
-            :meth:`cross` at any node; else :meth:`shed` is asked at losses, and for what comes into
-            being.
-        needs_gradient: Whether it takes the gradient at the output of a call; else ``view`` need
-            not have one, except at a loss.
+        sheds_everywhere: Whether :meth:`shed` may split something off at every call, and
+            :meth:`cross` at every node; else :meth:`shed` is asked at losses, and for residuals.
+        needs_gradient: Whether methods besides :meth:`start` read ``view.grad_output``, which may
+            be ``None`` otherwise.
 
     Attributes:
-        subsampling: The samples that take part, ``None`` for all. The engine hands every method a
-            view that shows those samples only.
+        subsampling: The samples that take part, ``None`` for all. Every method is given a view of
+            those samples only.
 
     To write:
         ``start(rule, view)``, ``propagate(rule, view, quantity)`` and

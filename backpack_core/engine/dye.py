@@ -40,7 +40,7 @@ from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
-# A scalar has no samples yet; what it becomes is dyed where it gets some.
+# The roots of gradients without samples, and what they are called once they got some.
 _IN_LOSS, _BEFORE = Root("in an extended loss"), Root("before any loss")
 _DYED_LATER = {_IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
 _COUPLED = Root("a function of numbers that several samples share")
@@ -119,7 +119,7 @@ class DyePropagator(Propagator):
             total, where = waiting.total(), f"{view.path} and what uses its output"
             is_known = total is not None and total.shape[1:] == gradient.shape
             if not is_known or self._judge.compare(where, waiting, gradient, positions):
-                self.settled.add(place)  # nobody will know more next time
+                self.settled.add(place)  # later passes cannot know more
         if not is_fitting:
             return self.begin(gradient) if waiting is None else waiting
         if self._is_told_by_autograd(view):
@@ -139,7 +139,7 @@ class DyePropagator(Propagator):
         received = [view.stored.inputs[position] for position in _live(view)]
         if self._question.is_curvature or is_other or not received:
             return False
-        # Of several, some may have samples elsewhere: states of a recurrent layer.
+        # One of several inputs may have samples elsewhere: the states of a recurrent layer.
         is_known = len(received) == 1 or not any(
             is_doubtful(t.shape, len(self._weights)) for t in received
         )
@@ -157,7 +157,7 @@ class DyePropagator(Propagator):
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
-        except Exception:  # whatever it is, the quantities that were asked for may do without
+        except Exception:  # other quantities may not need what failed here
             return lost
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
@@ -168,7 +168,7 @@ class DyePropagator(Propagator):
     def products(
         self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Dye
     ) -> Sequence[Any]:
-        """Nobody reads it."""
+        """Not used: nothing is read."""
         raise AssertionError("no extension reads the dye")
 
     def nothing(self, view: View) -> Dye:
@@ -224,7 +224,7 @@ class DyePropagator(Propagator):
                 continue
             shape = nodes.shape_of(child, number)
             positions, rest = divmod(shape[axis : axis + 1].numel(), size) if size else (0, 0)
-            # Where axis 0 is as long, others may tell of that: one gradient does not tell both.
+            # If axis 0 is as long, other calls may mean that axis: one gradient does not tell two.
             if positions and not rest and (not axis or shape[0] % size):
                 found[position] = OPEN._replace(positions=positions, axis=axis, way=before.way)
         return found
@@ -252,7 +252,7 @@ class DyePropagator(Propagator):
             if total is None or not self._weights.fit(total[0], positions.get(nr, 0)):
                 known = False
                 continue
-            # A tensor that is seen through a view has another shape.
+            # Behind an overwritten view, the tensor has the shape of the base.
             own = own if own is not None and own.shape == total.shape[1:] else None
             self._judge.compare(where, arrived, own, positions[nr])
         return known
@@ -265,7 +265,7 @@ class DyePropagator(Propagator):
         if crossed:
             return
         axes = {nr: self._judge.axis(dye) for nr, dye in quantities.items()}
-        is_first = not any(axes.values())  # else samples may lie anywhere
+        is_first = not any(axes.values())  # else samples may lie on any axis
         known = is_first and self._judge_at(node, quantities, dict.fromkeys(axes, 1))
         for i, (child, nr) in enumerate(node.next_functions):
             if child is not None:
@@ -294,13 +294,13 @@ class DyePropagator(Propagator):
         try:
             with torch.no_grad():
                 crossed = cross_columns(node, {nr: dye.columns for nr, dye in quantities.items()})
-        except Exception:  # as in propagate
+        except Exception:  # as in :meth:`propagate`
             return []
         self.is_cut |= not all(largest(columns.mat) for _, columns in crossed)
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
         if is_scalar or nodes.is_linear(node):
             return crossed
-        # A nonlinear function of numbers that all samples share is theirs for good.
+        # Behind a nonlinear function of shared numbers, samples stay coupled.
         return [
             (i, Columns({_COUPLED if r is _BEFORE else r: b for r, b in columns.blocks.items()}))
             for i, columns in crossed
@@ -312,7 +312,7 @@ class DyePropagator(Propagator):
         is_whole, size = dye.is_whole, dye.size
         for root, block in dye.columns.blocks.items():
             is_before = root is _BEFORE
-            # Terms of a loss, side by side, may be as many as samples by chance.
+            # A loss may stack as many terms as there are samples, by chance.
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             # An extended loss has a row for each sample, or several.
             owners = None
@@ -327,7 +327,7 @@ class DyePropagator(Propagator):
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
-                is_whole &= self._question.is_curvature  # nobody knows where samples are
+                is_whole &= self._question.is_curvature  # where samples lie is unknown
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole, size=size)
 

@@ -17,11 +17,11 @@ from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_core.graph.owners import Owners
 
 OF_LOSS = Root("dyed behind an extended loss")
-# Torch's own formulas may have constants in single precision (CELU, Hardsigmoid).
+# Some formulas of torch have constants in single precision (CELU, Hardsigmoid).
 _SINGLE = 1e-5
-# What is rounding, relative to the largest, is no more in any precision.
+# The largest relative difference that counts as rounding in any precision.
 _COARSEST = 0.06
-# How many different weights there are; in a larger batch, some samples share one, others each time.
+# The number of different weights. In a larger batch some samples share one, in each pass others.
 _LEVELS = 9
 Positions = int | Tensor  # how many each sample has on an axis, or which, [N, R]
 
@@ -76,7 +76,7 @@ class Dye(NamedTuple):
 
 
 LOST = Dye(Columns({}), is_whole=False)
-# Where samples are kept apart, the dye need not go, but comes out at the other end.
+# Where quantities are kept apart, the dye need not go: it starts again at the other end.
 OPEN = Dye(Columns({}), positions=1)
 
 
@@ -88,7 +88,7 @@ def history(dyes: Iterable[Dye]) -> Dye:
         Columns({}),
         all(dye.is_whole for dye in dyes) and len(positions) < 3,
         max(positions),
-        max(dye.axis for dye in dyes),  # others only where axis 0 is not as long
+        max(dye.axis for dye in dyes),  # another than 0 only if axis 0 is not as long
         max(dye.size for dye in dyes),
         max(dye.unit for dye in dyes),
         tuple(dict.fromkeys(step for dye in dyes for step in dye.way)),
@@ -177,7 +177,7 @@ class Weights:
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
             merged = [self._shaped(values, tensor, 0) for values in rows[: min(size, 2)]]
-            # Another axis, the classes, may be as long. Of one sample, both are the same.
+            # Another axis (classes) may be as long. With one sample, both guesses agree.
             found = merged if is_first or not found else [*found, merged[0]]
         found += owned[: self.guesses - len(found)]
         if not found:
@@ -208,11 +208,10 @@ class Judge:
         Where it is, and weighted columns are not, parts of samples have cancelled.
 
         Args:
-            where: For messages.
-            arrived: What came, dyed.
-            own: What autograd brought; ``None`` where that is of another tensor.
-            positions: How many entries of axis 0 each sample has; zero where that is unknown; or
-                which.
+            where: The place, for messages.
+            arrived: What arrived.
+            own: Autograd's gradient; ``None`` if that is of another tensor.
+            positions: How many entries of axis 0 each sample has, or which; zero if unknown.
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
@@ -239,8 +238,8 @@ class Judge:
             raise _something_besides(where, arrived)
         if self.question.is_per_sample and self.weights.fit(plain, positions):
             weights = self.weights.along(plain, positions=positions)
-            # Of entries that are much smaller than others, too: but what cancels in sums over
-            # samples leaves rounding of the largest. Weights are powers of two and add none.
+            # Small entries are compared relative to themselves. But sums over samples that cancel
+            # leave the rounding of the largest entries. The weights, powers of two, add none.
             rounding = min(allowed, max(size, arrived.size) * min(unit * 64, _COARSEST))
             bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
             over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
@@ -271,7 +270,7 @@ def largest(tensor: Tensor) -> float:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = tensor.abs()
-    low, high = tensor.aminmax()  # in one go; what is not finite is rare
+    low, high = tensor.aminmax()  # one pass, for the usual case that all are finite
     found = float(torch.maximum(-low, high))
     return found if isfinite(found) else float(tensor.abs().nan_to_num(0, 0, 0).max())
 

@@ -30,14 +30,14 @@ from backpack_core.graph.order import children_of, reached
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
-Key = tuple[int, str]  # a site's number in the walk, and what its module calls a parameter
+Key = tuple[int, str]  # number of the site in the walk, name of the parameter there
 
-_PRECISE = (torch.float32, torch.float64)  # sums in half precision are not autograd's
-_Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter that only products read, and its uses
+_PRECISE = (torch.float32, torch.float64)  # in half precision, autograd adds up more exactly
+_Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
 
 
 class PlainGradient:
-    """What one pass does about it.
+    """Which parameters of one pass get the sum of their product as gradient, and the sums.
 
     Attributes:
         group: The extensions of individual gradients, whose products have the sums.
@@ -94,7 +94,7 @@ class PlainGradient:
         if not is_reached:
             self._left.pop(number, None)
             return
-        is_known = operations.batch_sum in self.group.needs  # somebody may have stored it
+        is_known = operations.batch_sum in self.group.needs  # then it may have been stored
         total = operations.batch_sum(whole).squeeze(0)
         self._sums[number] = total.clone() if is_known else total
 

@@ -54,8 +54,8 @@ class OutputHook:
         if begun is not None and begun.passes_by(self.call, self.index):
             return
         hooks = self.hooks()
-        # What the user's hooks make of the gradient is what autograd goes on with. They are on the
-        # tensor, and then on its node: a hook that is put there now runs last.
+        # Autograd goes on with what the user's hooks make of the gradient. They are on the tensor,
+        # or on its node. A hook that is put on the node now runs after all of them.
         others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
@@ -118,7 +118,7 @@ def begin(
     return found if found.survey.sites else None
 
 
-# What hands roots to autograd's engine, and the names of its arguments for roots and gradients.
+# The functions that start autograd's engine, and their arguments for roots and gradients.
 _ENTRIES: dict[Any, tuple[str, str]] = {
     Tensor.backward: ("self", "gradient"),
     torch.autograd.backward: ("tensors", "grad_tensors"),

@@ -51,7 +51,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         is_known = key in at_leaves
         missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
         uses = survey.uses[key].count if key in survey.uses else 0
-        if not missed or uses > is_known:  # else it is refused where a module uses it
+        if not missed or uses > is_known:  # else the use in a module is refused
             continue
         what, advice = _of_bare(parameter, node, survey)
         for extension in missed:
@@ -124,14 +124,14 @@ def refuse_misaligned(
                 continue
             site = survey.sites[call, index]
             positions = alignment.positions_of(site)
-            # Before any samples, what its rule takes for them is something else.
+            # Before any samples, axis 0 is something else, which the rule would take for them.
             is_before = (site.edge.node, site.edge.output_nr) in alignment.before
             is_known = not survey.axes[call, index] and not (is_before and survey.trained[call])
             if call.rule.is_loss:
                 edge = call.edges[0]
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
                 is_known |= edge is not None and alignment.owned_at(edge) is not None
-                # In which order its entries lie is not said.
+                # The declaration does not say in which order the entries of a loss lie.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known:
@@ -210,7 +210,7 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
     """
     calls = [call for call, _ in survey.sites]
     if any(nodes.is_compiled(bare.node) for bare in survey.bare.values()):
-        return  # its modules may well be extended
+        return  # its modules may be extended all the same
     if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
         losses = ", ".join(dict.fromkeys(call.path for call in calls))
         names = ", ".join(type(extension).__name__ for extension in extensions)

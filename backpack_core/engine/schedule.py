@@ -191,7 +191,7 @@ class Schedule(ABC):
         """Send what has crossed a node to one edge behind it."""
         leaf = self.survey.alignment.leaves.get((edge.node, edge.output_nr))
         if leaf is None:
-            if not nodes.is_leaf(edge.node):  # of other parameters, calls are read off
+            if not nodes.is_leaf(edge.node):  # other parameters are read at calls
                 self.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
         elif self.groups[lane].propagator.keeps_apart and _torch.will_get_gradient(leaf):
             self.leave(lane, edge, wide=quantity)
@@ -253,7 +253,7 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
     """Call a function in a hook; if it fails, the pass under way is over."""
     try:
         if _torch.casts():
-            with without_autocast():  # the forward pass has said what precision to take
+            with without_autocast():  # the precision was chosen in the forward pass
                 function(*args)
         else:
             function(*args)

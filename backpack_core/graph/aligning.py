@@ -24,13 +24,13 @@ from backpack_core.record.view import View
 
 
 def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apart: bool) -> None:
-    """Find out where samples lie.
+    """Find out where the samples lie, and have calls gone through whose rules do not fit.
 
     Args:
-        alignment: Gets what is found.
+        alignment: The result, which is filled in.
         survey: What is known about the graph.
-        roots: What ``backward()`` is called on, or more of it than before.
-        can_keep_apart: Whether samples can be kept apart where a tensor has none.
+        roots: What ``backward()`` is called on; in a later walk, what was found since.
+        can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
     """
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
     for place, size in survey.received.items():
@@ -81,7 +81,7 @@ def _is_declared(survey: Survey, call: Call) -> bool:
 
 
 def _hand_to_nodes(survey: Survey) -> None:
-    """Look at parameters where operations use them, not at calls that know no more of them.
+    """Look at some parameters where operations use them, instead of at a call.
 
     A call that was given a parameter as an argument does not own it.
     """
@@ -93,7 +93,7 @@ def _hand_to_nodes(survey: Survey) -> None:
             look_inside(survey, site)
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
-        # What is computed inside of a call may be used outside, too, past the output.
+        # What a call computes inside may be used outside of it, past its output.
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
@@ -159,7 +159,7 @@ def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads, by the edge that leads to each."""
     if not survey.bare or not survey.sites:  # of no call, nothing tells how many samples
         return {}
-    # Of the freed ones, some may have been replaced in their module since.
+    # A parameter of a disowned call may have been replaced in its module since.
     own = owned_by_models().keys() | survey.freed.keys()
     bare = [bare for key, bare in survey.bare.items() if key in own]
     return {edge: one.parameter for one in bare for edge in one.edges}

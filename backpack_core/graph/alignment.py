@@ -23,21 +23,22 @@ Place = tuple[Node, int]  # an output of a node
 
 
 class Crossing(NamedTuple):
-    """What is known of the samples at a node.
+    """What is known of the samples around one node that a quantity crosses.
 
     Attributes:
         batch_size: Number of samples.
-        positions: How many entries of axis 0 each sample has, by output number; missing where the
-            output has no samples.
-        owned: Which they are, ``[N, R]``, where they were picked, in whatever order.
-        behind: The same by position in ``node.next_functions``.
-        apart: The positions behind which what is sent is kept apart by sample.
-        kept: The outputs at which what arrives is.
-        others: The other outputs that have no samples on axis 0.
-        has_others: Whether there are other positions.
-        grads: The gradients at the outputs, where autograd brings them.
-        size: How many columns may go on at once; ``None`` for all.
-        carry: Takes what is sent on, by position, through the rest of the net at once.
+        positions: How many entries of axis 0 each sample has, by output number; outputs without
+            samples are missing.
+        owned: Which entries of axis 0 each sample has, ``[N, R]``, by output number, where picked
+            entries are in no order.
+        behind: As ``positions``, at the operands: by position in ``node.next_functions``.
+        apart: The positions of operands at which quantities are kept apart by sample.
+        kept: The outputs at which they are.
+        others: The outputs that neither have samples on axis 0 nor are kept apart.
+        has_others: Whether there are operands at which quantities are not kept apart.
+        grads: The gradients at the outputs, if autograd is at the node.
+        size: Returns how many columns may go on at once; ``None`` for all.
+        carry: Carries what it is given, by position, through the rest of the net at once.
     """
 
     batch_size: int
@@ -55,7 +56,7 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Alignment:
-    """Where samples lie; nothing is kept apart where every tensor has them on axis 0.
+    """Where the samples lie in a graph; empty if every tensor has them on axis 0.
 
     Attributes:
         batch_size: Number of samples.
@@ -107,7 +108,7 @@ class Alignment:
                 return 1
             received = call.stored.inputs[0].shape[:1].numel()
             count, rest = divmod(received, self.batch_size)
-            return max(2, received) if rest else count  # of one that was picked from, it may be all
+            return max(2, received) if rest else count  # picked ones may all be of one sample
         place = (site.edge.node, site.edge.output_nr)
         return 1 if place in self.before else self.positions.get(place, 1)
 

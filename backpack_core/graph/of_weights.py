@@ -16,7 +16,7 @@ from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, is_noted
 
-# What a tensor may be a function of, as bits: a value says which of them it is.
+# The three senses, as bits of one number.
 _WEIGHTS, _TABLES, _CONSTANTS = 1, 2, 4
 _ALL = _WEIGHTS | _TABLES | _CONSTANTS
 
@@ -69,7 +69,7 @@ class Origins:
         if is_noted(node) or (survey.leaves and (node, 0) in survey.leaves):
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
             calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
-        if calls:  # that are stepped over
+        if calls:  # step over them
             behind = [e.node for call in calls for e in call.edges if e is not None]
             given = [tensor for call in calls for tensor in given_to(call)]
             is_known = all(isinstance(t, Parameter) for t in given)

@@ -44,7 +44,7 @@ def consumers_first(starts: Iterable[T], further: Callable[[T], Sequence[T]]) ->
     opened: set[T] = set()
     path: list[T] = []
     todo: list[T | None] = [*reversed([*starts])]
-    while todo:  # what lies deepest is finished first
+    while todo:  # depth first: the deepest nodes are finished first
         item = todo.pop()
         if item is None:  # all that the last one on the path leads to is through
             finished.append(path.pop())

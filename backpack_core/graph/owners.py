@@ -130,7 +130,7 @@ def _of_picked(
         return None
     length, *others = nodes.lengths_of(child, behind) or (0,)
     if of_loss and samples > 1 and samples in others:
-        return None  # samples may lie on another axis that is as long
+        return None  # another axis that is as long may be that of the samples
     picked = _picked(node, number) if length else None
     if picked is None or not len(picked):
         return None
@@ -140,7 +140,7 @@ def _of_picked(
     are_sure = nodes.operation_of(node) in nodes.GATHERS
     if before is not None and (rest or before.are_sure):
         return Owners(before.rows.to(picked.device)[picked], are_sure and before.are_sure)
-    # All in another order may be paired with other samples' targets; a loss has its own.
+    # A permutation of all may pair them with targets of other samples; a loss has its own targets.
     is_turned = not of_loss and len(picked) == length == len(picked.unique())
     return None if rest or is_turned else Owners(picked // count, are_sure)
 
@@ -170,5 +170,5 @@ def _picked(node: Node, number: int) -> Tensor | None:
         return None if saved._saved_dim else index
     ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
     reached = push(node, {number: ones})[0].unsqueeze(-1).flatten(2).any(2)  # [1, length]
-    picked = reached[0].nonzero().flatten()  # in their order
+    picked = reached[0].nonzero().flatten()  # in order
     return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked

@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class Trained(NamedTuple):
-    """A parameter that a call reads off.
+    """A parameter that is read at a call.
 
     Attributes:
-        name: What the module calls it.
-        parameter: What gets the quantity.
-        used: What the module used: that parameter, or what it computed from it.
+        name: Its name in the module.
+        parameter: What the result is stored on.
+        used: The tensor that the module used: the parameter, or what was computed from it.
     """
 
     name: str
@@ -109,14 +109,14 @@ def _in_own_pass(function: Callable[[], T], device: torch.device) -> T:
     with torch.enable_grad():
         root = torch.zeros((), device=device, requires_grad=True).clone()
     root.register_hook(call)
-    root.backward()  # a pass that is told nothing
+    root.backward()  # a pass without inputs=
     return found[0]
 
 
 def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
     """Columns at a leaf, pushed from node to node."""
     waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}
-    for node in ranks(edge.node):  # in this order
+    for node in ranks(edge.node):  # consumers first
         arrived = waiting.pop(node, {})
         if nodes.is_leaf(node):
             if arrived and node.variable is leaf:  # type: ignore[attr-defined]

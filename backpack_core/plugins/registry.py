@@ -46,7 +46,7 @@ class Resolved(NamedTuple):
     methods: frozenset[str] = frozenset()
 
 
-# Something that a plugin handed over, checked: in which table, under which key.
+# A checked contribution: its table, and its key there.
 Contribution = tuple[str, Any, Any]
 FALLBACK = Resolved(NoRule(), CORE, is_fallback=True)
 
@@ -61,7 +61,7 @@ class Registry:
     overrides: dict[tuple[type[Extension], ModuleType], list[Claim[CarrierOf]]] = field(
         default_factory=dict
     )
-    generation: int = 0  # of the answers
+    generation: int = 0  # grows with every change, which makes earlier answers invalid
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
@@ -96,7 +96,7 @@ class Registry:
         """The rule for a module: that of its type, or of a parent type; else what stands for none.
 
         A parent's rule counts only if the module computes what the parent does: its ``forward``,
-        and everything that looks up, are the parent's own.
+        and everything that ``forward`` looks up, are the parent's own.
 
         Args:
             module: The module.

@@ -139,10 +139,11 @@ class Call:
 
     Attributes:
         module: The module.
-        noted: What is stored, or what it is put in order from when it is first asked for.
-        rule: The layer rule that speaks for it (of the automatic one where there is none).
+        noted: The stored form, or what it is made from when it is first asked for.
+        rule: The layer rule that speaks for the module; a stand-in where there is none.
         provenance: Who provided the rule.
-        edges: Where each input came from, before the forward; ``None`` for constants and leaves.
+        edges: Where each input came from, as of before the forward; ``None`` for constants and
+            leaves.
         thread: The thread that ran the forward pass.
         training: Whether the module was in train mode then.
         settings: Names and values of the module's plain attributes (``eps``, ``p``, ``stride``).
@@ -157,7 +158,7 @@ class Call:
     """
 
     module: Module
-    rule: Any  # a LayerRule, whose contract speaks of calls
+    rule: Any  # a LayerRule; importing that would be a cycle
     provenance: Any
     edges: tuple[Edge | None, ...]
     noted: Any
@@ -185,7 +186,7 @@ class Call:
             self.noted, self.is_released = None, True
 
     def __getattr__(self, name: str) -> Any:
-        # Asked of what is not there only, so that what is costs nothing.
+        # Python asks this for missing attributes only, so existing ones cost nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         noted = self.noted
@@ -218,7 +219,7 @@ class Call:
         return f"<call of {self.path}: {received} -> {returned}>"
 
 
-Kept = dict[Call, dict[Any, Any]]  # what calls have computed for all columns that pass through
+Kept = dict[Call, dict[Any, Any]]  # what was computed of calls, for all columns
 
 
 def path_of(module: Module) -> str:

@@ -34,7 +34,7 @@ class Execution(dict[str, Any]):
     """
 
     __slots__ = ("computed", "edges", "is_recorded", "place", "tensors", "versions")
-    is_rewired = False  # which what it received tells
+    is_rewired = False  # :class:`Received` finds it out where that is in doubt
     place: object
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
@@ -89,14 +89,14 @@ class Received:
                 was = known.edges[slot], known.versions[slot]
                 break
         else:  # a pre-hook of the user's that ran after ours replaced an argument
-            if is_own:  # and it was rewritten: what it was before, nobody saw
+            if is_own:  # the module rewrote it, and its edge before is unknown
                 was, self.is_rewired = (None, -1), True
         if is_own and edge != was[0]:
-            # The module rewrote its input. Where it came from before, a pre-hook saw.
+            # The module rewrote its input; the pre-hook has seen where that came from.
             self.is_rewired |= base_of(tensor) is not None and version != was[1]
             tensor = self._replace(tensor, tensor.detach())
         elif edge is not None and self._bases and self._is_seen(tensor):
-            # Whoever changes the output in place rewrites the input, too, into its own future.
+            # An in-place change of the output would rewrite the input's node, too.
             tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
         self.edges = (*self.edges, was[0])
         self.versions.append(was[1])
@@ -134,15 +134,16 @@ def is_made(output: Tensor) -> bool:
 def simple_node(
     args: tuple[Any, ...], result: Any, execution: Execution
 ) -> tuple[Node, Tensor | None] | None:
-    """The node of the output, if a module made one new real tensor of others.
+    """The node of the output in the usual case: one new real tensor, made from others.
 
-    And left everything as it was: what was known before the forward is all that there is to store.
+    Then nothing was replaced or rewritten, and what was noted before the forward is all there is to
+    store.
 
     Returns:
         The node, and the tensor that the output is a view of, if the module made that, too.
     """
-    # Tensors are the arguments themselves where nothing else was found among them; keywords there
-    # may be all the same, by a hook that had just been put behind ours.
+    # If all arguments are tensors, ``tensors`` is the tuple of arguments itself. There may still be
+    # keywords, from a hook that was just put behind ours.
     if args is not execution.tensors or execution or not args or not isinstance(result, Tensor):
         return None
     node: Any = result.grad_fn
@@ -166,7 +167,7 @@ def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
     base = view._base
     for tensor in received:
         if base is tensor or base is base_of(tensor):
-            return None  # whoever made that is recorded there
+            return None  # the call that made the base is recorded there
     return None if base is None or base.grad_fn is None else base
 
 

@@ -26,7 +26,7 @@ def tensors_of(
 
     Args:
         module: The module.
-        nested: Parameters of modules inside that belong to it, as ``"out_proj.weight"``.
+        nested: Parameters of modules inside that the rule covers, as ``"out_proj.weight"``.
 
     Returns:
         The tensors, and how many of them, from the first one on, are parameters.
@@ -87,13 +87,15 @@ def settings_of(module: Module) -> Settings:
 
 
 class Traits:
-    """What is the same at every call of a module, until an attribute comes, goes or is changed.
+    """What all calls of a module have in common, until one of its attributes changes.
+
+    Found once and checked at each call (:meth:`hold`), since recording has to be quick.
 
     Attributes:
         settings: Names and values of its plain attributes, which its rule may read.
         resolved: The rule that speaks for it.
-        generation: Of the registry that said so.
-        is_whole: None of the parameters that the rule covers is a plain attribute, computed.
+        generation: The generation of the registry that named the rule.
+        is_whole: Whether no covered parameter is a plain attribute, computed from others.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
@@ -103,11 +105,11 @@ class Traits:
         self.settings = names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - _OF_ALL - {*names, *_OURS}
-        # Of a single name, a getter gives no tuple.
+        # For a single name, a getter would return no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        # What a tuple holds, its type does not tell; and a list is changed in place.
+        # A tuple's type does not tell what it holds, and a list may be changed in place.
         is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)

@@ -20,7 +20,7 @@ from backpack_core.errors import PluginCodeError
 from backpack_core.record.call import NOTHING
 from backpack_core.record.view import View
 
-# What holds no tensors, or is looked at already. To ask a type is cheaper than ``isinstance``.
+# Types that hold no tensors, or are looked at elsewhere; cheaper to test than ``isinstance``.
 _PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
@@ -60,7 +60,7 @@ def noted(view: View, given: Iterable[Any]) -> Versions:
 
 
 def held(value: object) -> Versions:
-    """What an object has as its attributes, or in dicts that are its own."""
+    """The tensors among an object's attributes, and in dicts among these, with their versions."""
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
         kind = type(item)
@@ -102,7 +102,7 @@ def _counted(view: View) -> Versions:
         versions = [(tensor, tensor._version) for tensor in tensors]
     except RuntimeError:
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    if view.taken is None:  # of which more is shown by and by
+    if view.taken is None:  # else more tensors are unpacked during the visit
         view.counted = versions
     return versions
 
@@ -137,8 +137,8 @@ def owned(value: Any, view: View) -> Any:
             value[:] = [owned(item, view) for item in value]
         return value
     taken = view.memories
-    if taken is None or view.taken is not None:  # of which more was shown since
-        # Results of earlier columns of the call are in it.
+    if taken is None or view.taken is not None:  # else more tensors were unpacked since
+        # It has the memory of results of earlier columns, too.
         taken = view.memories = view.kept.setdefault(_TAKEN, set())
         taken |= memories_of(_shown(view))
     memory = memory_of(value)

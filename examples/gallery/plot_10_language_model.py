@@ -87,7 +87,7 @@ print(f"loss per letter: {loss.item():.2f}")
 
 # %%
 # Norms of the gradient of every text. The model itself has a parameter, ``places``, and no layer rule: that
-# parameter is differentiated automatically, which is exact. A warning would say that a rule is faster.
+# parameter is read where operations use it, which is exact. A warning would say that a rule may be faster.
 warnings.simplefilter("ignore", AutodiffFallbackWarning)
 loss = lossfunc(model(inputs), targets)
 with backpack(BatchL2Grad()):

@@ -3,7 +3,8 @@ A layer of your own, in two ways
 ================================
 
 A layer that nobody has heard of: a learned radial bump, :math:`y = x \exp(-w^2 \|x\|^2)`. Any quantity works
-on it at once, by automatic differentiation. A *layer rule*, two products, makes it fast, for every quantity there is.
+on it at once, since its parameter is read where operations use it. A *layer rule*, two products, makes it fast, for
+every quantity there is.
 A *module extension* is written for one quantity only, and is what scripts for older libraries have; the compatibility
 layer runs it.
 """

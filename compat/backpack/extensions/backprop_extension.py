@@ -34,7 +34,7 @@ FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
 
-# "autodiff" asks the extension even where there is no layer rule; it then raises by itself.
+# With "autodiff", modules without a layer rule reach the extension, which raises its own error.
 _FAIL_MODES: dict[str, FailMode] = {
     FAIL_ERROR: "autodiff",
     FAIL_WARN: "warning",
@@ -140,7 +140,7 @@ class HandedOn(Propagator):
         return {}
 
     def products(self, rule: Any, view: View, names: Sequence[str], quantity: Any) -> list[Reading]:
-        """Nothing is read but by module extensions."""
+        """Never read: only module extensions compute results."""
         return [Reading(view.parameter_itself(name).shape) for name in names]
 
     def merge(self, first: Any, second: Any) -> Any:

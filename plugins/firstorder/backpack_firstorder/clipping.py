@@ -43,20 +43,20 @@ from backpack_firstorder.products import LEAST
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 
-# Numbers of a parameter up to which norms and sums are read together with those of others.
+# Parameters with at most this many entries are handled together: one kernel for all their norms.
 _SMALL = 2**12
 
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """What the clipped sum of one parameter needs, kept until all norms are known.
+    """The data of one parameter's clipped sum, kept until all norms are known.
 
     Attributes:
         product: The individual gradients.
-        module: Whose they are.
-        squares: Their squared norms ``[N]``, where it is seen later whether they left the range.
-        norms: Their norms ``[N]``, where nobody may look. If both are missing, few numbers were
-            formed, which are read together with others.
+        module: The module that has the parameter.
+        squares: Squared norms ``[N]``, if it is checked later whether they left the range.
+        norms: Norms ``[N]``, on devices where a check would have to wait. If both are ``None``, the
+            parameter is small, and handled together with others.
         least: The least squares that have all of their digits, ``[N]``, if they are made of
             factors' squares, which may have lost some.
     """
@@ -128,7 +128,7 @@ class ClippedSumGrad(FirstOrderExtension):
     over_batches = "sum"
     is_deferred: ClassVar[bool] = True
     needs_every_parameter: ClassVar[bool] = True
-    needs = (squared_norm,)  # of which norms are made
+    needs = (squared_norm,)  # norms are made of these
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class ClippedSumGrad(FirstOrderExtension):
         single, is_recorded = in_single(product), torch.is_grad_enabled()
         if not is_recorded and not is_formed(single):
             self._form(single)
-        # What the weights will multiply, and nothing of what it was made of.
+        # Keep the product only: what it was computed from can be freed.
         kept = as_formed(single) if is_formed(single) else single
         if is_recorded or not is_seen(single.like):
             return Handle(kept, product.module, None, norm(product).squeeze(0))
@@ -214,7 +214,7 @@ class ClippedSumGrad(FirstOrderExtension):
         table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
         weights = self._weights([*handles.values()], table)
         for parameter, handle in handles.items():
-            if not handle.is_small:  # in single precision: a factor may be tiny where it is not
+            if not handle.is_small:  # a weight may underflow in half precision
                 some = weights.to(handle.product.like.dtype)[None, None]
                 yield parameter, weighted_sum(handle.product, some).squeeze(0)
         if table is not None:
@@ -241,10 +241,10 @@ class ClippedSumGrad(FirstOrderExtension):
             quotients = bound / total.sqrt()
         else:
             each = _stacked([handle.norm() for handle in handles])
-            # Squares of large or tiny norms leave the range of single precision.
+            # Divided first: squares of large or tiny norms leave the range of single precision.
             scale = scale_of(each.T, 1)
             quotients = bound / scale / (each / scale).square().sum(0).sqrt()
-        # A gradient of zero is left alone, whatever the bound.
+        # A gradient of zero has weight one.
         return quotients.clamp(max=1.0) / self.scale
 
 

@@ -41,7 +41,7 @@ def moments(
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
     norms = out.new_empty(out.shape[:2]) if norm else None
-    for some, rows, piece in pieces(out, inp, SHARED):  # on top of all that autograd holds
+    for some, rows, piece in pieces(out, inp, SHARED):  # autograd holds memory, too
         for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
             flat = part.reshape(len(part), -1)  # [n, G·O·I]
             if norms is not None:

@@ -1,4 +1,4 @@
-"""Norms that neither overflow nor underflow: open functions of a product, as the core's operations.
+"""Norms of products that neither overflow nor underflow.
 
 ``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
 half precision beyond 256; and so may squares of the factors of ``M``, which a norm in the middle of

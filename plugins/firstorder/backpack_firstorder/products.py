@@ -36,7 +36,7 @@ from backpack_core.tuning import SUMMED
 from backpack_firstorder import contractions
 from backpack_firstorder.squares import bounds
 
-# Under which the least square is kept, [V, N], that has all of its digits in spite of its factors'.
+# Key under which the least square that has all of its digits is kept, [V, N]; ``norms`` checks it.
 LEAST = "least exact square"
 
 
@@ -45,7 +45,7 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
     needs = product.needs
     square = square_sum in needs and per_sample_square_sum not in needs
     norm = squared_norm in needs and product.positions > 1
-    if norm and not square:  # else the pieces are there
+    if norm and not square:  # for squares, the pieces are formed anyway
         norm = not contractions.is_gram_cheaper(*product.factors(inp), batch_sum in needs)
     return batch_sum in needs and (square or norm), square, norm
 
@@ -58,7 +58,7 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
         return {}
     wanted = _of_pieces(product, inp)
     out, inp = product.factors(inp)
-    is_cut = wanted[1] and is_column(inp, out)  # its views are cut once
+    is_cut = wanted[1] and is_column(inp, out)  # cut the views once
     if sum(wanted) < 2 and not is_cut:
         return {}
     total, squares, norms = contractions.moments(out, inp, *wanted)

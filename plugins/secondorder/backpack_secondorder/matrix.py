@@ -105,7 +105,7 @@ class CurvatureMatrix(ABC):
 
     order: ParameterOrder
 
-    # Numpy scalars must leave multiplication to us, and not make arrays.
+    # So ``numpy_scalar * F`` calls __rmul__; otherwise numpy would make an array of objects.
     __array_ufunc__ = None
 
     @abstractmethod
@@ -338,7 +338,7 @@ def check_scalar(scalar: Any) -> Number:
 
 
 def check_damping(damping: Any) -> Number:
-    """The damping, if it is not negative.
+    """Check that the damping is not negative, and return it.
 
     Raises:
         UsageError: It is negative, or no number.

@@ -120,12 +120,12 @@ class HessianOperator(Operator):
             losses = tuple(map(_edge_of_loss, self._chosen))
             arriving = _grad(roots, losses, gradients, True)
             roots = tuple(map(_edge, self._chosen))
-            # Of each loss by itself: what another one sends to the same tensor is not its own.
+            # One loss at a time: two losses may send gradients to the same tensor.
             own = [
                 _grad((loss,), (root,), (gradient,), True)[0]
                 for loss, root, gradient in zip(losses, roots, arriving, strict=True)
             ]
-            with torch.enable_grad():  # whoever asks may have switched it off
+            with torch.enable_grad():  # the caller may have switched it off
                 gradients = tuple(map(_of_samples, self._chosen, own))
         return _grad(roots, self._graph.parameters, gradients, True)
 
@@ -170,7 +170,7 @@ class HessianOperator(Operator):
                 (found,) = torch.autograd.grad(
                     (gradient,), (parameter,), (vectors,), retain_graph=True, is_grads_batched=True
                 )
-        except RuntimeError:  # whatever it is, it is explained one by one
+        except RuntimeError:  # one by one, the error is explained
             return self.multiply(parameter, vectors)
         expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
         if agree(weights, found, expected, found.abs().sum()):

@@ -69,7 +69,7 @@ class SignedSqrt(Propagator):
         if rule.hessian_is_psd:
             try:
                 return Hessian(Columns.start("loss", rule.sqrt_hessian(view)))
-            except UnsupportedError:  # negative weights, or a negative factor behind the loss
+            except UnsupportedError:  # negative weights, or a negative factor after the loss
                 pass
         eye = unit_vectors(view.input)
         return Hessian(eigen_columns("loss", rule.hessian_mat_prod(view, eye)))
@@ -185,7 +185,7 @@ class SignedSqrt(Propagator):
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
         sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
-        if not columns:  # all went through at once; something has to arrive at calls
+        if not columns:  # all were sent on in chunks; calls still wait for a quantity
             sent = [
                 (i, _nothing(node, i, there))
                 for i, (child, _) in enumerate(node.next_functions)
@@ -249,7 +249,7 @@ class SignedSqrt(Propagator):
 
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
-            if quantity.block is not None:  # else all columns have branched
+            if quantity.block is not None:  # otherwise all columns have branched
                 half = push(quantity.block).flatten(2)  # [D_out, N, D_in]
                 turned = rearrange(half, "o n i -> i n o")
                 block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
