@@ -198,7 +198,11 @@ class DyePropagator(Propagator):
         is_apart = is_aside or not there.kept.isdisjoint(quantities)
         sent = dict.fromkeys((i for i, _ in ways) if is_apart else there.apart, OPEN)
         if sent and self._goes_apart(quantities.values()):
-            sent |= {i: dye for i, dye in self._through(node, quantities) if i in sent}
+            crossed = dict(self._through(node, quantities))
+            # Zeros among the samples do not hide what is behind a parameter; a gate there may.
+            if is_apart and any(map(_is_seen, quantities.values())):
+                self._see_cut(crossed.items())
+            sent |= {i: dye for i, dye in crossed.items() if i in sent}
         if is_apart:
             return [*sent.items()]
         known = self._kept(node, quantities) | sent
@@ -207,7 +211,13 @@ class DyePropagator(Propagator):
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
             self._judge_at(node, quantities, {**there.owned, **there.positions})
-        return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
+        crossed = {} if is_known else dict(self._cross(node, quantities))
+        self._see_cut((i, dye) for i, dye in crossed.items() if i not in there.apart)
+        return [*(crossed | known).items()]
+
+    def _see_cut(self, crossed: Iterable[tuple[int, Dye]]) -> None:
+        """Note whether some of what has crossed an operation is zero."""
+        self.is_cut |= not all(_is_seen(dye) for _, dye in crossed if dye.columns.blocks)
 
     def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
         """Behind a node that keeps samples apart, where autograd's gradient tells as before it."""
@@ -296,7 +306,6 @@ class DyePropagator(Propagator):
                 crossed = cross_columns(node, {nr: dye.columns for nr, dye in quantities.items()})
         except Exception:  # as in propagate
             return []
-        self.is_cut |= not all(largest(columns.mat) for _, columns in crossed)
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
         if is_scalar or nodes.is_linear(node):
             return crossed
@@ -330,6 +339,10 @@ class DyePropagator(Propagator):
                 is_whole &= self._question.is_curvature  # nobody knows where samples are
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole, size=size)
+
+
+def _is_seen(dye: Dye) -> bool:
+    return any(map(largest, dye.columns.blocks.values()))
 
 
 def _live(view: View) -> list[int]:
