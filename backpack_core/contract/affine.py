@@ -119,17 +119,13 @@ class AffineProduct(SampleProduct):
 
     def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
         """One product over the positions of all that have the same affine form; the others."""
-        parts: list[AffineProduct] = [self]
-        rest: list[SampleProduct] = []
-        for other in others:
-            if isinstance(other, AffineProduct) and self._is_arranged_as(other):
-                parts.append(other)
-            else:
-                rest.append(other)
-        if len(parts) == 1:
+        same = [p for p in others if isinstance(p, AffineProduct) and self._is_arranged_as(p)]
+        found = set(same)
+        rest = [product for product in others if product not in found]
+        if not same:
             return self, rest
-        inputs = [part.inp for part in parts if part.inp is not None]  # of a bias, there are none
-        out = torch.cat([part.out for part in parts], 2)
+        inputs = [part.inp for part in (self, *same) if part.inp is not None]  # none of a bias
+        out = torch.cat([part.out for part in (self, *same)], 2)
         inp = JoinedRows(*inputs) if inputs else None
         return AffineProduct(out, inp, self.shape, self.arrange), rest
 

@@ -121,8 +121,7 @@ class Alignment:
         others = frozenset([nr for nr, _ in own if nr not in outputs and nr not in kept])
         owned = {nr: self.owned[place] for nr, place in own if place in self.owned}
         has_others = len(places) > len(apart)
-        known = (self.batch_size, outputs, behind, owned, apart, kept, others, has_others)
-        return Crossing(*known)
+        return Crossing(self.batch_size, outputs, behind, owned, apart, kept, others, has_others)
 
     def _at(self, places: list[tuple[int, Place]]) -> tuple[dict[int, int], frozenset[int]]:
         """Entries of axis 0 for each sample, by number; and where samples are kept apart."""

@@ -230,8 +230,6 @@ def test_another_structure_is_measured_anew(measured: list[int]) -> None:
 
 @pytest.mark.parametrize("is_shut", [False, True])
 def test_a_state_of_zeros_hides_nothing_but_a_gate_does(measured: list[int], is_shut: bool) -> None:
-    """A recurrent net that begins with zeros is measured as rarely as any other."""
-
     def forward(net: Any, x: Tensor) -> Tensor:
         weight = net.weight * net.gate if is_shut else net.weight
         state = x.new_zeros(N, 3)
