@@ -24,6 +24,7 @@ from benchmarks.limit import limit, shared_limit
 from benchmarks.measure import (
     CLOCKS,
     SETTLED,
+    allocator,
     alternate,
     forget,
     peak_memory,
@@ -129,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [*OURS, *options.peer]
     unit = "plain MB" if options.memory else "plain ms"
     columns = "".join(f"{name:>10}" for name in _HEAD)
-    print(f"{options.device}, {options.threads} threads, {options.clock} clock")
+    settings = f"{options.threads} threads, {options.clock} clock, {allocator()}"
+    print(f"{options.device}, {settings}")
     print(f"{'problem':14}{'quantity':16}{'N':>4}{unit:>10}{columns}")
     for name in options.problem:
         problem = replace(PROBLEMS[name], device=options.device)

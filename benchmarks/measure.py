@@ -98,6 +98,12 @@ def synchroniser(device: str) -> Callable[[], None] | None:
     return None if kind == "cpu" else getattr(torch, kind).synchronize
 
 
+def allocator() -> str:
+    """The settings of the C library's allocator, for the head of a table."""
+    found = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_")]
+    return " ".join(found) or "default allocator"
+
+
 def write_rate(clock: str = "wall", size: int = 2**28) -> float:
     """Bytes per second of a first write to fresh memory."""
 

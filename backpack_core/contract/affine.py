@@ -6,7 +6,7 @@ factors avoids ``[V, N, *θ]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -117,14 +117,17 @@ class AffineProduct(SampleProduct):
         for some, rows, piece in pieces:  # [n, G, v, O, I]
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
 
-    def plus(self, other: SampleProduct) -> AffineProduct | None:
-        """One product over the positions of both, if the other has the same affine form."""
-        if not (isinstance(other, AffineProduct) and self._is_arranged_as(other)):
-            return None
-        inp: Rows | None = None
-        if self.inp is not None and other.inp is not None:
-            inp = JoinedRows(self.inp, other.inp)
-        return AffineProduct(torch.cat([self.out, other.out], 2), inp, self.shape, self.arrange)
+    def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
+        """One product over the positions of all that have the same affine form; the others."""
+        same = [p for p in others if isinstance(p, AffineProduct) and self._is_arranged_as(p)]
+        found = set(same)
+        rest = [product for product in others if product not in found]
+        if not same:
+            return self, rest
+        inputs = [part.inp for part in (self, *same) if part.inp is not None]  # none of a bias
+        out = torch.cat([part.out for part in (self, *same)], 2)
+        inp = JoinedRows(*inputs) if inputs else None
+        return AffineProduct(out, inp, self.shape, self.arrange), rest
 
     def _is_arranged_as(self, other: AffineProduct) -> bool:
         """Whether both map the entries of the factors to the parameter in one order."""

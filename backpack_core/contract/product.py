@@ -152,9 +152,12 @@ class SampleProduct(Reading, ABC):
         """The sum of products for several uses, over all their columns."""
         return sum_of([self, *others])
 
-    def plus(self, other: SampleProduct) -> SampleProduct | None:
-        """The sum with another product of the same columns, if this form has one; else ``None``."""
-        return None
+    def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
+        """The sum with those of some products of the same columns that have this form; the rest.
+
+        Default: with none of them.
+        """
+        return self, [*others]
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The product for a larger set of roots, zero for those that it does not have.
@@ -286,14 +289,10 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     for part in parts:
         roots.update(part.roots)
     merged: list[SampleProduct] = []
-    for part in (part.among(roots) for part in parts):
-        for position, other in enumerate(merged):
-            both = other.plus(part)
-            if both is not None:
-                merged[position] = both
-                break
-        else:
-            merged.append(part)
+    rest = [part.among(roots) for part in parts]
+    while rest:
+        whole, rest = rest[0].plus(rest[1:])
+        merged.append(whole)
     result = merged[0] if len(merged) == 1 else SumProduct(merged)
     result.roots = roots
     return result

@@ -25,16 +25,16 @@ class Rows(Protocol):
 
 
 class JoinedRows:
-    """The inputs of two calls of one map, with their positions side by side."""
+    """The inputs of several calls of one map, with their positions side by side."""
 
-    def __init__(self, first: Rows, second: Rows) -> None:
-        """Store both, ``[N, S, G, I]`` and ``[N, S', G, I]``."""
-        self._parts = first, second
-        samples, positions, *rest = first.shape
-        self.shape = torch.Size((samples, positions + second.shape[1], *rest))
+    def __init__(self, *parts: Rows) -> None:
+        """Store them, ``[N, S_p, G, I]`` each."""
+        self._parts = parts
+        samples, _, *rest = parts[0].shape
+        self.shape = torch.Size((samples, sum(part.shape[1] for part in parts), *rest))
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """The inputs of some samples, ``[n, S + S', G, I]``."""
+        """The inputs of some samples, ``[n, Σ_p S_p, G, I]``."""
         return torch.cat([part[rows] for part in self._parts], 1)
 
 

@@ -10,7 +10,7 @@ term, a hook. See ``docs/design/samples.md``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
+Dyes: TypeAlias = dict[int, Dye]
+Sent: TypeAlias = tuple[int, Dye]
 # The roots of gradients without samples, and what they are called once they got some.
 _IN_LOSS, _BEFORE = Root("in an extended loss"), Root("before any loss")
 _DYED_LATER = {_IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
@@ -145,7 +147,7 @@ class DyePropagator(Propagator):
         )
         return is_known and all(map(self._weights.fit, received))
 
-    def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> dict[int, Dye]:
+    def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> Dyes:
         """By the rule; if that fails, the dye ends here."""
         if quantity.positions:
             return dict.fromkeys(_live(view), quantity)
@@ -185,20 +187,21 @@ class DyePropagator(Propagator):
             return LOST if quantity.axis else quantity
         return quantity._replace(columns=quantity.columns.map(function))
 
-    def supply(self, quantities: dict[int, Dye], grads: Sequence[Tensor | None]) -> dict[int, Dye]:
+    def supply(self, quantities: Dyes, grads: Sequence[Tensor | None]) -> Dyes:
         """Autograd's gradient at the node, to compare with."""
         return {nr: dye._replace(brought=grads[nr]) for nr, dye in quantities.items()}
 
-    def cross(
-        self, node: Node, quantities: dict[int, Dye], there: Crossing
-    ) -> list[tuple[int, Dye]]:
+    def cross(self, node: Node, quantities: Dyes, there: Crossing) -> list[Sent]:
         """Call the node for all columns if that has no side effects; else the dye ends here."""
         ways = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         is_aside = any(dye.positions and nr in there.others for nr, dye in quantities.items())
         is_apart = is_aside or not there.kept.isdisjoint(quantities)
         sent = dict.fromkeys((i for i, _ in ways) if is_apart else there.apart, OPEN)
         if sent and self._goes_apart(quantities.values()):
-            sent |= {i: dye for i, dye in self._through(node, quantities) if i in sent}
+            # Samples with zeros do not hide what is behind a parameter; a gate there may.
+            blocks = [b for dye in quantities.values() for b in dye.columns.blocks.values()]
+            apart = frozenset() if is_apart and any(map(largest, blocks)) else frozenset(sent)
+            sent |= {i: dye for i, dye in self._through(node, quantities, apart) if i in sent}
         if is_apart:
             return [*sent.items()]
         known = self._kept(node, quantities) | sent
@@ -207,9 +210,10 @@ class DyePropagator(Propagator):
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
             self._judge_at(node, quantities, {**there.owned, **there.positions})
-        return [*((known if is_known else dict(self._cross(node, quantities)) | known).items())]
+        crossed = {} if is_known else dict(self._cross(node, quantities, there.apart))
+        return [*(crossed | known).items()]
 
-    def _kept(self, node: Node, quantities: dict[int, Dye]) -> dict[int, Dye]:
+    def _kept(self, node: Node, quantities: Dyes) -> Dyes:
         """Behind a node that keeps samples apart, where autograd's gradient tells as before it."""
         size, found = len(self._weights), {}
         before = history(quantities.values())
@@ -241,9 +245,7 @@ class DyePropagator(Propagator):
         size = max(dye.size, largest(gradient))
         return dye._replace(columns=dye.columns.merge(dyed), positions=0, axis=0, size=size)
 
-    def _judge_at(
-        self, node: Node, quantities: dict[int, Dye], positions: Mapping[int, Positions]
-    ) -> bool:
+    def _judge_at(self, node: Node, quantities: Dyes, positions: Mapping[int, Positions]) -> bool:
         """Compare at the outputs of a node; returns whether everything there was known."""
         where = f"the operation {nodes.described(node)} and its result"
         known = True
@@ -257,9 +259,9 @@ class DyePropagator(Propagator):
             self._judge.compare(where, arrived, own, positions[nr])
         return known
 
-    def _cross(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
+    def _cross(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
         """Go through the node, or start behind it as behind a call."""
-        crossed, step = [*self._through(node, quantities)], nodes.described(node)
+        crossed, step = [*self._through(node, quantities, apart)], nodes.described(node)
         for position, dye in crossed:
             yield position, self._dyed(dye, *node.next_functions[position])
         if crossed:
@@ -272,10 +274,11 @@ class DyePropagator(Propagator):
                 is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
                 yield i, OPEN._replace(way=(step,)) if is_fitting else LOST
 
-    def _through(self, node: Node, quantities: dict[int, Dye]) -> Iterator[tuple[int, Dye]]:
-        """Through the node; nothing where that cannot be."""
+    def _through(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
+        """Through the node; nothing where that cannot be. Zeros at ``apart`` hide nothing."""
         before, step = history(quantities.values()), nodes.described(node)
         for position, columns in self._pushed(node, quantities) if before.is_whole else ():
+            self.is_cut |= position not in apart and not largest(columns.mat)
             units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
             yield position, Dye(columns, True, 0, 0, before.size, max(before.unit, *units), way)
@@ -287,7 +290,7 @@ class DyePropagator(Propagator):
             for dye in dyes
         )
 
-    def _pushed(self, node: Node, quantities: dict[int, Dye]) -> list[tuple[int, Columns]]:
+    def _pushed(self, node: Node, quantities: Dyes) -> list[tuple[int, Columns]]:
         """All columns behind a node; none if calling the node may have side effects."""
         if not self._gives_again or (nodes.is_function(node) and not nodes.hands_on(node)):
             return []
@@ -296,7 +299,6 @@ class DyePropagator(Propagator):
                 crossed = cross_columns(node, {nr: dye.columns for nr, dye in quantities.items()})
         except Exception:  # as in :meth:`propagate`
             return []
-        self.is_cut |= not all(largest(columns.mat) for _, columns in crossed)
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
         if is_scalar or nodes.is_linear(node):
             return crossed

@@ -116,21 +116,21 @@ class Alignment:
         """What is known of the samples around a node."""
         if not self.positions:  # they are where they are everywhere else
             return Crossing(self.batch_size, {}, {})
-        places = {i: (child, nr) for i, (child, nr) in enumerate(node.next_functions) if child}
-        own = {nr: (node, nr) for nr in range(len(node._input_metadata))}
-        behind = {i: k for i, place in places.items() if (k := self._known(*place))}
-        outputs = {nr: k for nr, place in own.items() if (k := self._known(*place))}
-        apart, kept = (
-            frozenset(number for number, place in some.items() if place in self.apart)
-            for some in (places, own)
-        )
-        others = frozenset(own.keys() - outputs.keys() - kept)
+        places = [(i, (child, nr)) for i, (child, nr) in enumerate(node.next_functions) if child]
+        own = [(nr, (node, nr)) for nr in range(len(node._input_metadata))]
+        (behind, apart), (outputs, kept) = self._at(places), self._at(own)
+        others = frozenset([nr for nr, _ in own if nr not in outputs and nr not in kept])
+        owned = {nr: self.owned[place] for nr, place in own if place in self.owned}
         has_others = len(places) > len(apart)
-        owned = {nr: self.owned[place] for nr, place in own.items() if place in self.owned}
-        rest = apart, kept, others, has_others
-        return Crossing(self.batch_size, outputs, behind, owned, *rest)
+        return Crossing(self.batch_size, outputs, behind, owned, apart, kept, others, has_others)
+
+    def _at(self, places: list[tuple[int, Place]]) -> tuple[dict[int, int], frozenset[int]]:
+        """Entries of axis 0 for each sample, by number; and where samples are kept apart."""
+        found = {number: self._known(*place) for number, place in places}
+        apart = frozenset([number for number, place in places if place in self.apart])
+        return {number: count for number, count in found.items() if count}, apart
 
     def _known(self, node: Node, number: int) -> int:
-        size = nodes.shape_of(node, number)[:1]
+        shape = nodes.lengths_of(node, number)
         found = self.positions.get((node, number), 1)
-        return found if size == (found * self.batch_size,) else 0  # else on another axis
+        return found if shape and shape[0] == found * self.batch_size else 0  # on another axis

@@ -172,7 +172,9 @@ def random_weights(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
-    singles = [formula(*(m[v].clone() for m in mats)) for v in range(len(mats[0]))]
+    singles = [formula(*[m[v].clone() for m in mats]) for v in range(len(mats[0]))]
+    if len(singles) == 1:
+        return {i: gradient.unsqueeze(0) for i, gradient in singles[0].items()}
     return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
 
 

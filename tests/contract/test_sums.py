@@ -57,6 +57,15 @@ def test_affine_products_of_one_form_become_one(parts: int) -> None:
     assert product.inp.shape == (4, product.positions, 2, 2)
 
 
+def test_as_many_uses_as_a_long_loop_has() -> None:
+    """Each is copied once, and none is asked for by another one."""
+    uses = 2000
+    factors = [(torch.rand(1, 2, 1, 1, 2), torch.rand(2, 1, 1, 2)) for _ in range(uses)]
+    product = sum_of([AffineProduct(out, inp, torch.Size((2, 2))) for out, inp in factors])
+    expected = sum(torch.einsum("vnsgo,nsgi->vnoi", out, inp) for out, inp in factors)
+    assert_close(dense(product), expected)
+
+
 def test_biases_become_one() -> None:
     product = total(bias(1), bias(3)).product
     assert isinstance(product, AffineProduct)

@@ -228,6 +228,25 @@ def test_another_structure_is_measured_anew(measured: list[int]) -> None:
     assert len(measured) == 4
 
 
+@pytest.mark.parametrize("is_shut", [False, True])
+def test_a_state_of_zeros_hides_nothing_but_a_gate_does(measured: list[int], is_shut: bool) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        weight = net.weight * net.gate if is_shut else net.weight
+        state = x.new_zeros(N, 3)
+        for entry in net.a(x).unbind(1):
+            state = torch.tanh(entry + state @ weight.T)
+        return state
+
+    model = Net(forward, a=nn.Linear(3, 3))
+    model.weight = nn.Parameter(torch.randn(3, 3))
+    model.register_buffer("gate", torch.zeros(()))
+    model = nn.Sequential(model, nn.Linear(3, 2))
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for _ in range(4):
+        run(model, lambda output: lossfunc(output, torch.zeros(N).long()), DiagGGNMC())
+    assert len(measured) == (4 if is_shut else 3)
+
+
 def test_other_lengths_are_the_same_structure(measured: list[int]) -> None:
     model = extend(nn.Linear(3, 3))
     for length in (5, 6, 7, 8):
