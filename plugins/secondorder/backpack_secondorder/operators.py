@@ -198,7 +198,7 @@ class CurvatureOperator(Operator):
             return torch.zeros_like(vector)
         dummies, images = self._transposed
         image = images[self._place(parameter)]
-        if image.grad_fn is None:
+        if not image.requires_grad:  # it may be a dummy itself
             return self._constant(parameter, vector)
         # The transposed product is linear in the dummies: its derivative is the product.
         forward = _grad((image,), dummies, (vector,), self._is_differentiable)
