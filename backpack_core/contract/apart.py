@@ -191,10 +191,10 @@ def _push_apart(
     owned: Mapping[int, int | Tensor] = {**there.owned, **there.positions}
     of_samples = {i: c for i, c in present.items() if isinstance(c, ApartColumns) or i in owned}
     for nr in present.keys() - of_samples.keys():
-        if bool(present[nr].blocks[root].any()):  # else nobody has used the output
+        if not of_samples or bool(present[nr].blocks[root].any()):  # else nobody uses the output
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
-    size = max((c.blocks[root].nbytes for c in of_samples.values()), default=0)  # for each mask
+    size = max(c.blocks[root].nbytes for c in of_samples.values())  # for each mask
     for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
         mats, count = {}, len(range(there.batch_size)[samples])
         for nr, columns in of_samples.items():
