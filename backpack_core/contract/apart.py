@@ -189,14 +189,15 @@ def _push_apart(
 ) -> dict[int, Tensor]:
     """All columns behind a node, ``[V, N, *]`` by position; those that are zero may be missing."""
     owned: Mapping[int, int | Tensor] = {**there.owned, **there.positions}
-    for nr, columns in present.items():
-        if not isinstance(columns, ApartColumns) and nr not in owned:
+    of_samples = {i: c for i, c in present.items() if isinstance(c, ApartColumns) or i in owned}
+    for nr in present.keys() - of_samples.keys():
+        if not of_samples or bool(present[nr].blocks[root].any()):  # else nobody uses the output
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
-    size = max(columns.blocks[root].nbytes for columns in present.values())  # for each mask
+    size = max(c.blocks[root].nbytes for c in of_samples.values())  # for each mask
     for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
         mats, count = {}, len(range(there.batch_size)[samples])
-        for nr, columns in present.items():
+        for nr, columns in of_samples.items():
             mat = columns.blocks[root]
             if isinstance(columns, ApartColumns):
                 mats[nr] = mat[:, samples].flatten(0, 1)

@@ -276,6 +276,8 @@ def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
 
 def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     """Record a call also at the tensor that its output is a view of; see :func:`viewed_at`."""
+    if output.dtype != base.dtype:
+        return  # parts of complex numbers: the operations know the way
     offset = int(output.storage_offset() - base.storage_offset())
     layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
     node: Any = base.grad_fn

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core.extensions import BatchDiagHessian, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_core.errors import UnsupportedError
+from backpack_core.extensions import GGNMP, BatchDiagHessian, BatchGrad, DiagGGNExact, DiagHessian
 from tests import oracle
 from tests.cases import Problem, classification
 from tests.secondorder.problems import hessians
@@ -56,6 +57,15 @@ def test_hessian_where_a_window_is_zero() -> None:
     problem.run(DiagHessian())
     for field in problem.fields("diag_h"):
         assert bool(field.isfinite().all())
+
+
+def test_products_where_a_window_is_zero() -> None:
+    """They are torch's derivative of its derivative, which is infinite there."""
+    problem = _problem(2, "whole")
+    problem.run(GGNMP())
+    weight: Any = problem.parameters[0]
+    with pytest.raises(UnsupportedError, match=r"LPPool of zeros.* use DiagGGNExact"):
+        weight.ggnmp(torch.ones(1, *weight.shape))
 
 
 @pytest.mark.parametrize("dims", [1, 2])

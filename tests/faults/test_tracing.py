@@ -107,6 +107,29 @@ def test_a_traced_part(make: Callable[[], nn.Module]) -> None:
         problem.compare("grad_batch", gradients)
 
 
+class _Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x @ self.weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_a_scripted_part_with_parameters() -> None:
+    """What its one node keeps for its own backward pass are outputs that nobody uses."""
+    problem = classification(nn.Sequential(nn.Linear(3, 3), _Own(), nn.Linear(3, 3)), (3,))
+    gradients = problem.expected(oracle.individual_gradients)
+    diagonals = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]
+    problem.model[1] = torch.jit.script(problem.model[1])  # type: ignore[index, operator]
+    for _ in range(3):  # it is compiled on the way
+        problem.run(BatchGrad(), DiagGGNExact())
+        problem.compare("grad_batch", gradients)
+        problem.compare("diag_ggn_exact", diagonals)
+
+
 def _numbers(value: Any, p: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value

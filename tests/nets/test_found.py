@@ -189,6 +189,18 @@ FOUND: dict[str, Recipe] = {
         batch=3,
         ask=(Request("GGNMP", {"subsampling": [2, 1]}),),
     ),
+    # What a parameter gets is what is sent, unchanged
+    "product-of-identity": chain(("Positions", {}), batch=1, ask=(Request("GGNMP"),)),
+    # Parameters that operations use
+    "hessian-two-forms": chain(
+        ("Outside", {"name": "both"}), shape=(1,), ask=(Request("BatchDiagHessian"),)
+    ),
+    "hessian-frozen-factors": chain(
+        ("StandardizedConv", {"frozen": "weight"}), shape=(1, 2), ask=(Request("DiagHessian"),)
+    ),
+    "view-complex": chain(
+        ("Wrapped", {"name": "complex"}), ("merge_into", {"name": "sub_"}), shape=(1, 2)
+    ),
 }
 
 

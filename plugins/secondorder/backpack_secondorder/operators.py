@@ -198,13 +198,25 @@ class CurvatureOperator(Operator):
             return torch.zeros_like(vector)
         dummies, images = self._transposed
         image = images[self._place(parameter)]
-        if image.grad_fn is None:
+        if image.grad_fn is None and all(image is not dummy for dummy in dummies):
             return self._constant(parameter, vector)
         # The transposed product is linear in the dummies: its derivative is the product.
         forward = _grad((image,), dummies, (vector,), self._is_differentiable)
+        if not all(map(_is_finite, forward)) and _is_finite(vector):
+            raise UnsupportedError(
+                "The Jacobian of the net times a vector is not finite, though the vector is: torch "
+                "has no finite second derivative of an operation where it was evaluated (a power "
+                "or a root of zero, LPPool of zeros), or the net has none. Keep what the operation "
+                "works on away from there, or use DiagGGNExact or a Kronecker factorisation, which "
+                "ask for first derivatives only."
+            )
         with torch.set_grad_enabled(self._is_differentiable):
             curved = [term.multiply(t) for term, t in zip(self._terms, forward, strict=True)]
         return _grad(self._edges, (parameter,), curved, self._is_differentiable)[0]
+
+
+def _is_finite(mat: Tensor) -> bool:
+    return is_symbolic(mat) or bool(mat.isfinite().all())
 
 
 def loss_terms(view: View) -> list[Term]:

@@ -63,7 +63,8 @@ class BlockProduct:
             ShapeError: The vectors do not have the parameter's shape.
             UsageError: They are no tensor.
             OverwrittenInputError: Parameters changed since the backward pass.
-            UnsupportedError: An operation of the net has no second derivative.
+            UnsupportedError: An operation of the net has no second derivative, or none that is
+                finite.
         """
         shape = self._parameter.shape
         if not isinstance(vectors, Tensor):

@@ -53,8 +53,8 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
             _INSTEAD,
         )
     factors = [behind[p] for p in nodes.FACTORS[operation] if p < len(behind)]
-    first, *others = ({*_leaves(child)} for child in factors if child is not None)
-    if others and not first.isdisjoint(others[0]):
+    leaves = [{*_leaves(child)} for child in factors if child is not None]
+    if len(leaves) > 1 and not leaves[0].isdisjoint(leaves[1]):
         raise nodes.refuse(
             node,
             "it multiplies a tensor without samples with one that depends on the same parameter, "
