@@ -246,7 +246,7 @@ class BackwardPass:
             if changed_by is not None and self._question.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
             # A loss matters only where something starts.
-            if not call.rule.is_loss and call not in self.survey.opened:
+            if not call.rule.is_loss and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:
@@ -258,7 +258,7 @@ class BackwardPass:
                 self._graph.observe(view)
         if context.debug:
             log_visit(view)
-        if context.extension_hook is not None and call not in self.survey.disowned:
+        if context.extension_hook is not None and call not in self.survey.freed:
             context.extension_hook(call.module)
         self.visiting = None
         self._let_go(call)

@@ -197,7 +197,8 @@ def without_gradients(
     leaves = leaves_to_narrow(survey, options, edges)
     if leaves is None:
         return {}
-    return inputs_without({n: use.parameter for n, use in survey.uses.items()}, survey, leaves)
+    left = {number: use.parameter for number, use in survey.uses.items() if use.count}
+    return inputs_without(left, survey, leaves)
 
 
 def inputs_without(
@@ -234,7 +235,7 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
         key: (parameter, keys)
         for key, (parameter, keys) in found.items()
         if len(keys) == survey.uses[key].count
-        and not (key in survey.bare or key in survey.unruled or key in sharded)
+        and not (key in survey.bare or survey.uses[key].unruled or key in sharded)
     }
 
 

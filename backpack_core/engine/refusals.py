@@ -67,12 +67,11 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
     """What uses a parameter, and what to do about it, for messages."""
-    for call, uncovered in survey.uncovered.items():
-        for own in uncovered:
-            if own.parameter is parameter:
-                kind = class_of(call.module).__name__
-                advice = f"Write a layer rule for {kind}, or freeze the parameter."
-                return f"No layer rule covers {own.name!r} of {call.path}", advice
+    use = survey.uses.get(id(parameter))
+    if use is not None and not use.call.rule.covers(use.call.module, use.name):
+        kind = class_of(use.call.module).__name__
+        advice = f"Write a layer rule for {kind}, or freeze the parameter."
+        return f"No layer rule covers {use.name!r} of {use.call.path}", advice
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
