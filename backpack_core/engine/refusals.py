@@ -51,12 +51,13 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         is_known = key in at_leaves
         missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
         uses = survey.uses[key].count if key in survey.uses else 0
-        if not missed or uses > is_known:  # else it is refused where a module uses it
+        if not missed:
             continue
         what, advice = _of_bare(parameter, node, survey)
         for extension in missed:
             tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
-            if extension.needs_every_parameter or not tolerates:
+            # Of one that a module uses as well, a part would be missing.
+            if extension.needs_every_parameter or not tolerates or uses > is_known:
                 raise errors.UnsupportedError(
                     f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
                 )

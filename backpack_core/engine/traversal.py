@@ -24,12 +24,10 @@ from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
-from backpack_core.graph import nodes
 from backpack_core.graph.owners import turns_of
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
-from backpack_core.record.owner import name_of_parameter
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
@@ -313,9 +311,6 @@ class Traversal:
         if self.survey.alignment.owned:
             quantity = self._of_samples(view, group.propagator, quantity)
         everything = carrier.find(view, trained, quantity)  # before any of it is read
-        if self.survey.bare and not group.propagator.keeps_apart:
-            for found in everything:
-                self._refuse_bare(found, view, group)
         self.sink.note(lane, group, view, everything)
 
     def _refuse_shared(self, found: Found) -> None:
@@ -327,16 +322,6 @@ class Traversal:
             raise UnsupportedError(
                 f"The parameter {found.name!r} is used more than once, which a carrier of its "
                 "own cannot account for: write a layer rule instead."
-            )
-
-    def _refuse_bare(self, found: Found, view: View, group: Group) -> None:
-        bare = self.survey.bare.get(id(found.parameter))
-        if bare is not None:
-            path = name_of_parameter([view.call.module], found.parameter) or found.name
-            raise UnsupportedError(
-                f"The parameter {path!r} is also used by the operation {nodes.name_of(bare[1])!r} "
-                f"outside of any module, so '{group.extensions[0].savefield}' would miss that "
-                "part. Apply the parameter through a module (nn.Linear with a tied weight, say)."
             )
 
 

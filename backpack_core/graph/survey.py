@@ -140,8 +140,8 @@ class Survey:
             self.trained[call] = trained
             if others:
                 self.freed[call] = others
-        is_alone = call.module._modules.keys() <= {"parametrizations"}
         for own in self.uncovered(call) if self.freed else ():
+            is_alone = not {*call.module._modules.keys()} - {"parametrizations"}
             self._use(call, own).unruled += is_alone
         for own in trained:
             use = self._use(call, own)
@@ -162,10 +162,6 @@ class Survey:
         bare = self.bare.setdefault(id(parameter), Bare(parameter, node, {}))
         self.bare[id(parameter)] = bare._replace(node=node)
         bare.edges[node, position] = None
-
-    def is_moved(self, call: Call, index: int) -> bool:
-        """Whether a call is visited at the tensor that its output is a view of."""
-        return (call, index) in self.moved and (call, index) in self.sites
 
     def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
         """Calls that returned views of a node's outputs, which were overwritten in place since."""
