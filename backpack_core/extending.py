@@ -113,7 +113,7 @@ def _parts(module: Module) -> tuple[bool, list[tuple[str, Module]]]:
     children, computing = list(module.named_children()), parametrizations_of(module)
     has_rule = not resolved.is_fallback
     is_operation = bool(has_rule or module._parameters or computing or not children)
-    if has_rule and not resolved.rule.transparent:
+    if not resolved.rule.transparent:
         return is_operation, []
     if computing:
         children = [(name, child) for name, child in children if name != "parametrizations"]

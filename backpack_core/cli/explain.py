@@ -55,7 +55,7 @@ def explained(target: str, name: str) -> list[list[str]]:
 
 def _parameters(module: Module) -> list[tuple[str, Tensor]]:
     resolved = registry.resolve(module)
-    inside = not resolved.is_fallback and not resolved.rule.transparent
+    inside = not resolved.rule.transparent
     return [(n, p) for n, p in module.named_parameters(recurse=inside) if p.requires_grad]
 
 

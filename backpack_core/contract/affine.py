@@ -23,14 +23,12 @@ from backpack_core.contract.operations import (
     is_formed,
     read_together,
     square_sum,
-    squared_norm,
     weighted_sum,
 )
 from backpack_core.contract.product import Piece, SampleProduct, misfit
 from backpack_core.contract.rows import JoinedRows, Rows
 
 R = TypeVar("R")
-_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of Moments
 
 
 class AffineProduct(SampleProduct):
@@ -91,21 +89,15 @@ class AffineProduct(SampleProduct):
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """``M`` of some, by a batched product; of all, with other ``needs`` that come cheaply."""
+        """``M`` of some, by a batched product; of all, from the factors as they are."""
         is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
         if self.inp is None:
             out = self.out if is_whole else self.out[columns, samples]
             return self.to_parameter(_over_positions(out))
         out, inp = self.factors(self.inp)
         if not is_whole:
-            return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
-        wanted = [operation in self.needs for operation in _ALONG]
-        formed, along = contractions.products_with(out, inp, *wanted)
-        for operation, found in zip(_ALONG, along, strict=True):
-            if found is not None:
-                is_norm = operation is squared_norm
-                self.results[(operation,)] = found if is_norm else self.to_parameter(found)
-        return self.to_parameter(formed)
+            out, inp = out[columns, samples], inp[samples]
+        return self.to_parameter(contractions.products(out, inp))
 
     def pieces(self) -> Iterator[Piece]:
         """``M`` piece by piece, in one buffer."""

@@ -65,18 +65,6 @@ class Columns:
         """How many columns each root has here."""
         return {root: block.shape[0] for root, block in self.blocks.items()}
 
-    @property
-    def signs(self) -> Tensor | None:
-        """The signs of all columns, ``[V, N]``; ``None`` if all are positive."""
-        if all(root.signs is None for root in self.blocks):
-            return None
-        return torch.cat(
-            [
-                block.new_ones(block.shape[:2]) if root.signs is None else root.signs
-                for root, block in self.blocks.items()
-            ]
-        )
-
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
         """Columns of the same class."""
         return type(self)(blocks)

@@ -18,48 +18,38 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from backpack_core.contract.moments import NOTHING, Moments, is_column, moments_of_column
 from backpack_core.contract.rows import DirectRows, Rows
 from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
 
 def products(out: Tensor, inp: Rows) -> Tensor:
     """``M`` itself. Shape ``[V, N, G, O, I]``."""
-    return products_with(out, inp, False, False, False)[0]
-
-
-def products_with(
-    out: Tensor, inp: Rows, sum_: bool, square: bool, norm: bool
-) -> tuple[Tensor, Moments]:
-    """``M``, and those of its moments that are cheap while a piece of it is in the cache.
-
-    For one column without groups all of them, else the sum; none if positions are not shared, or if
-    autograd records.
-    """
     columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
-        return out.new_zeros(columns, samples, groups, features, size), NOTHING
+        return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
-        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2), NOTHING
+        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
     if torch.is_grad_enabled():
         whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
-        return whole.reshape(columns, samples, groups, features, size), NOTHING
-    if is_column(inp, out) and not (sum_ or square or norm):
+        return whole.reshape(columns, samples, groups, features, size)
+    if is_column(inp, out):
         left = out.reshape(samples, positions, features)
         whole = torch.bmm(left.mT, inp.reshape(samples, positions, size))
-        return whole.view(1, samples, 1, features, size), NOTHING
+        return whole.view(1, samples, 1, features, size)
     result = out.new_empty(columns, samples, groups, features, size)
-    if is_column(inp, out):
-        return result, moments_of_column(out, inp, sum_, square, norm, result)
-    total = out.new_zeros(columns, groups, features, size) if sum_ else None
-    for target, column, rows in _formed(out, inp, result):
-        if total is not None:
-            add(total[column], target[rows])
-    return result, Moments(total, None, None)
+    for _ in form(out, inp, result):
+        pass
+    return result
 
 
-def _formed(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one column without groups, plain factors, and no autograd to record."""
+    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
+    return is_one and not torch.is_grad_enabled()
+
+
+def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
     """Form ``M`` in a result; yields each time a column of it, its number, and the new samples."""
     features, size = result.shape[3:]
     if len(out) == 1 and _is_direct(inp, 1, out):

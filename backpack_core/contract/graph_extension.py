@@ -15,7 +15,6 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, SecondOrderExtension
-from backpack_core.graph.nodes import refuse
 from backpack_core.record.view import View
 
 
@@ -34,18 +33,6 @@ class LossGraph:
     gradients: tuple[Tensor | None, ...]
     parameters: tuple[Tensor, ...]
     nonlinear: Callable[[], Sequence[Node]]
-
-    def require_linear(self, what: str) -> None:
-        """Raise unless all operations between modules are linear.
-
-        Args:
-            what: What was asked for.
-
-        Raises:
-            BridgeError: One is not known to be.
-        """
-        for node in self.nonlinear():
-            raise refuse(node, f"it is not known to be linear, and {what} needs that")
 
 
 class GraphReading(ABC):

@@ -120,6 +120,12 @@ class Operation(OpenFunction[R]):
 @Operation
 def dense(product: SampleProduct) -> Tensor:
     """``M`` itself. Shape ``[V, N, *θ]``."""
+    return formed(product)
+
+
+@OpenFunction
+def formed(product: SampleProduct) -> Tensor:
+    """What :func:`dense` keeps. A version may keep results of other ``needs`` along with it."""
     return product.part(slice(0, product.columns), slice(0, product.samples))
 
 

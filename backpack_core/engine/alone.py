@@ -80,4 +80,4 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
         return None
     order = ranks(site.edge.node)
     leaves = (node for node in order if isinstance(node, LeafNode))
-    return order if all(id(leaf.variable) in survey.uses for leaf in leaves) else None
+    return order if all(survey.is_read(leaf.variable) for leaf in leaves) else None

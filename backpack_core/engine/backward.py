@@ -206,8 +206,8 @@ class BackwardPass:
             changed_by: Hooks of the user's on the tensor, if it was changed by one or another.
         """
         node, output_nr, _ = site.edge
-        viewed = self.survey.viewed
-        if not (viewed and self.survey.is_moved(site.call, site.index)):
+        viewed, moved, place = self.survey.viewed, self.survey.moved, site[:2]
+        if not (moved and place in moved and place in self.survey.sites):
             if (node, output_nr) in viewed:
                 self._visit_views(node, {output_nr: grads[output_nr]})
             self.visit(site, grads[output_nr], changed_by)
@@ -230,7 +230,6 @@ class BackwardPass:
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
-        context.seen.add("ran")
         is_asked = bool(self.groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
             self._sink.look_ahead()
@@ -246,7 +245,7 @@ class BackwardPass:
             if changed_by is not None and self._question.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
             # A loss matters only where something starts.
-            if not call.rule.is_loss and call not in self.survey.opened:
+            if not call.rule.is_loss and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:
@@ -258,7 +257,7 @@ class BackwardPass:
                 self._graph.observe(view)
         if context.debug:
             log_visit(view)
-        if context.extension_hook is not None and call not in self.survey.disowned:
+        if context.extension_hook is not None and call not in self.survey.freed:
             context.extension_hook(call.module)
         self.visiting = None
         self._let_go(call)

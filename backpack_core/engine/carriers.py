@@ -97,8 +97,8 @@ def ask_without_rule(survey: Survey, context: Context) -> None:
     Raises:
         MissingPluginError: An extension does not take them, and says so.
     """
-    for call, uncovered in survey.uncovered.items():
-        if survey.unruled.keys().isdisjoint(id(own.parameter) for own in uncovered):
+    for call in survey.freed:
+        if not any(survey.uses[id(own.parameter)].unruled for own in survey.uncovered(call)):
             continue
         module = call.module
         is_wanted = bool(context.graph_extensions)

@@ -23,7 +23,8 @@ def add_leaves(survey: Survey) -> set[Node]:
     leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
     known = owned_by_models() if leaves else {}
     for place, parameter in leaves:
-        module, name = survey.freed.get(id(parameter)) or known[id(parameter)]
+        use = survey.uses.get(id(parameter))
+        module, name = known[id(parameter)] if use is None else (use.call.module, use.name)
         call = bare_call(module, name, parameter, FALLBACK.provenance)
         survey.add_leaf(Site(call, 0, Edge(*place)))
     return {node for (node, _), _ in leaves}

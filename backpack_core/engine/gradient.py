@@ -8,7 +8,7 @@ end of the pass these gradients go through autograd's engine, which calls hooks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,29 +151,15 @@ def narrowed(
         return {}, None
     if context.gradient in ("none", "skipped"):
         return without_gradients(survey, roots, options), None
-    plain = plan(survey, context.groups, roots, options)
-    return ({} if plain is None else plain.inputs), plain
-
-
-def plan(
-    survey: Survey, groups: Iterable[Group], edges: Sequence[Edge], options: Mapping[str, Any]
-) -> PlainGradient | None:
-    """Which sums to take for the plain gradient; ``None`` if autograd computes everything.
-
-    Args:
-        survey: What is known about the graph.
-        groups: The extensions.
-        edges: What ``backward()`` is called on.
-        options: The arguments of ``backward()``.
-    """
-    group = next((g for g in groups if _has_individual(g)), None)
-    leaves = None if group is None else leaves_to_narrow(survey, options, edges)
+    group = next((g for g in context.groups if _has_individual(g)), None)
+    leaves = None if group is None else leaves_to_narrow(survey, options, roots)
     if group is None or leaves is None:
-        return None
+        return {}, None
     if options.get("create_graph"):
         _say("create_graph=True asks for gradients with a graph")
-        return None
-    return PlainGradient(survey, group, leaves)
+        return {}, None
+    plain = PlainGradient(survey, group, leaves)
+    return plain.inputs, plain
 
 
 def without_gradients(
@@ -197,7 +183,8 @@ def without_gradients(
     leaves = leaves_to_narrow(survey, options, edges)
     if leaves is None:
         return {}
-    return inputs_without({n: use.parameter for n, use in survey.uses.items()}, survey, leaves)
+    left = {number: use.parameter for number, use in survey.uses.items() if use.count}
+    return inputs_without(left, survey, leaves)
 
 
 def inputs_without(
@@ -234,7 +221,7 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
         key: (parameter, keys)
         for key, (parameter, keys) in found.items()
         if len(keys) == survey.uses[key].count
-        and not (key in survey.bare or key in survey.unruled or key in sharded)
+        and not (key in survey.bare or survey.uses[key].unruled or key in sharded)
     }
 
 

@@ -76,7 +76,7 @@ class GraphPass:
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:
     """The parameters that calls use, and those of extended models that functions use."""
-    found = {key: use.parameter for key, use in survey.uses.items()}
+    found = {n: use.parameter for n, use in survey.uses.items() if use.count or n in survey.bare}
     own = owned_by_models() if survey.bare else {}
     for key, (parameter, *_) in survey.bare.items():
         if key in own:

@@ -51,12 +51,13 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
         is_known = key in at_leaves
         missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
         uses = survey.uses[key].count if key in survey.uses else 0
-        if not missed or uses > is_known:  # else the use in a module is refused
+        if not missed:
             continue
         what, advice = _of_bare(parameter, node, survey)
         for extension in missed:
             tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
-            if extension.needs_every_parameter or not tolerates:
+            # Of one that a module uses as well, a part would be missing.
+            if extension.needs_every_parameter or not tolerates or uses > is_known:
                 raise errors.UnsupportedError(
                     f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
                 )
@@ -67,12 +68,11 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
 
 def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
     """What uses a parameter, and what to do about it, for messages."""
-    for call, uncovered in survey.uncovered.items():
-        for own in uncovered:
-            if own.parameter is parameter:
-                kind = class_of(call.module).__name__
-                advice = f"Write a layer rule for {kind}, or freeze the parameter."
-                return f"No layer rule covers {own.name!r} of {call.path}", advice
+    use = survey.uses.get(id(parameter))
+    if use is not None and not use.call.rule.covers(use.call.module, use.name):
+        kind = class_of(use.call.module).__name__
+        advice = f"Write a layer rule for {kind}, or freeze the parameter."
+        return f"No layer rule covers {use.name!r} of {use.call.path}", advice
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (

@@ -88,7 +88,7 @@ class Sink(ABC):
         summed: list[tuple[list[Found], bool]] = []
         for uses in complete:
             last = uses[-1]
-            if id(last.parameter) in self.survey.unruled:
+            if self.survey.uses[id(last.parameter)].unruled:
                 way = "autodiff"
             if plain is not None and plain.wants(group, last.parameter):
                 summed += ((uses, len(uses) > 1 or view.is_reached),)
@@ -135,9 +135,8 @@ class Sink(ABC):
 
     def _is_wanted(self, extension: Extension, number: int) -> bool:
         """Whether an extension reads a parameter; of what no rule covers, as it says."""
-        survey = self.survey
-        is_unruled = number in survey.unruled
-        return number not in survey.left_out and (not is_unruled or wants_unruled(extension))
+        use = self.survey.uses[number]
+        return use.is_wanted and (not use.unruled or wants_unruled(extension))
 
 
 def _whole(uses: list[Found]) -> Any:
@@ -253,8 +252,8 @@ class FieldSink(Sink):
         """Raise if a parameter that was read already turns out to be used once more."""
         survey = self.survey
         read = {key for key, owner in self._owners.items() if owner is self._token}
-        known = read & survey.uses.keys()
-        if any(survey.uses[key].count > 1 or key in survey.bare for key in known):
+        known = [(key, use.count) for key, use in survey.uses.items() if key in read and use.count]
+        if any(count > 1 or key in survey.bare for key, count in known):
             raise UnsupportedError(
                 "A second forward pass, or a second branch, shares parameters with the first and "
                 "meets it only behind the losses, and the first was through before this one was "

@@ -42,7 +42,7 @@ class SumCheck(FirstOrderExtension):
             groups: What was asked for. The check joins the group of individual gradients, or makes
                 one.
         """
-        super().__init__(fail_mode="silent")  # not to read at operations for this alone
+        super().__init__()
         self._survey = survey
         # Under autocast, what is stored in single precision may have been computed in half.
         self._unit = _unit(call.stored.outputs[index].dtype for call, index in survey.sites)
@@ -60,8 +60,6 @@ class SumCheck(FirstOrderExtension):
             if group.propagator == self.propagator and not group.has_overrides:
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
                 groups[lane] = group._replace(extensions=extensions, needs=needs)
-                if "autodiff" in [other.fail_mode for other in group.extensions]:
-                    self.fail_mode = "autodiff"  # operations are read at for them anyway
                 return
         groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
 

@@ -24,12 +24,10 @@ from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
-from backpack_core.graph import nodes
 from backpack_core.graph.owners import turns_of
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
-from backpack_core.record.owner import name_of_parameter
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
@@ -112,7 +110,7 @@ class Traversal:
         """Send the quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[lane].propagator
         is_rule = not carrier.gives_values
-        goes_inside = call.goes_inside or call in self.survey.opened
+        goes_inside = call in self.survey.opened
         if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
             self._send_below(lane, site, quantity, arrived)
             return
@@ -169,7 +167,7 @@ class Traversal:
         call, alignment = site.call, self.survey.alignment
         if call.rule.is_loss:
             return False
-        if self.survey.goes_inside(call):
+        if call in self.survey.opened:
             # The nodes inside see to it, from the last that have samples on.
             return alignment.is_apart(site.edge)
         ends = alignment.is_apart(site.edge) and not self.groups[lane].propagator.travels
@@ -182,7 +180,7 @@ class Traversal:
         propagator, call = self.groups[lane].propagator, site.call
         if not propagator.keeps_apart or quantity is None:
             return
-        if self.survey.goes_inside(call):
+        if call in self.survey.opened:
             if propagator.travels:
                 return
             if site.layout is None:
@@ -244,7 +242,7 @@ class Traversal:
         size = None if chunks is None else chunks.size(lane, view.device.type)
         if chunks is None or size is None:
             return quantity
-        goes_inside = self.survey.goes_inside(call) and not call.rule.is_loss
+        goes_inside = call in self.survey.opened and not call.rule.is_loss
         edges = (site.below,) if goes_inside else call.edges
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         propagator = self.groups[lane].propagator
@@ -303,7 +301,7 @@ class Traversal:
         if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
             return  # which has looked at the parameter where the module was called
         if carrier.gives_values:
-            others = self.survey.uncovered.get(view.call, ())
+            others = self.survey.uncovered(view.call)
             for found in carrier.find(view, (*trained, *others), quantity):
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
@@ -313,29 +311,17 @@ class Traversal:
         if self.survey.alignment.owned:
             quantity = self._of_samples(view, group.propagator, quantity)
         everything = carrier.find(view, trained, quantity)  # before any of it is read
-        if self.survey.bare and not group.propagator.keeps_apart:
-            for found in everything:
-                self._refuse_bare(found, view, group)
         self.sink.note(lane, group, view, everything)
 
     def _refuse_shared(self, found: Found) -> None:
         number, survey = id(found.parameter), self.survey
-        used = survey.uses.get(number)
-        count = survey.unruled.get(number, 0 if used is None else used.count)
-        if count > 1 or number in (survey.outside if number in survey.unruled else survey.bare):
+        use = survey.uses[number]
+        if (use.unruled or use.count) > 1 or number in (
+            survey.outside if use.unruled else survey.bare
+        ):
             raise UnsupportedError(
                 f"The parameter {found.name!r} is used more than once, which a carrier of its "
                 "own cannot account for: write a layer rule instead."
-            )
-
-    def _refuse_bare(self, found: Found, view: View, group: Group) -> None:
-        bare = self.survey.bare.get(id(found.parameter))
-        if bare is not None:
-            path = name_of_parameter([view.call.module], found.parameter) or found.name
-            raise UnsupportedError(
-                f"The parameter {path!r} is also used by the operation {nodes.name_of(bare[1])!r} "
-                f"outside of any module, so '{group.extensions[0].savefield}' would miss that "
-                "part. Apply the parameter through a module (nn.Linear with a tied weight, say)."
             )
 
 

@@ -39,8 +39,8 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
             fault = _fault(survey, *place)
             if fault is not None:
                 alignment.faults[place] = fault
-    for site in [*survey.sites.values()] if survey.uncovered else ():
-        if site.call in survey.uncovered and not survey.goes_inside(site.call):
+    for site in [*survey.sites.values()] if survey.freed else ():
+        if site.call in survey.freed and site.call not in survey.opened:
             look_inside(survey, site)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
@@ -89,7 +89,7 @@ def _hand_to_nodes(survey: Survey) -> None:
         call = site.call
         if call.rule.is_loss or call.is_released or call in survey.opened:
             continue
-        if not survey.goes_inside(call) and has_parameters_given(call):
+        if has_parameters_given(call):
             look_inside(survey, site)
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
@@ -97,7 +97,7 @@ def _hand_to_nodes(survey: Survey) -> None:
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
-            if survey.goes_inside(site.call):
+            if site.call in survey.opened:
                 survey.disown(site.call)
             else:
                 look_inside(survey, site)
@@ -117,7 +117,7 @@ def _is_table(survey: Survey, site: Site) -> bool:
         or call.is_released
         or not call.run.sizes
         or call.receives_input
-        or not (survey.trained[call] or call in survey.disowned)
+        or not (survey.trained[call] or call in survey.freed)
     ):
         return False
     if any(edge is not None for edge in call.edges):
@@ -149,7 +149,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
-        if call.goes_inside:
+        if call in survey.opened:
             survey.disown(call)
         elif not _is_willing(call, index):
             look_inside(survey, survey.sites[call, index])
@@ -159,7 +159,7 @@ def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads, by the edge that leads to each."""
     if not survey.bare or not survey.sites:  # of no call, nothing tells how many samples
         return {}
-    # A parameter of a disowned call may have been replaced in its module since.
-    own = owned_by_models().keys() | survey.freed.keys()
+    # Of those that calls use, some may have been replaced in their module since.
+    own = owned_by_models().keys() | survey.uses.keys()
     bare = [bare for key, bare in survey.bare.items() if key in own]
     return {edge: one.parameter for one in bare for edge in one.edges}

@@ -68,8 +68,8 @@ class Origins:
         survey, calls = self._survey, []
         if is_noted(node) or (survey.leaves and (node, 0) in survey.leaves):
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
-            calls = [s.call for s in sites if s is not None and not survey.goes_inside(s.call)]
-        if calls:  # step over them
+            calls = [s.call for s in sites if s is not None and s.call not in survey.opened]
+        if calls:  # that are stepped over
             behind = [e.node for call in calls for e in call.edges if e is not None]
             given = [tensor for call in calls for tensor in given_to(call)]
             is_known = all(isinstance(t, Parameter) for t in given)
@@ -83,9 +83,8 @@ class Origins:
         return kind if is_known else 0, behind
 
     def _is_weight(self, leaf: Node) -> bool:
-        tensor, survey = leaf.variable, self._survey  # type: ignore[attr-defined]
-        is_known = id(tensor) in survey.uses or id(tensor) in survey.freed
-        return is_known or isinstance(tensor, Parameter)
+        tensor = leaf.variable  # type: ignore[attr-defined]
+        return id(tensor) in self._survey.uses or isinstance(tensor, Parameter)
 
 
 def given_to(call: Call) -> list[Tensor]:

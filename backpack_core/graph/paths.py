@@ -40,7 +40,7 @@ def entries_of(survey: Survey, loss: Call) -> int:
     while edge is not None:
         site = survey.site_at(edge)
         is_there = nodes.shape_of(edge.node, edge.output_nr)[:1] == batch
-        if site is not None and not survey.goes_inside(site.call):
+        if site is not None and site.call not in survey.opened:
             if is_there:
                 break
             edge = next((e for e in site.call.edges if e is not None), None)
@@ -107,7 +107,7 @@ def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
 
     def further(edge: Edge) -> list[Edge]:
         site = survey.site_at(edge)
-        is_end = site is not None and (site.call.rule.is_loss or not survey.goes_inside(site.call))
+        is_end = site is not None and (site.call.rule.is_loss or site.call not in survey.opened)
         found[edge] = [] if is_end else survey.further(edge)
         return found[edge]
 
@@ -138,7 +138,7 @@ def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
     """A trained module that is reached from the roots past all extended losses; else ``None``."""
     for edge, behind in _above(survey, roots).items():
         site = survey.site_at(edge)
-        if site is None or behind or _is_loss(site) or survey.goes_inside(site.call):
+        if site is None or behind or _is_loss(site) or site.call in survey.opened:
             continue
         if leads_to_parameters(survey, [edge]):
             return site

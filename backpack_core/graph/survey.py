@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core._torch import CopyNode, Node
 from backpack_core.errors import BackpackError
@@ -25,10 +24,23 @@ Region = tuple[Call, ...]  # calls that have no rule for propagation, each insid
 
 @dataclass
 class Use:
-    """A parameter, and at how many sites calls use it."""
+    """A parameter that calls use.
+
+    Attributes:
+        parameter: The parameter.
+        call: A call that uses it.
+        name: Its name there.
+        count: At how many sites calls read it off.
+        unruled: At how many sites modules use it that have no rule for it, nor modules inside.
+        is_wanted: Whether any extension wants it there.
+    """
 
     parameter: Tensor
-    count: int
+    call: Call
+    name: str
+    count: int = 0
+    unruled: int = 0
+    is_wanted: bool = True
 
 
 class Bare(NamedTuple):
@@ -55,14 +67,10 @@ class Survey:
         uses: The parameters that they use, by ``id``.
         bare: Parameters that are looked at where operations use them, by ``id``.
         leaves: Parameters that are looked at as calls, as the output of a node.
-        disowned: Calls that have parameters which are looked at where operations use them.
-        freed: Modules and names of these, by ``id``.
-        uncovered: The same of calls whose rule, if there is any, does not cover them.
-        unruled: Of modules without a rule or modules inside, how many sites use each; by ``id``.
-        left_out: Those that no extension wants.
+        freed: Parameters of calls that are looked at where operations use them.
         outside: What is used outside of the calls that own it, by ``id``.
         given: Parameters that are results of a computation, of calls that are gone through.
-        opened: Calls that are gone through node by node though they have a rule.
+        opened: Calls that are gone through node by node, by their rule or in spite of it.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
@@ -91,11 +99,7 @@ class Survey:
     viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
     leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
     opened: set[Call] = field(default_factory=set)
-    disowned: set[Call] = field(default_factory=set)
-    freed: dict[int, tuple[Module, str]] = field(default_factory=dict)
-    uncovered: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
-    unruled: dict[int, int] = field(default_factory=dict)
-    left_out: set[int] = field(default_factory=set)
+    freed: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
     given: dict[Call, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
@@ -135,34 +139,29 @@ class Survey:
             trained, others = trained_in(call)
             self.trained[call] = trained
             if others:
-                self.uncovered[call] = others
-        for name, parameter, _ in self.uncovered.get(call, ()) if self.uncovered else ():
+                self.freed[call] = others
+        for own in self.uncovered(call) if self.freed else ():
+            is_alone = not {*call.module._modules.keys()} - {"parametrizations"}
+            self._use(call, own).unruled += is_alone
+        for own in trained:
+            use = self._use(call, own)
+            self.is_shared |= use.count > 0
+            use.count += 1
+
+    def _use(self, call: Call, own: Trained) -> Use:
+        name, parameter, _ = own
+        use = self.uses.get(id(parameter))
+        if use is None:
             if parameter.is_complex():
                 raise complex_parameter(f"{name!r} of {call.path}")
-            self.disowned.add(call)
-            self.freed[id(parameter)] = call.module, name
-            if not {*call.module._modules.keys()} - {"parametrizations"}:
-                self.unruled[id(parameter)] = self.unruled.get(id(parameter), 0) + 1
-        for name, parameter, _ in trained:
-            number = id(parameter)
-            use = self.uses.get(number)
-            if use is not None:
-                self.is_shared |= use.count > 0
-                use.count += 1
-            elif parameter.is_complex():
-                raise complex_parameter(f"{name!r} of {call.path}")
-            else:
-                self.uses[number] = Use(parameter, 1)
+            use = self.uses[id(parameter)] = Use(parameter, call, name)
+        return use
 
     def note_bare(self, node: Node, position: int, parameter: Tensor) -> None:
         """Note a parameter that an operation uses outside of any module that owns it."""
         bare = self.bare.setdefault(id(parameter), Bare(parameter, node, {}))
         self.bare[id(parameter)] = bare._replace(node=node)
         bare.edges[node, position] = None
-
-    def is_moved(self, call: Call, index: int) -> bool:
-        """Whether a call is visited at the tensor that its output is a view of."""
-        return (call, index) in self.moved and (call, index) in self.sites
 
     def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
         """Calls that returned views of a node's outputs, which were overwritten in place since."""
@@ -174,48 +173,56 @@ class Survey:
         axis, positions = self.axes.get((call, index), 0), self.alignment.positions_of(site)
         return View(call, index, grad, node, axis, kept.setdefault(call, {}), positions)
 
-    def goes_inside(self, call: Call) -> bool:
-        """Whether what arrives at a call goes on through the nodes that made its output."""
-        return call.goes_inside or call in self.opened
-
     def further(self, edge: Edge) -> list[Edge]:
         """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""
         site = self.site_at(edge)
         if site is None:
             return [behind for _, behind in edges_behind(edge.node)]
-        if self.goes_inside(site.call):
+        if site.call in self.opened:
             return [site.below]
         return [behind for behind in site.call.edges if behind is not None]
 
     def disown(self, call: Call) -> None:
         """Have nothing read off at a call: operations inside use its parameters, as any others."""
-        if self.trained[call]:
-            self.disowned.add(call)
-        sites = sum(own is call for own, _ in self.sites)
-        for name, parameter, *_ in self.trained[call]:
-            self.uses[id(parameter)].count -= sites
-            self.freed[id(parameter)] = call.module, name
-        self.trained[call] = ()
+        sites, trained = sum(own is call for own, _ in self.sites), self.trained[call]
+        for own in trained:
+            self.uses[id(own.parameter)].count -= sites
+        if trained:
+            self.trained[call], self.freed[call] = (), (*self.freed.get(call, ()), *trained)
         for node, position, parameter in self.owned.get(call, ()):
             self.note_bare(node, position, parameter)
 
+    def uncovered(self, call: Call) -> list[Trained]:
+        """The parameters of a call that its rule, if there is any, does not cover."""
+        rule, module = call.rule, call.module
+        return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
+
+    def asks_rule(self, call: Call) -> bool:
+        """Whether a rule is asked for anything at a call: for parameters, or how to go on."""
+        return call not in self.opened or bool(self.trained[call])
+
+    def is_read(self, parameter: Tensor) -> bool:
+        """Whether a call reads a parameter off."""
+        use = self.uses.get(id(parameter))
+        return use is not None and use.count > 0
+
     def leave_out(self, call: Call) -> None:
         """Have nothing read off at the parameters of a call that has no rule."""
-        self.left_out |= {id(own.parameter) for own in self.uncovered[call]}
-        for number in self.left_out & self.bare.keys():
-            del self.bare[number]
+        for number in (id(own.parameter) for own in self.uncovered(call)):
+            self.uses[number].is_wanted = False
+            self.bare.pop(number, None)
 
     def disown_all_of_leaves(self) -> None:
         """Disown calls that are gone through and use a parameter that is looked at by itself.
 
         What operations inside send to it arrives there, and would be read off at the call, too.
         """
-        known = -1
-        while known < len(self.disowned):
-            known = len(self.disowned)
-            for call, owned in self.owned.items():
-                if any(id(p) in self.bare for *_, p in owned) and self.trained[call]:
-                    self.disown(call)
+        found = [*self.owned]
+        while found:
+            known = [call for call in self.owned if self.trained[call]]
+            found = [c for c in known if any(id(p) in self.bare for *_, p in self.owned[c])]
+            for call in found:
+                self.disown(call)
 
     @property
     def weights(self) -> int:

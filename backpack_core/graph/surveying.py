@@ -83,7 +83,8 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    if survey.goes_inside(call):
+    if call.goes_inside:
+        survey.opened.add(call)
         survey.given[call] = _computed(call)
         return [(site.below, (call, *region))]
     return [(edge, region) for edge in call.edges if edge is not None]
@@ -149,12 +150,12 @@ def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: 
         if any(leaf is own.parameter for own in survey.trained[call]):
             survey.owned.setdefault(call, []).append((node, position, leaf))
             return
-        if any(leaf is own.parameter for own in survey.uncovered.get(call, ())):
+        if any(leaf is own.parameter for own in survey.freed.get(call, ())):
             break
     else:
         survey.outside.add(id(leaf))
-    is_own = isinstance(leaf, Parameter) or id(leaf) in survey.freed
-    if is_own and id(leaf) not in survey.left_out:
+    use = survey.uses.get(id(leaf))
+    if isinstance(leaf, Parameter) if use is None else use.is_wanted:
         survey.note_bare(node, position, leaf)
 
 

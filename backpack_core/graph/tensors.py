@@ -54,7 +54,7 @@ class Known:
         node, number = self.place = place
         self.node = node
         self.site = site = survey.site_at(tuple.__new__(Edge, (node, number, 0)))  # the quick way
-        self.is_call = site is not None and not survey.goes_inside(site.call)
+        self.is_call = site is not None and site.call not in survey.opened
         self.is_loss = site is not None and site.call.rule.is_loss
         self.axis = 0 if site is None else survey.axes.get((site.call, site.index), 0)
         self.operation = "" if self.is_call else nodes.operation_of(node)

@@ -73,7 +73,7 @@ def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
 def wholes(module: Module) -> Iterator[Module]:
     """The outermost modules with a rule of their own."""
     resolved = registry.resolve(module)
-    if resolved.is_fallback or resolved.rule.transparent:
+    if resolved.rule.transparent:
         for child in module.children():
             yield from wholes(child)
     else:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from backpack_core import memory_budget, set_memory_budget
-from backpack_core.contract import contractions, moments
+from backpack_core.contract import contractions
 from backpack_core.contract.rows import JoinedRows
 from backpack_firstorder import contractions as first
+from backpack_firstorder import one_column
 from backpack_secondorder import sample_squares
 from tests.contract.products import Lazy
 from tests.oracle import assert_close
@@ -167,8 +168,8 @@ def test_moments_along_with_products(shape: tuple[int, ...], budget: int | None)
     """The sum where positions are shared, the others of one column without groups, too."""
     out, inp = _factors(shape)
     with torch.no_grad():
-        found, along = contractions.products_with(out, inp, True, True, True)
-        nothing = contractions.products_with(out, inp, False, False, False)[1]
+        found, along = first.products_with(out, inp, True, True, True)
+        nothing = first.products_with(out, inp, False, False, False)[1]
     assert all(value is None for value in nothing)
     expected = products(out, inp)
     assert_close(found, expected)
@@ -189,7 +190,7 @@ def test_moments_take_pieces_of_their_own_size(
     columns: int, make: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, inp = _factors((columns, 7, 9, 1, 3, 2))
-    for module, limit in ((first, "SHARED"), (moments, "PIECE")):
+    for module, limit in ((first, "SHARED"), (one_column, "PIECE")):
         monkeypatch.setattr(module, limit, 2 * columns * 3 * 2 * 8)  # four pieces
     counts, bmm = [], torch.bmm
 

@@ -110,7 +110,8 @@ def conv(*extensions: Extension) -> Problem:
 
 
 # What stands in a family.
-HOMES = {"moments": norms, "weighed_norm": norms, "contracted": sample_squares}
+HOMES = dict.fromkeys(("moments", "weighed_norm", "products_with"), norms)
+HOMES |= {"contracted": sample_squares}
 # What extensions ask for, and how often each contraction runs for the weight.
 PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
     ((SumGradSquared,), {"square_sum": 1, "moments": 0, "sums": 0, "products_with": 0}),
@@ -123,7 +124,7 @@ PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
     ),
     (
         (DiagGGNExact, BatchDiagGGNExact),
-        {"contracted": 1, "square_sum": 0, "products_with": 0},
+        {"contracted": 1, "square_sum": 0, "products": 0},
     ),
     # Of different propagators, they have products of their own.
     ((BatchGrad, DiagGGNExact), {"products_with": 1, "square_sum": 1}),

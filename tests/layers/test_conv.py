@@ -8,6 +8,7 @@ from torch import nn
 
 from backpack_core.contract import contractions
 from backpack_core.errors import UnsupportedError
+from backpack_firstorder import contractions as first
 from backpack_layers.conv import ConvRule, ConvTransposeRule, DirectPatches
 from tests import oracle
 from tests.layers.execution import check_rule, record
@@ -157,7 +158,7 @@ def test_grouped_kernel_agrees_with_patches(
             torch.testing.assert_close(products / scale, (exact / scale).float(), atol=1e-6, rtol=0)
             squares, total = contractions.square_sum(out, inp), exact.square().sum((0, 1))
             torch.testing.assert_close(squares, total.float(), atol=1e-6 * scale**2, rtol=1e-5)
-            along = contractions.products_with(out, inp, True, False, False)[1].sums
+            along = first.products_with(out, inp, True, False, False)[1].sums
             for sums in (contractions.sums(out, inp), along):
                 size = exact.sum(1).abs().max()
                 torch.testing.assert_close(

@@ -13,6 +13,8 @@ from torch import Tensor
 from backpack_core.contract.contractions import (
     add,
     add_squares,
+    form,
+    is_column,
     is_empty,
     pieces,
     products,
@@ -21,9 +23,9 @@ from backpack_core.contract.contractions import (
     square_sum,
     sums,
 )
-from backpack_core.contract.moments import Moments, is_column, moments_of_column
 from backpack_core.contract.rows import Rows
 from backpack_core.tuning import READ, SHARED
+from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
 
 
 def moments(
@@ -51,6 +53,27 @@ def moments(
             if squares is not None:
                 add_squares(squares, flat)
     return Moments(total, squares, None if norms is None else norms.square_())
+
+
+def products_with(
+    out: Tensor, inp: Rows, sum_: bool, square: bool, norm: bool
+) -> tuple[Tensor, Moments]:
+    """``M``, and those of its moments that are cheap while a piece of it is in the cache.
+
+    For one column without groups all of them, else the sum; none if positions are not shared, or if
+    autograd records.
+    """
+    columns, samples, positions, *sizes = out.shape
+    is_cheap = positions > 1 and not torch.is_grad_enabled() and not is_empty(out, inp)
+    if not is_cheap or not (sum_ or (is_column(inp, out) and (square or norm))):
+        return products(out, inp), NOTHING
+    result = out.new_empty(columns, samples, *sizes, inp.shape[3])
+    if is_column(inp, out):
+        return result, moments_of_column(out, inp, sum_, square, norm, result)
+    total = out.new_zeros(columns, *sizes, inp.shape[3])
+    for target, column, rows in form(out, inp, result):
+        add(total[column], target[rows])
+    return result, Moments(total, None, None)
 
 
 def squared_norm(out: Tensor, inp: Rows) -> Tensor:

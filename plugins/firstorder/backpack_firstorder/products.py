@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct, for_weights
-from backpack_core.contract.contractions import square_norm_of
+from backpack_core.contract.contractions import is_column, square_norm_of
 from backpack_core.contract.lookup import LookupProduct, scattered
-from backpack_core.contract.moments import is_column
 from backpack_core.contract.operations import (
     OpenFunction,
     as_formed,
     batch_sum,
+    formed,
     has_free_sum,
     is_formed,
     per_sample_square_sum,
@@ -38,6 +38,7 @@ from backpack_firstorder.squares import bounds
 
 # Key under which the least square that has all of its digits is kept, [V, N]; ``norms`` checks it.
 LEAST = "least exact square"
+_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of Moments
 
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
@@ -65,6 +66,20 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
     found = {batch_sum: total, square_sum: squares}
     result = {key: product.to_parameter(mat) for key, mat in found.items() if mat is not None}
     return result if norms is None else {**result, squared_norm: norms}
+
+
+@formed.register
+def formed_affine(product: AffineProduct) -> Tensor:
+    """With the moments that are needed and come cheaply; see :func:`contractions.products_with`."""
+    if product.inp is None:
+        return product.part(slice(0, product.columns), slice(0, product.samples))
+    wanted = [operation in product.needs for operation in _ALONG]
+    whole, along = contractions.products_with(*product.factors(product.inp), *wanted)
+    for operation, found in zip(_ALONG, along, strict=True):
+        if found is not None:
+            is_norm = operation is squared_norm
+            product.results[(operation,)] = found if is_norm else product.to_parameter(found)
+    return product.to_parameter(whole)
 
 
 @has_free_sum.register

@@ -16,6 +16,7 @@ from backpack_core import GraphExtension, GraphReading, LossGraph, View
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.merging import Refused
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
+from backpack_core.graph.nodes import refuse
 from backpack_core.graph.parameters import trained_in
 from backpack_secondorder.operators import (
     CurvatureOperator,
@@ -278,5 +279,7 @@ class _OfResiduals(_Collecting):
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
         self._require_losses("PCHMP")
-        graph.require_linear("the positive-curvature Hessian")
+        for node in graph.nonlinear():
+            why = "it is not known to be linear, and the positive-curvature Hessian needs that"
+            raise refuse(node, why)
         return self._stored(CurvatureOperator(graph, self._terms), graph)

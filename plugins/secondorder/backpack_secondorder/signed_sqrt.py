@@ -213,7 +213,7 @@ class SignedSqrt(Propagator):
             UnsupportedError: Columns have signs, which are those of positions.
         """
         assert quantity.columns is not None
-        if quantity.columns.signs is not None:
+        if any(root.signs is not None for root in quantity.columns.blocks):
             raise UnsupportedError(
                 "The Hessian of the loss is not known to be positive semi-definite, and the loss "
                 "received several entries of each sample on axis 0: keep positions as an extra "

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import repeat
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE, PIECE, even_size, memory_budget
 
 
@@ -26,12 +25,6 @@ class Moments(NamedTuple):
 
 
 NOTHING = Moments(None, None, None)
-
-
-def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one column without groups, plain factors, and no autograd to record."""
-    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
-    return is_one and not torch.is_grad_enabled()
 
 
 def moments_of_column(
