@@ -139,7 +139,7 @@ class BackwardPass:
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
-            when_reached(node, self, BackwardPass._reach_viewed, self.context.passes)
+            when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
         if is_first and self.is_outermost:
             clear(self.survey, self.context.extensions)
 
@@ -151,9 +151,9 @@ class BackwardPass:
         align(alignment, self.survey, self._walked, all(p.keeps_apart for p in self._asked))
         refusals.refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
-            when_reached(node, self.schedule, HookSchedule.reach, self.context.passes)
+            self.schedule.await_node(node)
         for node in add_leaves(self.survey):
-            when_reached(node, self, BackwardPass._reach_leaf, self.context.passes)
+            when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
@@ -310,13 +310,13 @@ class BackwardPass:
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
-        if self._sums is not None:
-            self._sums.leave()
+        for part in filter(None, (self._sums, self._sink.plain)):
+            part.leave()
+        for hook in self.schedule.hooks:
+            hook.remove()
         passes = self.context.passes
         for task in [t for t, p in passes.items() if p is self] if passes else ():
             del passes[task]
-        if self._sink.plain is not None:
-            self._sink.plain.leave()
 
     def finish(self) -> None:
         """Autograd is through: store what had to wait for that."""

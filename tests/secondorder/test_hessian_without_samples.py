@@ -68,6 +68,16 @@ EXACT: dict[str, Callable[[], Net]] = {
     "low rank": lambda: _net(
         lambda net, x: _hidden(net, x) @ (net.a @ net.b), a=_weight(D, 2), b=_weight(2, D)
     ),
+    "tied": lambda: _net(
+        lambda net, x: net.first(x) + F.linear(x.flip(1), net.first.weight)
+    ),
+    "added product": lambda: _net(
+        lambda net, x: torch.addcmul(net.b, _hidden(net, x), net.gain),
+        b=_weight(D), gain=_weight(D),
+    ),
+    "look-up": lambda: _net(
+        lambda net, x: net.first(x) * F.embedding((x[..., 0] > 0).long(), net.w), w=_weight(2, D)
+    ),
     "steps first": lambda: _net(lambda net, x: net.first(x.transpose(0, 1)).transpose(0, 1)),
 }  # fmt: skip
 

@@ -34,8 +34,11 @@ class Use(NamedTuple):
     def product(self, columns: Columns) -> SampleProduct:
         """``J_θᵀ mat`` for the columns of one root."""
         if isinstance(columns, ApartColumns):
-            return self.rule.apart_product(self.view, self.name, columns)
-        return self.rule.param_product(self.view, self.name, columns.mat)
+            product = self.rule.apart_product(self.view, self.name, columns)
+        else:
+            product = self.rule.param_product(self.view, self.name, columns.mat)
+        product.roots = columns.sizes
+        return product
 
 
 class HessianReading(Reading):

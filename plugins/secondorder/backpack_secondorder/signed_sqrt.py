@@ -243,9 +243,7 @@ class SignedSqrt(Propagator):
         """``J_xᵀ H J_x`` for a call with a single live input."""
 
         def push(mat: Tensor) -> Tensor:
-            product = rule.jac_t_mat_prod(view, mat)[position]
-            assert product is not None
-            return product
+            return _pushed(rule, view, mat, position)
 
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
@@ -286,6 +284,14 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
     return quantity.block is not None or width > size_out + size_in
 
 
+def _pushed(rule: LayerRule, view: View, mat: Tensor, position: int) -> Tensor:
+    """``J_xᵀ mat``; zero for an input of which the output takes no more than the shape."""
+    product = rule.jac_t_mat_prod(view, mat)[position]
+    if product is not None:
+        return product
+    return mat.new_zeros(*mat.shape[:2], *view.stored.inputs[position].shape[1:])
+
+
 def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
     """Whether all samples have the same Jacobian, and it fits into memory."""
     if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
@@ -301,9 +307,7 @@ def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> F
     step = max(1, memory_budget() // max(1, first.nbytes))
     rows = []
     for some in slices(size, step):
-        product = rule.jac_t_mat_prod(one, unit_vectors(first, some))[position]
-        assert product is not None
-        rows.append(product)
+        rows.append(_pushed(rule, one, unit_vectors(first, some), position))
     jacobian = torch.cat(rows)
     scale = jacobian.new_ones(len(diagonal), *jacobian.shape[2:])
     return Factored(jacobian, diagonal.flatten(1).T, scale)
