@@ -112,8 +112,8 @@ class BackwardPass:
         self._sums: SumCheck | None = None
         if groups or whole:
             self._look_around(roots)
-            if gradients or whole:  # else there may be more before the roots
-                refusals.refuse_other_terms(self.survey, roots, self._of_losses)
+            if gradients or whole or not (self.is_outermost or is_part):  # else more may come
+                refusals.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
             self._begin_measuring(roots, gradients)
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -214,9 +214,8 @@ class BackwardPass:
         self.schedule.cross(node, grads)  # its hooks are running already
 
     def _reach_viewed(self, grads: Grads) -> None:
-        node = current_node()
-        self._visit_views(node, dict(enumerate(grads)))
-        self.schedule.cross(node, grads)
+        self._visit_views(current_node(), dict(enumerate(grads)))
+        self.schedule.reach(grads)
 
     def _visit_views(self, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
@@ -314,9 +313,8 @@ class BackwardPass:
             part.leave()
         for hook in self.schedule.hooks:
             hook.remove()
-        passes = self.context.passes
-        for task in [t for t, p in passes.items() if p is self] if passes else ():
-            del passes[task]
+        for task in [t for t, p in self.context.passes.items() if p is self]:
+            del self.context.passes[task]
 
     def finish(self) -> None:
         """Autograd is through: store what had to wait for that."""

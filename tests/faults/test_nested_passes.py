@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import backpack
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import (
-    KFLR,
     KFRA,
     BatchGrad,
     ClippedSumGrad,
@@ -346,17 +345,3 @@ def test_optimiser_in_a_hook(name: str) -> None:
         with backpack(*expectation.extensions):
             loss.backward()
         expectation.compare(problem.parameters)
-
-
-def test_a_pass_that_failed_and_is_still_held_by_its_error() -> None:
-    """Of two parameters that functions use, autograd does not get to the second one."""
-    net = Net(
-        lambda net, x: (x[:, None] * net.a).sum(2) + (x.sin()[:, None] * net.b).sum(2),
-        a=nn.Parameter(torch.randn(3, 2)), b=nn.Parameter(torch.randn(3, 2)),
-    )  # fmt: skip
-    problem = Problem(net, (torch.randn(4, 2),), nn.CrossEntropyLoss(), torch.randint(3, (4,)))
-    try:
-        problem.run(KFLR())
-    except BackpackError:  # the traceback of which holds the pass, as the frame holds the error
-        problem.run(KFLR(fail_mode="block"))
-    assert [p.kflr.structure for p in problem.parameters] == ["block", "block"]  # type: ignore[attr-defined]

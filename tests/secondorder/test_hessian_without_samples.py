@@ -194,7 +194,8 @@ def test_what_is_left_out(name: str, chosen: list[int] | None, size: int | None)
     named = dict(zip(problem.parameters, expected, strict=True))
     for path, parameter in problem.model.named_parameters():
         if path in LEFT_OUT[name]:
-            assert not hasattr(parameter, "diag_h") and not hasattr(parameter, "diag_h_batch")
+            assert not hasattr(parameter, "diag_h")
+            assert not hasattr(parameter, "diag_h_batch")
             continue
         right = named[parameter] if chosen is None else named[parameter][chosen]
         assert_close(parameter.diag_h_batch, right)  # type: ignore[attr-defined]

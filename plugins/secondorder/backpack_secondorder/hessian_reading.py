@@ -87,7 +87,7 @@ class HessianReading(Reading):
             for root in () if hessian.columns is None else hessian.columns.sizes:
                 number = id(view.parameter_itself(name))
                 if isinstance(root, Missing) and number in root.parameters:
-                    raise UnsupportedError(str(root.error))
+                    raise UnsupportedError(root.why)
         total: Tensor | None = None
         for uses in _in_parts(self._uses):
             for root, products in _by_root(uses).items():

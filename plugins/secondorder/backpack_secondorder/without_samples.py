@@ -31,18 +31,18 @@ class Missing(Root):
     """The root of a column of zeros. It says of which parameters a part has been left out.
 
     Attributes:
-        error: Why.
+        why: What the error says.
         parameters: Which they are, by ``id``.
     """
 
-    error: UnsupportedError = UnsupportedError()
+    why: str = ""
     parameters: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, error: UnsupportedError, leaves: Iterable[Node]) -> Missing:
         """For the parameters of some leaves of the graph."""
         parameters = frozenset(id(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
-        return cls("missing", error=error, parameters=parameters)
+        return cls("missing", why=str(error), parameters=parameters)
 
     def beside(self, quantity: Hessian) -> Hessian:
         """The quantity, at a call where it is columns, with the column of zeros.
@@ -51,7 +51,7 @@ class Missing(Root):
             UnsupportedError: There are no columns beside which it could travel.
         """
         if quantity.columns is None:
-            raise self.error
+            raise UnsupportedError(self.why)
         first = next(iter(quantity.columns.blocks.values()))
         zeros = quantity.columns.like({self: first.new_zeros(1, *first.shape[1:])})
         branched = quantity.branched | {self}
