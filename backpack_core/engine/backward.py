@@ -309,7 +309,8 @@ class BackwardPass:
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
-        for part in filter(None, (self._sums, self._sink.plain)):
+        checked: list[SumCheck | PlainGradient | None] = [self._sums, self._sink.plain]
+        for part in filter(None, checked):
             part.leave()
         for hook in self.schedule.hooks:
             hook.remove()
