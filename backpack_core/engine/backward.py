@@ -309,9 +309,10 @@ class BackwardPass:
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
-        checked: list[SumCheck | PlainGradient | None] = [self._sums, self._sink.plain]
-        for part in filter(None, checked):
-            part.leave()
+        if self._sums is not None:
+            self._sums.leave()
+        if self._sink.plain is not None:
+            self._sink.plain.leave()
         for hook in self.schedule.hooks:
             hook.remove()
         for task in [t for t, p in self.context.passes.items() if p is self]:
