@@ -112,8 +112,8 @@ class BackwardPass:
         self._sums: SumCheck | None = None
         if groups or whole:
             self._look_around(roots)
-            if gradients or whole:  # else there may be more before the roots
-                refusals.refuse_other_terms(self.survey, roots, self._of_losses)
+            if gradients or whole or not (self.is_outermost or is_part):  # else more may come
+                refusals.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
             self._begin_measuring(roots, gradients)
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -139,7 +139,7 @@ class BackwardPass:
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
-            when_reached(node, self, BackwardPass._reach_viewed, self.context.passes)
+            when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
         if is_first and self.is_outermost:
             clear(self.survey, self.context.extensions)
 
@@ -151,9 +151,9 @@ class BackwardPass:
         align(alignment, self.survey, self._walked, all(p.keeps_apart for p in self._asked))
         refusals.refuse_misaligned(self.survey, alignment, self._asked)
         for node in alignment.starts.keys() - known:
-            when_reached(node, self.schedule, HookSchedule.reach, self.context.passes)
+            self.schedule.await_node(node)
         for node in add_leaves(self.survey):
-            when_reached(node, self, BackwardPass._reach_leaf, self.context.passes)
+            when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
@@ -214,9 +214,8 @@ class BackwardPass:
         self.schedule.cross(node, grads)  # its hooks are running already
 
     def _reach_viewed(self, grads: Grads) -> None:
-        node = current_node()
-        self._visit_views(node, dict(enumerate(grads)))
-        self.schedule.cross(node, grads)
+        self._visit_views(current_node(), dict(enumerate(grads)))
+        self.schedule.reach(grads)
 
     def _visit_views(self, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
@@ -311,11 +310,12 @@ class BackwardPass:
         """The pass is over, however it ended."""
         if self._sums is not None:
             self._sums.leave()
-        passes = self.context.passes
-        for task in [t for t, p in passes.items() if p is self] if passes else ():
-            del passes[task]
         if self._sink.plain is not None:
             self._sink.plain.leave()
+        for hook in self.schedule.hooks:
+            hook.remove()
+        for task in [t for t, p in self.context.passes.items() if p is self]:
+            del self.context.passes[task]
 
     def finish(self) -> None:
         """Autograd is through: store what had to wait for that."""

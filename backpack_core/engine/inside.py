@@ -51,7 +51,7 @@ def read_here(
     node = rule.node_inside(view)
     if node is None or not will_execute(node):
         return trained
-    when_reached(node, traversal, _reach, schedule.passes)
+    when_reached(node, traversal, _reach, schedule)
     traversal.inside.setdefault(node, []).append((lane, view, carrier, quantity, later))
     return [use for use in trained if use not in later]
 

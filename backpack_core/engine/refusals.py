@@ -229,13 +229,16 @@ def curvature_of_losses(
     return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
 
 
-def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[Extension]) -> None:
+def refuse_other_terms(
+    survey: Survey, roots: Sequence[Edge], extensions: list[Extension], is_inside: bool
+) -> None:
     """Raise unless ``backward()`` is called on a weighted sum of extended losses only.
 
     Args:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
         extensions: Those whose quantity belongs to the extended losses.
+        is_inside: Whether it was called in a hook of another pass.
 
     Raises:
         NotExtendedError: There is no extended loss.
@@ -255,7 +258,14 @@ def refuse_other_terms(survey: Survey, roots: Sequence[Edge], extensions: list[E
     if site is None:
         return
     if not any(call.rule.is_loss for call, _ in survey.sites):
-        error = nothing_arrived(View(*next(iter(survey.sites))), type(extensions[0]).__name__)
+        name = type(extensions[0]).__name__
+        error = nothing_arrived(View(*next(iter(survey.sites))), name)
+        if is_inside:
+            error = errors.UnsupportedError(
+                f"{name} does not go through what a hook computes, and autograd was called in a "
+                "hook of this pass, as implicit layers do. Differentiate the steps themselves, "
+                "without the hook, or use first-order extensions, which follow it."
+            )
         place_between(error, survey, extensions[0])
         raise error
     raise errors.UnsupportedError(

@@ -209,6 +209,7 @@ class HookSchedule(Schedule):
         """
         super().__init__(chunks.survey, chunks.groups)
         self._chunks, self.passes = chunks, passes
+        self.hooks: list[Any] = []  # from before autograd began
 
     def _reached(
         self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
@@ -222,20 +223,23 @@ class HookSchedule(Schedule):
 
     def await_node(self, node: Node) -> None:
         """Have autograd call back when it has visited all consumers of the node."""
-        when_reached(node, self, HookSchedule.reach, self.passes)
+        when_reached(node, self, HookSchedule.reach, self)
 
     def reach(self, grads: Any) -> None:
         """Autograd is at a node: cross it."""
         self.cross(_torch.current_node(), grads)
 
 
-def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passes: Passes) -> None:
+def when_reached(
+    node: Node, owner: T, function: Callable[[T, Any], None], schedule: HookSchedule
+) -> None:
     """Have autograd call ``function(owner, gradients)`` when it reaches a node.
 
     It may never get there (``backward(inputs=...)``, an exception), and the hook then stays on the
-    node. So it holds neither the node nor the owner.
+    node. So it holds neither the node nor the owner. One from before autograd began is no task's:
+    it goes when the pass is over, whose owner the traceback of an error may hold for longer.
     """
-    this, task = weakref.ref(owner), _torch.graph_task_id()
+    this, task, passes = weakref.ref(owner), _torch.graph_task_id(), schedule.passes
 
     def reached(grads: Any) -> None:
         now = _torch.graph_task_id()
@@ -247,6 +251,8 @@ def when_reached(node: Node, owner: T, function: Callable[[T, Any], None], passe
             guarded(passes, function, found, grads)
 
     handle = node.register_prehook(reached)
+    if task < 0:
+        schedule.hooks.append(handle)
 
 
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:

@@ -61,7 +61,7 @@ _SHARED = {
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
 )
-FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv"], (1, 2))
+FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
 
 _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
 

@@ -49,6 +49,7 @@ LINEAR: dict[str, Function] = {
     "CumsumBackward0": lambda x: x.cumsum(1),
     "DiagonalBackward0": lambda x: _square(x).diagonal(1, 1, 2),
     "DiagonalBackward0_copy": lambda x: torch.diagonal_copy(_square(x), 1, 1, 2),
+    "EmbeddingBackward0": lambda x: F.embedding(_index(x), x[0]),
     "ExpandBackward0": lambda x: x[:, None].expand(2, 3, 4, 6),
     "ExpandBackward0_copy": lambda x: aten.expand_copy(x[:, None], (2, 3, 4, 6)),
     "FlipBackward0": lambda x: x.flip(1),
@@ -188,6 +189,7 @@ def _padded(x: Tensor) -> Tensor:
 
 # In each of two factors [2, 4, 4], and not in both.
 PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "AddcmulBackward0": lambda x, y: torch.addcmul(torch.ones(4), x, y),
     "AddmmBackward0": lambda x, y: torch.addmm(torch.ones(4), x[0], y[1]),
     "AddmvBackward0": lambda x, y: torch.addmv(torch.ones(4), x[0], y[0, 1]),
     "BaddbmmBackward0": lambda x, y: torch.baddbmm(torch.ones(4), x, y),

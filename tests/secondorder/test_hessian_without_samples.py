@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core.errors import BridgeError, UnsupportedError
+from backpack_core.errors import BackpackWarning, BridgeError, UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagHessian
 from tests.cases import Net, Problem
+from tests.oracle import assert_close
 from tests.secondorder.problems import hessians
 from tests.secondorder.test_diag_hessian import diagonals
 
@@ -67,6 +68,16 @@ EXACT: dict[str, Callable[[], Net]] = {
     "F.linear": lambda: _net(lambda net, x: F.linear(_hidden(net, x), net.w), w=_weight(D, D)),
     "low rank": lambda: _net(
         lambda net, x: _hidden(net, x) @ (net.a @ net.b), a=_weight(D, 2), b=_weight(2, D)
+    ),
+    "tied": lambda: _net(
+        lambda net, x: net.first(x) + F.linear(x.flip(1), net.first.weight)
+    ),
+    "added product": lambda: _net(
+        lambda net, x: torch.addcmul(net.b, _hidden(net, x), net.gain),
+        b=_weight(D), gain=_weight(D),
+    ),
+    "look-up": lambda: _net(
+        lambda net, x: net.first(x) * F.embedding((x[..., 0] > 0).long(), net.w), w=_weight(2, D)
     ),
     "steps first": lambda: _net(lambda net, x: net.first(x.transpose(0, 1)).transpose(0, 1)),
 }  # fmt: skip
@@ -155,3 +166,37 @@ def test_a_loss_of_merged_positions() -> None:
     loss = -lossfunc(problem.model(*problem.inputs).flatten(0, 1), problem.target.flatten())
     with pytest.raises(UnsupportedError, match="positive semi-definite"), backpack(DiagHessian()):
         loss.backward()
+
+
+LEFT_OUT = {
+    "exponential": {"w"},
+    "quotient": {"w"},
+    "square": {"w"},
+    "one after the other": {"w"},
+    "tied": {"first.weight"},
+    "function before its module": {"second.weight"},
+    "normalised table": {"table.weight"},
+}
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("chosen", [None, [2, 0, 2]])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_left_out(name: str, chosen: list[int] | None, size: int | None) -> None:
+    """With ``fail_mode="warning"``, the others are exact."""
+    problem = _problem(REFUSED[name][0]())
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    with pytest.warns(BackpackWarning, match=REFUSED[name][1]):
+        problem.run(
+            DiagHessian(chosen, fail_mode="warning", chunk_size=size),
+            BatchDiagHessian(chosen, fail_mode="warning", chunk_size=size),
+        )
+    named = dict(zip(problem.parameters, expected, strict=True))
+    for path, parameter in problem.model.named_parameters():
+        if path in LEFT_OUT[name]:
+            assert not hasattr(parameter, "diag_h")
+            assert not hasattr(parameter, "diag_h_batch")
+            continue
+        right = named[parameter] if chosen is None else named[parameter][chosen]
+        assert_close(parameter.diag_h_batch, right)  # type: ignore[attr-defined]
+        assert_close(parameter.diag_h, right.sum(0))  # type: ignore[attr-defined]

@@ -105,7 +105,10 @@ class ClippedSumGrad(FirstOrderExtension):
 
     ``clipping="flat"`` takes the norm over all parameters of the model that the backward pass
     reaches, ``"per_layer"`` over the parameters of each module by itself (Abadi et al., 2016,
-    arXiv:1607.00133, section 3.1; McMahan et al., 2018, arXiv:1710.06963).
+    arXiv:1607.00133, section 3.1; McMahan et al., 2018, arXiv:1710.06963). A parameter counts with
+    the module whose layer rule reads it: all of ``nn.MultiheadAttention``, ``out_proj`` included,
+    is clipped together. Without a rule, it counts with the module that owns it; if several modules
+    use it, with the one that runs first.
 
     Norms are computed during the backward pass, sums at its end. Each layer chooses the cheaper of
     two ways, by multiply-adds and memory reads (Bu et al., 2022, arXiv:2205.10683, section 4):

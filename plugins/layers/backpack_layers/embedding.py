@@ -59,6 +59,7 @@ class EmbeddingRule(LookupRule):
     """``y[n, s] = W[x[n, s]]``. The input is integer and has no derivative."""
 
     module_types = (Embedding,)
+    hessian_is_zero = True
 
     def lookup_columns(self, view: View, mat: Tensor) -> Tensor:
         """The columns at the position of the token."""

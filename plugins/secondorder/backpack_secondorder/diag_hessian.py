@@ -33,9 +33,13 @@ class HessianExtension(SecondOrderExtension):
                 whole batch.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+                With ``"warning"`` and ``"silent"``, parameters that enter nonlinearly have no
+                value either, and the others do.
             chunk_size: How many columns to carry at once; default: by the memory budget.
         """
-        super().__init__(SignedSqrt(as_subsampling(subsampling)), savefield, fail_mode)
+        leaves_out = fail_mode in ("warning", "silent")
+        propagator = SignedSqrt(as_subsampling(subsampling), leaves_out)
+        super().__init__(propagator, savefield, fail_mode)
         self.chunk_size = as_chunk_size(chunk_size)
 
 

@@ -21,6 +21,7 @@ from backpack_core.tuning import column_budget
 from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
+from backpack_secondorder.without_samples import Missing
 
 
 class Use(NamedTuple):
@@ -45,15 +46,9 @@ class HessianReading(Reading):
     """``H`` at the outputs of all layers that use the parameter."""
 
     def __init__(self, uses: Sequence[Use]) -> None:
-        """Store the uses.
-
-        Raises:
-            UnsupportedError: A layer is not known to be linear in the parameter.
-        """
+        """Store the uses."""
         first = uses[0]
         super().__init__(first.view.parameter_itself(first.name).shape)
-        for rule, view, name, _ in uses:
-            require_linear(rule, view, name)
         self._uses = tuple(uses)
 
     def join(self, others: Sequence[HessianReading]) -> HessianReading:
@@ -82,7 +77,17 @@ class HessianReading(Reading):
 
         Returns:
             Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
+
+        Raises:
+            UnsupportedError: A layer is not known to be linear in the parameter, or what led here
+                misses a part.
         """
+        for rule, view, name, hessian in self._uses:
+            require_linear(rule, view, name)
+            for root in () if hessian.columns is None else hessian.columns.sizes:
+                number = id(view.parameter_itself(name))
+                if isinstance(root, Missing) and number in root.parameters:
+                    raise UnsupportedError(root.why)
         total: Tensor | None = None
         for uses in _in_parts(self._uses):
             for root, products in _by_root(uses).items():

@@ -8,6 +8,7 @@ elementwise function is diagonal, and stays diagonal through further elementwise
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +44,14 @@ from backpack_secondorder.residual import (
     require_one_input,
     unit_vectors,
 )
-from backpack_secondorder.without_samples import couples_nothing, require_one_entry
+from backpack_secondorder.without_samples import (
+    Missing,
+    coupled,
+    couples_nothing,
+    leaves_behind,
+    needs_one_entry,
+    require_one_entry,
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +60,13 @@ class SignedSqrt(Propagator):
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
+        leaves_out: Whether what is refused where no sample has a part concerns the parameters
+            behind it alone (:class:`Missing`), rather than all.
     """
 
     keeps_apart = True
     subsampling: tuple[int, ...] | None = None
+    leaves_out: bool = False
 
     @property
     def _of_columns(self) -> LossSqrt:
@@ -94,6 +105,9 @@ class SignedSqrt(Propagator):
         if len(live) > 1:
             require_one_input(rule, view)
         quantity = self.rooted(quantity)
+        if self.leaves_out and not (rule.hessian_is_zero or view.positions):
+            error = needs_one_entry(view, "it is nonlinear")
+            quantity = Missing.of(error, leaves_behind(view)).beside(quantity)
         if quantity.columns is None:
             return {}
         products = rule.jac_t_mat_prod(view, quantity.columns.flat)
@@ -108,6 +122,8 @@ class SignedSqrt(Propagator):
         live = live_inputs(view)
         if rule.hessian_is_zero or not live:
             return {}
+        if self.leaves_out and not view.positions:
+            return {}  # which has been noted where the Hessian went through
         require_one_entry(view, Hessian(), "it is nonlinear")
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
@@ -179,19 +195,41 @@ class SignedSqrt(Propagator):
         columns = {nr: q.columns for nr, q in arrived.items() if q.columns is not None}
         branched = frozenset[Root]().union(*(q.branched for q in arrived.values()))
         is_apart = any(quantity.is_apart for quantity in arrived.values())
-        if there.batch_size and couples_nothing(node, there, is_apart):
+        root: Root = Root("nothing")
+        try:
+            is_whole = bool(there.batch_size) and couples_nothing(node, there, is_apart)
+        except UnsupportedError as error:
+            if not self.leaves_out:
+                raise
+            is_whole, root = True, Missing.of(error, coupled(node))
+        if is_whole:
             there = there._replace(grads=())
         crossed = self._of_columns.cross(node, columns, there) if columns else []
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
         sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
-        if not columns:  # all were sent on in chunks; calls still wait for a quantity
-            sent = [
-                (i, _nothing(node, i, there))
+        if not columns or isinstance(root, Missing):  # something has to arrive at calls
+            sent += [
+                (i, self._nothing(node, i, there, root))
                 for i, (child, _) in enumerate(node.next_functions)
                 if child
             ]
         return add_residual(node, sent, there, self.subsampling) if there.grads else sent
+
+    def _nothing(self, node: Node, position: int, there: Crossing, root: Root) -> Hessian:
+        """Zero, at an operand of an operation; columns, where the root has something to say."""
+        is_apart, count = position in there.apart, 0
+        if isinstance(root, Missing):
+            chosen = Counter(n % there.batch_size for n in self.subsampling or (0,))
+            count = max(chosen.values())
+        if not (is_apart or count):
+            return Hessian()
+        child, number = node.next_functions[position]
+        assert child is not None
+        lead = (count, there.batch_size) if is_apart else (count,)
+        zeros = nodes.zeros_at(child, number, *lead)
+        kind = ApartColumns if is_apart else Columns
+        return Hessian(kind({root: zeros}), branched=frozenset([root] if count else []))
 
     def take_apart(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
         """As columns."""
@@ -243,9 +281,7 @@ class SignedSqrt(Propagator):
         """``J_xᵀ H J_x`` for a call with a single live input."""
 
         def push(mat: Tensor) -> Tensor:
-            product = rule.jac_t_mat_prod(view, mat)[position]
-            assert product is not None
-            return product
+            return _pushed(rule, view, mat, position)
 
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
@@ -261,16 +297,6 @@ class SignedSqrt(Propagator):
         return replace(quantity.as_columns().map_columns(push), factored=factored)
 
 
-def _nothing(node: Node, position: int, there: Crossing) -> Hessian:
-    """Zero, at an operand of an operation."""
-    if position not in there.apart:
-        return Hessian()
-    child, number = node.next_functions[position]
-    assert child is not None
-    zeros = nodes.zeros_at(child, number, 0, there.batch_size)
-    return Hessian(ApartColumns({Root("nothing"): zeros}))
-
-
 def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
     """Whether to send the block from both sides: fewer columns than there are, and it fits."""
     size_out = view.output_shape[1:].numel()
@@ -282,6 +308,14 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
     width = quantity.formed + quantity.unformed
     width -= 0 if quantity.block is None else len(quantity.block)
     return quantity.block is not None or width > size_out + size_in
+
+
+def _pushed(rule: LayerRule, view: View, mat: Tensor, position: int) -> Tensor:
+    """``J_xᵀ mat``; zero for an input of which the output takes no more than the shape."""
+    product = rule.jac_t_mat_prod(view, mat)[position]
+    if product is not None:
+        return product
+    return mat.new_zeros(*mat.shape[:2], *view.stored.inputs[position].shape[1:])
 
 
 def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
@@ -299,9 +333,7 @@ def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> F
     step = max(1, memory_budget() // max(1, first.nbytes))
     rows = []
     for some in slices(size, step):
-        product = rule.jac_t_mat_prod(one, unit_vectors(first, some))[position]
-        assert product is not None
-        rows.append(product)
+        rows.append(_pushed(rule, one, unit_vectors(first, some), position))
     jacobian = torch.cat(rows)
     scale = jacobian.new_ones(len(diagonal), *jacobian.shape[2:])
     return Factored(jacobian, diagonal.flatten(1).T, scale)

@@ -7,9 +7,13 @@ nothing, where the operation is a product and its factors have no parameter in c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
 from torch.autograd.graph import Node
 
 from backpack_core import View
+from backpack_core.contract.columns import Root
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
@@ -20,6 +24,59 @@ _INSTEAD = (
     "Use DiagHMP, which takes a product for every entry, or the generalised Gauss-Newton matrix "
     "(DiagGGNExact)."
 )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Missing(Root):
+    """The root of a column of zeros. It says of which parameters a part has been left out.
+
+    Attributes:
+        why: What the error says.
+        parameters: Which they are, by ``id``.
+    """
+
+    why: str = ""
+    parameters: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, error: UnsupportedError, leaves: Iterable[Node]) -> Missing:
+        """For the parameters of some leaves of the graph."""
+        parameters = frozenset(id(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
+        return cls("missing", why=str(error), parameters=parameters)
+
+    def beside(self, quantity: Hessian) -> Hessian:
+        """The quantity, at a call where it is columns, with the column of zeros.
+
+        Raises:
+            UnsupportedError: There are no columns beside which it could travel.
+        """
+        if quantity.columns is None:
+            raise UnsupportedError(self.why)
+        first = next(iter(quantity.columns.blocks.values()))
+        zeros = quantity.columns.like({self: first.new_zeros(1, *first.shape[1:])})
+        branched = quantity.branched | {self}
+        return replace(quantity, columns=quantity.columns.merge(zeros), branched=branched)
+
+
+def coupled(node: Node) -> set[Node]:
+    """The leaves in two of which an operation has a second derivative, as far as is known.
+
+    For a product, those that both factors depend on, and none if one is a constant. For a quotient,
+    those of the denominator; for any other operation, all behind it.
+    """
+    operation, behind = nodes.operation_of(node), [child for child, _ in node.next_functions]
+    positions = nodes.FACTORS.get(operation)
+    if positions is None:
+        starts = behind[1:] if operation in nodes.QUOTIENTS else behind
+        return {*_leaves([child for child in starts if child is not None])}
+    factors = [behind[p] for p in positions if p < len(behind)]
+    leaves = [{*_leaves([child])} for child in factors if child is not None]
+    return leaves[0] & leaves[1] if len(leaves) > 1 else set()
+
+
+def leaves_behind(view: View) -> list[Node]:
+    """The leaves behind the inputs of a call."""
+    return _leaves([edge.node for edge in view.call.edges if edge is not None])
 
 
 def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
@@ -52,9 +109,7 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
             "it is nonlinear, and works on a parameter or on a tensor without samples",
             _INSTEAD,
         )
-    factors = [behind[p] for p in nodes.FACTORS[operation] if p < len(behind)]
-    leaves = [{*_leaves(child)} for child in factors if child is not None]
-    if len(leaves) > 1 and not leaves[0].isdisjoint(leaves[1]):
+    if coupled(node):
         raise nodes.refuse(
             node,
             "it multiplies a tensor without samples with one that depends on the same parameter, "
@@ -64,8 +119,8 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
     return True
 
 
-def _leaves(node: Node) -> list[Node]:
-    return [found for found in reached([node], children_of) if nodes.is_leaf(found)]
+def _leaves(starts: list[Node]) -> list[Node]:
+    return [found for found in reached(starts, children_of) if nodes.is_leaf(found)]
 
 
 def require_one_entry(view: View, quantity: Hessian, what: str) -> None:
@@ -75,7 +130,12 @@ def require_one_entry(view: View, quantity: Hessian, what: str) -> None:
         UnsupportedError: It does.
     """
     if view.positions != 1 or quantity.is_apart:
-        raise UnsupportedError(
-            f"The Hessian at {view.path} needs samples on axis 0, one entry each, where {what}: "
-            f"keep positions as an extra dimension, [N, T, D]. {_INSTEAD}"
-        )
+        raise needs_one_entry(view, what)
+
+
+def needs_one_entry(view: View, what: str) -> UnsupportedError:
+    """The error of :func:`require_one_entry`."""
+    return UnsupportedError(
+        f"The Hessian at {view.path} needs samples on axis 0, one entry each, where {what}: "
+        f"keep positions as an extra dimension, [N, T, D]. {_INSTEAD}"
+    )

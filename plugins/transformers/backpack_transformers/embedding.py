@@ -25,6 +25,7 @@ class EmbeddingRule(ProductRule):
     module_types = EMBEDDINGS
     params = ("weight",)
     linear_in_params = params
+    hessian_is_zero = True
 
     def check(self, view: View) -> None:
         """Refuse options that make a sample's gradient depend on the batch, and a wrong layout."""

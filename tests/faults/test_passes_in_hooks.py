@@ -1,0 +1,58 @@
+"""A pass after one that failed, with its error still at hand, and autograd called in a hook."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core.contract.extension import Extension
+from backpack_core.errors import BackpackError, UnsupportedError
+from backpack_core.extensions import KFLR, BatchGrad, DiagGGNExact, DiagHessian
+from tests.cases import Net, Problem
+
+pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+
+
+def test_a_pass_that_failed_and_is_still_held_by_its_error() -> None:
+    """Of two parameters that functions use, autograd does not get to the second one."""
+    net = Net(
+        lambda net, x: (x[:, None] * (net.a + net.b)).sum(2),
+        a=nn.Parameter(torch.randn(3, 2)), b=nn.Parameter(torch.randn(3, 2)),
+    )  # fmt: skip
+    problem = Problem(net, (torch.randn(4, 2),), nn.CrossEntropyLoss(), torch.randint(3, (4,)))
+    try:
+        problem.run(KFLR())
+    except BackpackError:  # the traceback of which holds the pass, as the frame holds the error
+        problem.run(KFLR(fail_mode="block"))
+    assert [p.kflr.structure for p in problem.parameters] == ["block", "block"]  # type: ignore[attr-defined]
+
+
+def _implicit(net: Net, x: Tensor) -> Tensor:
+    """``z = tanh(0.1 W z + x)``; a hook solves for the gradient behind it."""
+    with torch.no_grad():
+        z = torch.zeros_like(x)
+        for _ in range(20):
+            z = torch.tanh(0.1 * net.inner(z) + x)
+    z = torch.tanh(0.1 * net.inner(z) + x)
+    start = z.detach().requires_grad_()
+    step = torch.tanh(0.1 * net.inner(start) + x)
+
+    def solve(grad: Tensor) -> Tensor:
+        found = grad
+        for _ in range(20):
+            (pulled,) = torch.autograd.grad(step, start, found, retain_graph=True)
+            found = grad + pulled
+        return found
+
+    z.register_hook(solve)
+    return net.last(z)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, KFLR, DiagHessian])
+def test_curvature_of_an_implicit_layer(extension: type[Extension]) -> None:
+    net = Net(_implicit, inner=nn.Linear(3, 3), last=nn.Linear(3, 2))
+    problem = Problem(net, (torch.randn(4, 3),), nn.CrossEntropyLoss(), torch.randint(2, (4,)))
+    problem.run(BatchGrad())
+    with pytest.raises(UnsupportedError, match="autograd was called in a hook of this pass"):
+        problem.run(extension())  # type: ignore[call-arg]
