@@ -167,7 +167,7 @@ def print_providers(problem: Problem, extensions: list[Extension]) -> None:
     lines = []
     for module in (*problem.model, problem.lossfunc):
         found = registry.resolve(module)
-        rule = "automatic differentiation" if found.is_fallback else type(found.rule).__name__
+        rule = "none: read at operations" if found.is_fallback else type(found.rule).__name__
         where = found.provenance
         lines.append([type(module).__name__, rule, where.plugin, str(where)])
     for extension in extensions:

@@ -59,6 +59,7 @@ class Schedule(ABC):
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
         self._started: set[Node] = set()
+        self.hooks: list[Any] = []  # from before autograd began
         self._is_read: dict[bool, dict[Node, bool]] = {True: {}, False: {}}  # by keeps_apart
         self._leaves = 0
 
@@ -209,7 +210,6 @@ class HookSchedule(Schedule):
         """
         super().__init__(chunks.survey, chunks.groups)
         self._chunks, self.passes = chunks, passes
-        self.hooks: list[Any] = []  # from before autograd began
 
     def _reached(
         self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing

@@ -40,7 +40,7 @@ class Cell:
 
     Attributes:
         kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
-            form of product that the rule gives; ``"autodiff"``: by automatic differentiation,
+            form of product that the rule gives; ``"autodiff"``: where operations use them,
             since there is no rule; ``"graph"``: from the graph of the loss, whatever the layer is;
             ``"refused"``: it raises; ``"-"``: there is nothing to compute.
         reason: Why it raises.

@@ -39,7 +39,7 @@ class MatrixExtension(SecondOrderExtension):
     - ``"diagonal"``: its diagonal, exact, a vector ``[P]``.
 
     What is stored then holds that as its only factor, and its ``structure`` says which it is.
-    Modules without a rule are differentiated automatically, as with ``"autodiff"``.
+    Parameters of modules without a rule are read where operations use them, as with ``"autodiff"``.
 
     Attributes:
         fallback: ``"block"``, ``"diagonal"`` or ``None``.
