@@ -13,6 +13,8 @@ from torch import Tensor
 
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.record.structure import map_tensors
+from backpack_core.record.switch import disable
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 from backpack_core.values import any_of
@@ -75,6 +77,21 @@ class LossRule(LayerRule):
         The module's reduction (:meth:`normalisation`) times the gradient that arrives.
         """
         return self._scale(view) * self.normalisation(view)
+
+    def gradient(self, view: View) -> Tensor:
+        """Gradient of each sample's loss, with :meth:`factor` in front. Shape ``[N, *in]``."""
+        whole = view.full
+        x = whole.input
+        if not (view.is_differentiable and x.requires_grad):
+            x = x.detach().requires_grad_()
+        first = whole.values.inputs[0]
+        args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
+        with disable(), torch.enable_grad():
+            output = whole.module(*args, **kwargs)
+        (gradient,) = torch.autograd.grad(
+            output, x, whole.grad_output, create_graph=view.is_differentiable
+        )
+        return gradient if view.indices is None else gradient[list(view.indices)]
 
     def sqrt_hessian(self, view: View) -> Tensor:
         """Exact square root of the loss Hessian, including the gradient that arrives.
