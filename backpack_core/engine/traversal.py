@@ -278,17 +278,17 @@ class Traversal:
     def _carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module; the rules, for all modules, where nobody else may."""
         group = self.groups[lane]
-        if group.has_overrides and not isinstance(view.call.rule, BareRule):
-            extension = group.extensions[0]  # the only one
-            found = registry.override(extension, view.call.module)
-            if found is not None:
-                fault = self.survey.alignment.faults.get((view.call, view.index))
-                if fault is not None:
-                    raise fault
-                return found(extension, group.propagator)
+        if not group.has_overrides:
+            known = self._carriers[lane] = RuleCarrier(group, self.survey)
+            return known
+        extension, is_bare = group.extensions[0], isinstance(view.call.rule, BareRule)
+        found = None if is_bare else registry.override(extension, view.call.module)
+        if found is None:
             return RuleCarrier(group, self.survey)
-        known = self._carriers[lane] = RuleCarrier(group, self.survey)
-        return known
+        fault = self.survey.alignment.faults.get((view.call, view.index))
+        if fault is not None:
+            raise fault
+        return found(extension, group.propagator)
 
     # Reading -------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from backpack_core.errors import PluginConflictError, PluginError, PluginVersion
 from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
+from tests.cases import Net
 
 ROOT = Path(__file__).parents[2]
 AUTHORS = ROOT / "docs" / "authors"
@@ -189,6 +190,18 @@ def test_a_carrier_of_one_instance() -> None:
     extension.carriers[nn.Linear] = Special
     assert counted(linear, extension) == "special"
     assert counted(linear, Count()) == 3
+
+
+def test_a_carrier_beside_a_parameter_that_an_operation_uses() -> None:
+    """What answers for the parameter, which autograd reaches first, answers for nothing else."""
+    extension = Count()
+    extension.carriers[nn.Linear] = Special
+    linear, table = nn.Linear(2, 1, bias=False), nn.Parameter(torch.ones(1))
+    net = Net(lambda net, x: net.linear(x) + net.table, linear=linear, table=table)
+    model, lossfunc = extend(net), extend(nn.MSELoss())
+    with backpack(extension):
+        lossfunc(model(torch.rand(3, 2)), torch.rand(3, 1)).backward()
+    assert (linear.weight.count, table.count) == ("special", 3)
 
 
 def test_two_carriers_for_a_pair_are_a_conflict() -> None:
