@@ -25,7 +25,7 @@ from backpack_core.contract.operations import (
     square_sum,
     weighted_sum,
 )
-from backpack_core.contract.product import Piece, SampleProduct, misfit
+from backpack_core.contract.product import DenseProduct, Piece, SampleProduct, misfit
 from backpack_core.contract.rows import JoinedRows, Rows
 
 R = TypeVar("R")
@@ -154,6 +154,13 @@ def reads_formed(product: AffineProduct) -> bool:
     return product.inp is None or (is_formed(product) and product.positions > 1)
 
 
+def _formed(product: AffineProduct) -> DenseProduct:
+    """The product with ``M`` formed; of a bias with one position, which nobody keeps, a view."""
+    if product.inp is None and product.positions == 1 and not is_formed(product):
+        return DenseProduct(product.to_parameter(product.out.squeeze(2)))
+    return as_formed(product)
+
+
 def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Register a version of an operation for weights: a function ``(product, inp, *arguments)``.
 
@@ -164,7 +171,7 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
     def register(contract: Callable[..., R]) -> Callable[..., R]:
         def version(product: AffineProduct, *arguments: Any) -> R:
             if product.inp is None or reads_formed(product):
-                formed = as_formed(product)
+                formed = _formed(product)
                 known = None if arguments else product.results.get((operation,))
                 read: R = operation(formed, *arguments) if known is None else known
                 return read

@@ -18,7 +18,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from backpack_core.contract.rows import DirectRows, Rows
+from backpack_core.contract.rows import DirectRows, Rows, whole
 from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
 
@@ -29,14 +29,14 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(columns, samples, groups, features, size)
     if positions == 1:
-        return out.permute(0, 1, 3, 4, 2) * inp[:].transpose(1, 2)
+        return out.permute(0, 1, 3, 4, 2) * whole(inp).transpose(1, 2)
     if torch.is_grad_enabled():
-        whole = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
-        return whole.reshape(columns, samples, groups, features, size)
+        found = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
+        return found.reshape(columns, samples, groups, features, size)
     if is_column(inp, out):
         left = out.reshape(samples, positions, features)
-        whole = torch.bmm(left.mT, inp.reshape(samples, positions, size))
-        return whole.view(1, samples, 1, features, size)
+        found = torch.bmm(left.mT, inp.reshape(samples, positions, size))
+        return found.view(1, samples, 1, features, size)
     result = out.new_empty(columns, samples, groups, features, size)
     for _ in form(out, inp, result):
         pass
@@ -67,10 +67,12 @@ def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, 
 def square_sum(out: Tensor, inp: Rows) -> Tensor:
     """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
     if out.shape[2] == 1 and not is_empty(out, inp):
-        squares = out[0].square() if len(out) == 1 else out.square().sum(0)
-        left = squares.squeeze(1)  # [N, G, O]
-        right = inp[:].square().squeeze(1)  # [N, G, I]
-        return torch.bmm(left.permute(1, 2, 0), right.transpose(0, 1))
+        left, right = out.square(), whole(inp).square()  # [V, N, 1, G, O], [N, 1, G, I]
+        left = left.sum(0) if len(left) > 1 else left
+        if right.shape[2] == 1:
+            return torch.mm(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
+        left = left.reshape(-1, *left.shape[-2:])  # [N, G, O]
+        return torch.bmm(left.permute(1, 2, 0), right.squeeze(1).transpose(0, 1))
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
     for _, _, piece in pieces(out, inp):
         result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))

@@ -24,6 +24,11 @@ class Rows(Protocol):
         """The inputs of some samples, ``[n, S, G, I]``."""
 
 
+def whole(inp: Rows) -> Tensor:
+    """The inputs of all samples; a tensor as it is, since to cut it takes a kernel's time."""
+    return inp if isinstance(inp, Tensor) else inp[:]
+
+
 class JoinedRows:
     """The inputs of several calls of one map, with their positions side by side."""
 

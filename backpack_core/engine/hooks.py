@@ -50,7 +50,7 @@ class OutputHook:
             if not _torch.keeps_graph():
                 self.call.release()
             return
-        begun = context.passes.get(graph_task_id())
+        begun = _known_pass(context)
         if begun is not None and begun.passes_by(self.call, self.index):
             return
         hooks = self.hooks()
@@ -70,23 +70,29 @@ class OutputHook:
         handle = current_node().register_prehook(after)
 
 
-def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
-    """The backward pass that is running; a new one if it was not known."""
+def _known_pass(context: Context) -> BackwardPass | None:
+    """The backward pass that is running, if it was announced, or has been here before."""
     task = graph_task_id()
     found: BackwardPass | None = context.passes.get(task)
-    if found is not None:
-        return found
-    announced: BackwardPass | None = context.announced[-1] if context.announced else None
-    inside = _torch.is_inside_function()
-    if announced is not None and not announced.is_running and not inside:
-        found = announced
-    else:
+    if found is None and context.announced and not _torch.is_inside_function():
+        announced: BackwardPass = context.announced[-1]
+        if not announced.is_running:
+            announced.is_running = True
+            found = context.passes[task] = announced
+    return found
+
+
+def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
+    """The backward pass that is running; a new one if it was not known."""
+    found = _known_pass(context)
+    if found is None:
+        announced = context.announced[-1] if context.announced else None
         outer = next(iter(context.passes.values()), announced)
-        found = BackwardPass(context, [edge], outer=outer, is_part=inside)
+        found = BackwardPass(context, [edge], outer=outer, is_part=_torch.is_inside_function())
         # Autograd owns it: it ends when autograd is through, or has failed.
         _torch.at_end_of_pass(found.finish)
-    found.is_running = True
-    context.passes[task] = found
+        found.is_running = True
+        context.passes[graph_task_id()] = found
     return found
 
 

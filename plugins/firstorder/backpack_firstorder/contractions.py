@@ -23,7 +23,7 @@ from backpack_core.contract.contractions import (
     square_sum,
     sums,
 )
-from backpack_core.contract.rows import Rows
+from backpack_core.contract.rows import Rows, whole
 from backpack_core.tuning import READ, SHARED
 from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
 
@@ -91,7 +91,7 @@ def weighed_norm(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor | None]:
         return out.new_zeros(out.shape[:2]), None
     if out.shape[2] == 1:
         left = square_norm_of(out.squeeze(2))  # [V, N, G]
-        right = square_norm_of(inp[:].squeeze(1))  # [N, G]
+        right = square_norm_of(whole(inp).squeeze(1))  # [N, G]
         squares, larger = left * right, torch.maximum(left.detach(), right.detach())
         if squares.shape[2] == 1:
             return squares.squeeze(2), larger.squeeze(2)

@@ -8,7 +8,7 @@ from torch import Tensor
 from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.contractions import add_squares, is_empty, pieces, products
 from backpack_core.contract.operations import per_sample_square_sum
-from backpack_core.contract.rows import Rows
+from backpack_core.contract.rows import Rows, whole
 
 
 @for_weights(per_sample_square_sum)
@@ -25,10 +25,10 @@ def contracted(out: Tensor, inp: Rows) -> Tensor:
     if positions == 1:
         squares = out[0].square() if columns == 1 else out.square().sum(0)
         left = squares.squeeze(1)  # [N, G, O]
-        return left.unsqueeze(-1) * inp[:].square().squeeze(1).unsqueeze(-2)
+        return left.unsqueeze(-1) * whole(inp).square().squeeze(1).unsqueeze(-2)
     if columns == 1 or torch.is_grad_enabled():
-        whole = products(out, inp)
-        squares = whole.square() if torch.is_grad_enabled() else whole.square_()
+        formed = products(out, inp)
+        squares = formed.square() if torch.is_grad_enabled() else formed.square_()
         return squares.squeeze(0) if columns == 1 else squares.sum(0)
     result = out.new_zeros(samples, groups, features, inp.shape[3])
     for _, rows, piece in pieces(out, inp):
