@@ -18,19 +18,10 @@ from backpack_core.errors import (
 from backpack_core.record.call import Call
 
 
-def mixing_node(node: Node) -> BackpackError:
-    """An operation between calls mixes samples."""
+def mixing(what: str) -> BackpackError:
+    """A call, or an operation between calls, mixes samples."""
     return SampleMixingError(
-        f"The graph contains a batch normalisation in train mode ({node.name()}): every "
-        "sample influences every other, so per-sample quantities do not exist. Call "
-        "model.eval(), or use GroupNorm or LayerNorm."
-    )
-
-
-def mixing_call(call: Call) -> BackpackError:
-    """A call mixes samples."""
-    return SampleMixingError(
-        f"{call.path} makes every sample of the batch influence every other (a batch "
+        f"{what} makes every sample of the batch influence every other (a batch "
         "normalisation in train mode does), so per-sample quantities do not exist. Call "
         "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
     )

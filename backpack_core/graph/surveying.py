@@ -102,7 +102,7 @@ def _check(survey: Survey, site: Site) -> None:
     survey.axes[call, index] = axis = rule.batch_axis(view, index)
     survey.is_declared |= declared_axis(call) > 0
     if rule.mixes_samples(view):
-        survey.faults.append((faults.mixing_call(call), None))
+        survey.faults.append((faults.mixing(call.path), None))
     size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
     if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
         size = -1
@@ -126,7 +126,8 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
     if nodes.is_nested(node):
         raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
     if nodes.mixes_samples(node):
-        survey.faults.append((faults.mixing_node(node), node))
+        what = f"The operation {nodes.described(node)!r}"
+        survey.faults.append((faults.mixing(what), node))
     for position, edge in edges_behind(node):
         if nodes.is_leaf(edge.node):
             _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
