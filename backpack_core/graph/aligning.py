@@ -35,10 +35,8 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
     for place, size in survey.received.items():
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
-        if is_other and place not in alignment.faults:
-            fault = _fault(survey, *place)
-            if fault is not None:
-                alignment.faults[place] = fault
+        if is_other and place not in alignment.faults and (fault := _fault(survey, *place)):
+            alignment.faults[place] = fault
     for site in [*survey.sites.values()] if survey.freed else ():
         if site.call in survey.freed and site.call not in survey.opened:
             look_inside(survey, site)
@@ -50,27 +48,21 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
-            survey.disown_all_of_leaves()
         within = (inside(site) for site in survey.unusual if site.call in tables)
         Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 
 
 def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
-    """Why a call has its samples elsewhere than other calls; ``None`` if it has not."""
-    stored, size = call.stored, survey.batch_size
-    output, inputs = stored.outputs[index], stored.inputs
+    """Why a call has its samples elsewhere than other calls; ``None`` if nothing is read there."""
+    inputs, size = call.stored.inputs, survey.batch_size
     if not inputs:
         return faults.without_inputs(call) if survey.trained[call] else None
-    axis = survey.axes[call, index]
     received = inputs[0].shape[0] if inputs[0].dim() else 0
     if received != size:
         return faults.other_batch(call, received, size)
-    is_loss = call.rule.is_loss or output.dim() == 0
-    if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
-        return faults.moved_batch(call, size, output)
-    if _is_declared(survey, call):
-        return faults.declared_batch(call, declared_axis(call), size)
-    return None
+    if survey.received[call, index] != size:
+        return faults.moved_batch(call, size, call.stored.outputs[index])
+    return faults.declared_batch(call, declared_axis(call), size)
 
 
 def _is_declared(survey: Survey, call: Call) -> bool:
@@ -97,10 +89,7 @@ def _hand_to_nodes(survey: Survey) -> None:
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
-            if site.call in survey.opened:
-                survey.disown(site.call)
-            else:
-                look_inside(survey, site)
+            look_inside(survey, site)
 
 
 def _is_table(survey: Survey, site: Site) -> bool:
@@ -149,9 +138,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
-        if call in survey.opened:
-            survey.disown(call)
-        elif not _is_willing(call, index):
+        if not _is_willing(call, index):
             look_inside(survey, survey.sites[call, index])
 
 

@@ -194,8 +194,6 @@ class Walk:
             found.leaves[leaf] = parameter
             found.apart.add(leaf)
             found.positions[leaf] = 0
-            if this.is_before:
-                found.beside.append((parameter, node))
         if this.site is not None and not this.positions and not this.is_loss:
             needs |= bool(self._survey.trained[this.site.call])
         if not needs:

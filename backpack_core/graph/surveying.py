@@ -85,6 +85,7 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     _check(survey, site)
     if call.goes_inside:
         survey.opened.add(call)
+        survey.disown(call)
         survey.given[call] = _computed(call)
         return [(site.below, (call, *region))]
     return [(edge, region) for edge in call.edges if edge is not None]
@@ -146,14 +147,9 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
 
 
 def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
-    """Note a parameter, and which enclosing call owns it, if any."""
-    for call in region:
-        if any(leaf is own.parameter for own in survey.trained[call]):
-            survey.owned.setdefault(call, []).append((node, position, leaf))
-            return
-        if any(leaf is own.parameter for own in survey.freed.get(call, ())):
-            break
-    else:
+    """Note a parameter, and whether it is used outside of the calls that own it."""
+    inside = (own for call in region for own in survey.freed.get(call, ()))
+    if not any(leaf is own.parameter for own in inside):
         survey.outside.add(id(leaf))
     use = survey.uses.get(id(leaf))
     if isinstance(leaf, Parameter) if use is None else use.is_wanted:
