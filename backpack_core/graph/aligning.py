@@ -19,7 +19,7 @@ from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_inside
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owned_by_models, owner_of
+from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 
 
@@ -144,9 +144,6 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
 
 def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
     """Parameters of extended models that no call reads, by the edge that leads to each."""
-    if not survey.bare or not survey.sites:  # of no call, nothing tells how many samples
+    if not survey.sites:  # of no call, nothing tells how many samples
         return {}
-    # Of those that calls use, some may have been replaced in their module since.
-    own = owned_by_models().keys() | survey.uses.keys()
-    bare = [bare for key, bare in survey.bare.items() if key in own]
-    return {edge: one.parameter for one in bare for edge in one.edges}
+    return {edge: bare.parameter for bare in survey.bare_of_models() for edge in bare.edges}

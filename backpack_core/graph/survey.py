@@ -17,6 +17,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
+from backpack_core.record.owner import owned_by_models
 from backpack_core.record.view import View
 
 Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
@@ -188,6 +189,14 @@ class Survey:
             for own in trained:
                 self.uses[id(own.parameter)].count -= sites
             self.trained[call], self.freed[call] = (), (*self.freed.get(call, ()), *trained)
+
+    def bare_of_models(self) -> list[Bare]:
+        """Parameters that operations use, and extended models own.
+
+        Of those that calls use, some may have been replaced in their module since.
+        """
+        own = owned_by_models().keys() | self.uses.keys() if self.bare else ()
+        return [bare for key, bare in self.bare.items() if key in own]
 
     def uncovered(self, call: Call) -> list[Trained]:
         """The parameters of a call that its rule, if there is any, does not cover."""
