@@ -37,9 +37,6 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
         if is_other and place not in alignment.faults and (fault := _fault(survey, *place)):
             alignment.faults[place] = fault
-    for site in [*survey.sites.values()] if survey.freed else ():
-        if site.call in survey.freed and site.call not in survey.opened:
-            look_inside(survey, site)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
@@ -142,8 +139,11 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
             look_inside(survey, survey.sites[call, index])
 
 
-def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
-    """Parameters of extended models that no call reads, by the edge that leads to each."""
-    if not survey.sites:  # of no call, nothing tells how many samples
-        return {}
-    return {edge: bare.parameter for bare in survey.bare_of_models() for edge in bare.edges}
+def _targets(survey: Survey) -> dict[Node, dict[int, Tensor]]:
+    """Parameters of extended models that no call reads, by the node and position of each use."""
+    found: dict[Node, dict[int, Tensor]] = {}
+    if survey.sites:  # else nothing tells how many samples
+        for bare in survey.bare_of_models():
+            for node, position in bare.edges:
+                found.setdefault(node, {})[position] = bare.parameter
+    return found

@@ -32,12 +32,17 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
 
 def look_inside(survey: Survey, site: Site) -> None:
     """Have a call gone through node by node."""
+    survey.axes.update((place, 0) for place in survey.axes if place[0] is site.call)
+    _walk(survey, _open(survey, site, survey.regions[site.call]))
+
+
+def _open(survey: Survey, site: Site, region: Region) -> _Steps:
+    """Have nothing read at a call itself; returns where the nodes inside begin."""
     call = site.call
     survey.opened.add(call)
-    survey.axes.update((place, 0) for place in survey.axes if place[0] is call)
     survey.disown(call)
     survey.given[call] = _computed(call)
-    _walk(survey, [(site.below, (call, *survey.regions[call]))])
+    return [(site.below, (call, *region))]
 
 
 def _walk(survey: Survey, todo: _Steps) -> None:
@@ -83,11 +88,9 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    if call.goes_inside:
-        survey.opened.add(call)
-        survey.disown(call)
-        survey.given[call] = _computed(call)
-        return [(site.below, (call, *region))]
+    if call.goes_inside or call in survey.freed:  # its rule leaves out a parameter
+        survey.axes[call, index] = 0
+        return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
 
 
