@@ -67,6 +67,11 @@ class Context:
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
+    def __repr__(self) -> str:
+        """What was asked for, and what is under way."""
+        names = ", ".join(type(extension).__name__ for extension in self.extensions)
+        return f"<context of {names or 'no extensions'}, {len(self.passes)} passes under way>"
+
 
 # The stacks by thread; none of them is empty.
 stacks: dict[int, tuple[Context, ...]] = {}

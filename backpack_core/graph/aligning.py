@@ -14,7 +14,6 @@ from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_inside
@@ -70,16 +69,7 @@ def _is_declared(survey: Survey, call: Call) -> bool:
 
 
 def _hand_to_nodes(survey: Survey) -> None:
-    """Look at some parameters where operations use them, instead of at a call.
-
-    A call that was given a parameter as an argument does not own it.
-    """
-    for site in [*survey.unusual]:
-        call = site.call
-        if call.rule.is_loss or call.is_released or call in survey.opened:
-            continue
-        if has_parameters_given(call):
-            look_inside(survey, site)
+    """Look at parameters where operations use them, if some of these are inside of the call."""
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
         # What a call computes inside may be used outside of it, past its output.

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of, declared_axis
+from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
@@ -88,7 +89,9 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    if call.goes_inside or call in survey.freed:  # its rule leaves out a parameter
+    # A rule may leave out a parameter, and a call that was given one as an argument owns it not.
+    is_other = call in survey.freed or (has_parameters_given(call) and not call.rule.is_loss)
+    if call.goes_inside or is_other:
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
