@@ -34,8 +34,8 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
     for place, size in survey.received.items():
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
-        if is_other and place not in alignment.faults and (fault := _fault(survey, *place)):
-            alignment.faults[place] = fault
+        if is_other and place not in alignment.faults:
+            alignment.faults[place] = _fault(survey, *place)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
@@ -48,12 +48,10 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 
 
-def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
-    """Why a call has its samples elsewhere than other calls; ``None`` if nothing is read there."""
-    inputs, size = call.stored.inputs, survey.batch_size
-    if not inputs:
-        return faults.without_inputs(call) if survey.trained[call] else None
-    received = inputs[0].shape[0] if inputs[0].dim() else 0
+def _fault(survey: Survey, call: Call, index: int) -> BackpackError:
+    """Why a call has its samples elsewhere than other calls."""
+    first, size = call.stored.inputs[0], survey.batch_size
+    received = first.shape[0] if first.dim() else 0
     if received != size:
         return faults.other_batch(call, received, size)
     if survey.received[call, index] != size:
@@ -63,7 +61,7 @@ def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
 
 def _is_declared(survey: Survey, call: Call) -> bool:
     """Whether only the declaration says that a call received its samples on another axis."""
-    if not survey.is_declared or not declared_axis(call) or not call.stored.inputs:
+    if not survey.is_declared or not declared_axis(call):
         return False
     return is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 

@@ -39,15 +39,6 @@ def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
     return error
 
 
-def without_inputs(call: Call) -> BackpackError:
-    """A call has parameters, and received nothing that could have samples."""
-    return UnsupportedError(
-        f"{call.path} has parameters but receives no tensor (a parametrization, say), "
-        "so there is no batch axis to tell samples apart by. Remove the "
-        "parametrization, or freeze its parameters."
-    )
-
-
 def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
     """A call returns its samples on another axis, or not at all."""
     return ShapeError(

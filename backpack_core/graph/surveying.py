@@ -89,9 +89,11 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    # A rule may leave out a parameter, and a call that was given one as an argument owns it not.
-    is_other = call in survey.freed or (has_parameters_given(call) and not call.rule.is_loss)
-    if call.goes_inside or is_other:
+    # A rule may leave out a parameter, a call that was given one as an argument owns it not, and
+    # where nothing was received, nothing says which samples there are.
+    is_left = call in survey.freed or not call.edges
+    is_given = has_parameters_given(call) and not call.rule.is_loss
+    if call.goes_inside or is_left or is_given:
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
@@ -110,10 +112,10 @@ def _check(survey: Survey, site: Site) -> None:
     survey.is_declared |= declared_axis(call) > 0
     if rule.mixes_samples(view):
         survey.faults.append((faults.mixing(call.path), None))
-    size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
-    if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
-        size = -1
-    survey.received[call, index] = size
+    if inputs:
+        size = inputs[0].shape[0] if inputs[0].dim() else 0
+        is_moved = not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,)
+        survey.received[call, index] = -1 if is_moved else size
     if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
         raise fault
     if module._modules or None in call.edges:
