@@ -23,6 +23,7 @@ from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedEr
 from backpack_core.plugins.declarations import refuse
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.profile import Profile, Summary
+from backpack_core.record.call import edge_of
 from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
@@ -180,16 +181,13 @@ _refuse = remembered(refuse)  # extensions need not be registered
 def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
     if not isinstance(beside, Sequence):
         raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {beside!r}.")
-    return frozenset(map(_edge_of_term, beside))
-
-
-def _edge_of_term(term: object) -> tuple[Node, int]:
-    if not isinstance(term, Tensor) or term.grad_fn is None:
+    edges = [edge_of(term) if isinstance(term, Tensor) else None for term in beside]
+    if None in edges:
         raise UsageError(
             "beside=[...] takes terms of the loss: tensors that were computed from parameters, and "
-            f"that backward() will meet. Got {term!r}."
+            f"that backward() will meet. Got {beside[edges.index(None)]!r}."
         )
-    return term.grad_fn, term.output_nr
+    return frozenset((edge.node, edge.output_nr) for edge in edges if edge is not None)
 
 
 def _check_extension(extension: object) -> None:

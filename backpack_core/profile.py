@@ -95,8 +95,6 @@ def _path(module: Module | None) -> str:
 
 def _bytes(value: Any) -> int:
     """Memory of the tensors in a value, its items, or its attributes."""
-    if isinstance(value, Tensor):
-        return value.nbytes
     if not isinstance(value, (list, tuple)):
         value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
     return sum(part.nbytes if isinstance(part, Tensor) else _bytes(part) for part in value)

@@ -94,8 +94,6 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
-    if not there.batch_size:
-        return _of_nothing(node, quantities, there, keeps_all)
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
     factored = _factored(node, quantities, there)
     crossed: list[tuple[int, Columns]] = [*factored.items()]
@@ -117,21 +115,6 @@ def cross_apart(
                     found.setdefault(position, {})[root] = together
     for position, blocks in found.items():
         crossed.append((position, (ApartColumns if position in there.apart else Columns)(blocks)))
-    return crossed
-
-
-def _of_nothing(
-    node: Node, quantities: Mapping[int, Columns], there: Crossing, keeps_all: bool
-) -> list[tuple[int, Columns]]:
-    """Columns of no samples: nothing has to be pushed to know what arrives."""
-    started = [pair for columns in quantities.values() for pair in columns.blocks.items()]
-    crossed: list[tuple[int, Columns]] = []
-    for position, (child, number) in enumerate(node.next_functions):
-        is_apart = position in there.apart
-        if child is not None and (is_apart or keeps_all):
-            shape = [0] * is_apart + [*nodes.shape_of(child, number)]
-            blocks = {root: mat.new_zeros(len(mat), *shape) for root, mat in started}
-            crossed.append((position, (ApartColumns if is_apart else Columns)(blocks)))
     return crossed
 
 
@@ -195,7 +178,9 @@ def _push_apart(
             raise nodes.refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
     size = max(c.blocks[root].nbytes for c in of_samples.values())  # for each mask
-    for samples in slices(there.batch_size, max(1, memory_budget() // max(1, size))):
+    width = len(next(iter(of_samples.values())).blocks[root])
+    few = max(1, memory_budget() // max(1, size))
+    for samples in [*slices(there.batch_size, few)] or [slice(0, 0)]:
         mats, count = {}, len(range(there.batch_size)[samples])
         for nr, columns in of_samples.items():
             mat = columns.blocks[root]
@@ -204,5 +189,5 @@ def _push_apart(
             else:
                 mats[nr] = taken_apart(mat, owned[nr], samples).flatten(0, 1)
         for position, product in bridge.push(node, mats).items():
-            parts.setdefault(position, []).append(product.unflatten(0, (-1, count)))
+            parts.setdefault(position, []).append(product.unflatten(0, (width, count)))
     return {position: torch.cat(found, 1) for position, found in parts.items()}

@@ -119,7 +119,7 @@ class BackwardPass:
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
         survey, viewed = self.survey, {node for node, _ in self.survey.viewed}
-        is_first, bare = not survey.sites, set(survey.bare)
+        is_first = not survey.sites
         try:
             look_behind(survey, edges)
         except Exception as error:
@@ -135,7 +135,7 @@ class BackwardPass:
         if survey.sites and survey.bare:
             if self.context.groups and is_first:
                 refusals.refuse_loss_alone(survey, self.context.extensions)
-            refusals.refuse_bare(survey, bare, self.context.extensions)
+            refusals.refuse_bare(survey, self.context.extensions)
         if not is_first:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
@@ -244,7 +244,7 @@ class BackwardPass:
             if changed_by is not None and self._question.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
             # A loss matters only where something starts.
-            if not call.rule.is_loss and self.survey.asks_rule(call):
+            if not call.rule.is_loss and call not in self.survey.opened:
                 try:
                     call.rule.check(view)
                 except Exception as error:

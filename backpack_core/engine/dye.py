@@ -126,8 +126,6 @@ class DyePropagator(Propagator):
             return self.begin(gradient) if waiting is None else waiting
         if self._is_told_by_autograd(view):
             return OPEN._replace(way=(view.path,))
-        if view.axis and view.call.goes_inside:
-            return LOST
         dyed = self._weights.dyed(gradient, positions)
         return Dye(Columns({OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 

@@ -19,7 +19,6 @@ from backpack_core.errors import UsageError
 from backpack_core.graph.parameters import complex_parameter
 from backpack_core.graph.paths import nonlinear
 from backpack_core.graph.survey import Survey
-from backpack_core.record.owner import owned_by_models
 from backpack_core.record.view import View
 
 
@@ -76,11 +75,9 @@ class GraphPass:
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:
     """The parameters that calls use, and those of extended models that functions use."""
-    found = {n: use.parameter for n, use in survey.uses.items() if use.count or n in survey.bare}
-    own = owned_by_models() if survey.bare else {}
-    for key, (parameter, *_) in survey.bare.items():
-        if key in own:
-            if parameter.is_complex():
-                raise complex_parameter(f"of shape {list(parameter.shape)}")
-            found[key] = parameter
+    found = {n: use.parameter for n, use in survey.uses.items() if use.count}
+    for parameter, *_ in survey.bare_of_models():
+        if parameter.is_complex():
+            raise complex_parameter(f"of shape {list(parameter.shape)}")
+        found[id(parameter)] = parameter
     return tuple(found.values())

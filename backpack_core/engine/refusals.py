@@ -31,14 +31,13 @@ from backpack_core.record.owner import name_of_parameter, owned_by_models, owner
 from backpack_core.record.view import View
 
 
-def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Extension]) -> None:
+def refuse_bare(survey: Survey, extensions: Sequence[Extension]) -> None:
     """Refuse parameters that functions use, if an extension has no quantity for them.
 
     Warn of parameters that belong to no extended model.
 
     Args:
         survey: What is known about the graph.
-        known: Parameters that were reported before, by ``id``.
         extensions: What was asked for.
 
     Raises:
@@ -46,8 +45,7 @@ def refuse_bare(survey: Survey, known: Iterable[int], extensions: Sequence[Exten
     """
     at_leaves = set(map(id, survey.alignment.leaves.values()))
     owned = owned_by_models()
-    for key in survey.bare.keys() - {*known}:
-        parameter, node, _ = survey.bare[key]
+    for key, (parameter, node, _) in survey.bare.items():
         is_known = key in at_leaves
         missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
         uses = survey.uses[key].count if key in survey.uses else 0

@@ -301,7 +301,7 @@ class Traversal:
         if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
             return  # which has looked at the parameter where the module was called
         if carrier.gives_values:
-            others = self.survey.uncovered(view.call)
+            others = self.survey.freed.get(view.call, ())
             for found in carrier.find(view, (*trained, *others), quantity):
                 self._refuse_shared(found)
                 self.sink.store(group.extensions[0], found.parameter, found.value)

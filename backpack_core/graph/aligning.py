@@ -14,12 +14,11 @@ from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_inside
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owned_by_models, owner_of
+from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 
 
@@ -36,12 +35,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     for place, size in survey.received.items():
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
         if is_other and place not in alignment.faults:
-            fault = _fault(survey, *place)
-            if fault is not None:
-                alignment.faults[place] = fault
-    for site in [*survey.sites.values()] if survey.freed else ():
-        if site.call in survey.freed and site.call not in survey.opened:
-            look_inside(survey, site)
+            alignment.faults[place] = _fault(survey, *place)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
@@ -50,57 +44,37 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
-            survey.disown_all_of_leaves()
         within = (inside(site) for site in survey.unusual if site.call in tables)
         Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 
 
-def _fault(survey: Survey, call: Call, index: int) -> BackpackError | None:
-    """Why a call has its samples elsewhere than other calls; ``None`` if it has not."""
-    stored, size = call.stored, survey.batch_size
-    output, inputs = stored.outputs[index], stored.inputs
-    if not inputs:
-        return faults.without_inputs(call) if survey.trained[call] else None
-    axis = survey.axes[call, index]
-    received = inputs[0].shape[0] if inputs[0].dim() else 0
+def _fault(survey: Survey, call: Call, index: int) -> BackpackError:
+    """Why a call has its samples elsewhere than other calls."""
+    first, size = call.stored.inputs[0], survey.batch_size
+    received = first.shape[0] if first.dim() else 0
     if received != size:
         return faults.other_batch(call, received, size)
-    is_loss = call.rule.is_loss or output.dim() == 0
-    if not is_loss and (axis >= output.dim() or output.shape[axis] != size):
-        return faults.moved_batch(call, size, output)
-    if _is_declared(survey, call):
-        return faults.declared_batch(call, declared_axis(call), size)
-    return None
+    if survey.received[call, index] != size:
+        return faults.moved_batch(call, size, call.stored.outputs[index])
+    return faults.declared_batch(call, declared_axis(call), size)
 
 
 def _is_declared(survey: Survey, call: Call) -> bool:
     """Whether only the declaration says that a call received its samples on another axis."""
-    if not survey.is_declared or not declared_axis(call) or not call.stored.inputs:
+    if not survey.is_declared or not declared_axis(call):
         return False
     return is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 
 
 def _hand_to_nodes(survey: Survey) -> None:
-    """Look at some parameters where operations use them, instead of at a call.
-
-    A call that was given a parameter as an argument does not own it.
-    """
-    for site in [*survey.unusual]:
-        call = site.call
-        if call.rule.is_loss or call.is_released or call in survey.opened:
-            continue
-        if has_parameters_given(call):
-            look_inside(survey, site)
+    """Look at parameters where operations use them, if some of these are inside of the call."""
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
         # What a call computes inside may be used outside of it, past its output.
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
-            if site.call in survey.opened:
-                survey.disown(site.call)
-            else:
-                look_inside(survey, site)
+            look_inside(survey, site)
 
 
 def _is_table(survey: Survey, site: Site) -> bool:
@@ -149,17 +123,15 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
-        if call in survey.opened:
-            survey.disown(call)
-        elif not _is_willing(call, index):
+        if not _is_willing(call, index):
             look_inside(survey, survey.sites[call, index])
 
 
-def _targets(survey: Survey) -> dict[tuple[Node, int], Tensor]:
-    """Parameters of extended models that no call reads, by the edge that leads to each."""
-    if not survey.bare or not survey.sites:  # of no call, nothing tells how many samples
-        return {}
-    # Of those that calls use, some may have been replaced in their module since.
-    own = owned_by_models().keys() | survey.uses.keys()
-    bare = [bare for key, bare in survey.bare.items() if key in own]
-    return {edge: one.parameter for one in bare for edge in one.edges}
+def _targets(survey: Survey) -> dict[Node, dict[int, Tensor]]:
+    """Parameters of extended models that no call reads, by the node and position of each use."""
+    found: dict[Node, dict[int, Tensor]] = {}
+    if survey.sites:  # else nothing tells how many samples
+        for bare in survey.bare_of_models():
+            for node, position in bare.edges:
+                found.setdefault(node, {})[position] = bare.parameter
+    return found

@@ -6,14 +6,14 @@ somebody reads. ``docs/design/samples.md`` has the rules that decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Alignment, Place
+from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.order import consumers_first, reached
@@ -31,7 +31,7 @@ class Walk:
         survey: Survey,
         found: Alignment,
         tables: set[Node],
-        targets: Mapping[Place, Tensor],
+        targets: Mapping[Node, Mapping[int, Tensor]],
     ) -> None:
         """Begin.
 
@@ -39,7 +39,7 @@ class Walk:
             survey: What is known about the graph.
             found: Gets what is found.
             tables: Nodes inside of calls that returned something that all samples share.
-            targets: Parameters that no call reads off, by the edge that leads to them.
+            targets: Parameters that no call reads off, by node and position of their uses.
         """
         self._survey = survey
         self._found = found
@@ -189,13 +189,13 @@ class Walk:
         """Whether samples have to be told apart at a tensor that has none, for what is behind."""
         found, node = self._found, this.node
         needs = bool(found.apart) and True in [below.is_apart for below, _ in this.ways]
-        for leaf, parameter in () if this.is_call else self._tensors.targets.get(node, ()):
-            needs = True
+        for position, parameter in self._targets(this):
+            needs, (child, number) = True, node.next_functions[position]
+            assert child is not None
+            leaf = (child, number)
             found.leaves[leaf] = parameter
             found.apart.add(leaf)
             found.positions[leaf] = 0
-            if this.is_before:
-                found.beside.append((parameter, node))
         if this.site is not None and not this.positions and not this.is_loss:
             needs |= bool(self._survey.trained[this.site.call])
         if not needs:
@@ -207,6 +207,10 @@ class Walk:
             self._stay_apart(this)
         elif not this.is_loss:
             self._note_beside(this)
+
+    def _targets(self, this: Known) -> Iterable[tuple[int, Tensor]]:
+        """The parameters that an operation uses, and no call reads off."""
+        return () if this.is_call else self._tensors.targets.get(this.node, {}).items()
 
     def _stay_apart(self, this: Known) -> None:
         this.is_apart = True
@@ -220,9 +224,7 @@ class Walk:
             return [below for below, _ in this.ways if below.is_apart]
 
         for this in reached([number], further):
-            if not this.is_call:
-                targets = self._tensors.targets.get(this.node, ())
-                beside += [(parameter, this.node) for _, parameter in targets]
+            beside += [(parameter, this.node) for _, parameter in self._targets(this)]
             if this.site is not None and this is not number:
                 trained = self._survey.trained[this.site.call]
                 beside += [(own.parameter, this.node) for own in trained]

@@ -37,7 +37,7 @@ def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
         received: By call and output, consumers first: the length of axis 0 of what the call
             received; -1 if its output has another.
     """
-    sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received if call.stored.inputs]
+    sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received]
     if not sizes:
         return 0
     candidates = dict.fromkeys(

@@ -18,19 +18,10 @@ from backpack_core.errors import (
 from backpack_core.record.call import Call
 
 
-def mixing_node(node: Node) -> BackpackError:
-    """An operation between calls mixes samples."""
+def mixing(what: str) -> BackpackError:
+    """A call, or an operation between calls, mixes samples."""
     return SampleMixingError(
-        f"The graph contains a batch normalisation in train mode ({node.name()}): every "
-        "sample influences every other, so per-sample quantities do not exist. Call "
-        "model.eval(), or use GroupNorm or LayerNorm."
-    )
-
-
-def mixing_call(call: Call) -> BackpackError:
-    """A call mixes samples."""
-    return SampleMixingError(
-        f"{call.path} makes every sample of the batch influence every other (a batch "
+        f"{what} makes every sample of the batch influence every other (a batch "
         "normalisation in train mode does), so per-sample quantities do not exist. Call "
         "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
     )
@@ -46,15 +37,6 @@ def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
     )
     error.node = node
     return error
-
-
-def without_inputs(call: Call) -> BackpackError:
-    """A call has parameters, and received nothing that could have samples."""
-    return UnsupportedError(
-        f"{call.path} has parameters but receives no tensor (a parametrization, say), "
-        "so there is no batch axis to tell samples apart by. Remove the "
-        "parametrization, or freeze its parameters."
-    )
 
 
 def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:

@@ -5,7 +5,6 @@ Each is asked for a check or a message, and walks as far as its answer needs.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 
 from torch.nn import Parameter
@@ -13,7 +12,7 @@ from torch.nn import Parameter
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
-from backpack_core.graph.order import reached
+from backpack_core.graph.order import consumers_first, reached
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
 
@@ -54,17 +53,12 @@ def entries_of(survey: Survey, loss: Call) -> int:
 
 def sources(survey: Survey, node: Node) -> list[str]:
     """The paths of the calls whose outputs an operation works on, through other operations."""
-    found: dict[str, None] = {}
 
     def further(edge: Edge) -> list[Edge]:
-        site = survey.site_at(edge)
-        if site is None:
-            return survey.further(edge)
-        found[site.call.path] = None
-        return []
+        return survey.further(edge) if survey.site_at(edge) is None else []
 
-    deque(reached(_sent_on(node), further), maxlen=0)
-    return list(found)
+    sites = map(survey.site_at, reached(_sent_on(node), further))
+    return list(dict.fromkeys(site.call.path for site in sites if site is not None))
 
 
 def fault_in(survey: Survey) -> BackpackError | None:
@@ -103,16 +97,13 @@ def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
 
     Nothing is behind losses, nor behind modules with a rule.
     """
-    found: dict[Edge, list[Edge]] = {}
 
     def further(edge: Edge) -> list[Edge]:
         site = survey.site_at(edge)
         is_end = site is not None and (site.call.rule.is_loss or site.call not in survey.opened)
-        found[edge] = [] if is_end else survey.further(edge)
-        return found[edge]
+        return [] if is_end else survey.further(edge)
 
-    deque(reached(roots, further), maxlen=0)
-    return found
+    return {edge: further(edge) for edge in reached(roots, further)}
 
 
 def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
@@ -122,15 +113,13 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
     """
-    consumers: dict[Edge, list[Edge]] = {}
-    for edge, behind in _above(survey, roots).items():
-        consumers.setdefault(edge, [])
-        for other in behind:
-            consumers.setdefault(other, []).append(edge)
-    losses = [edge for edge in consumers if _is_loss(survey.site_at(edge))]
-    for edge in reached(losses, consumers.__getitem__):
-        if survey.site_at(edge) is None and not nodes.is_linear(edge.node):
-            return edge.node
+    above, leading = _above(survey, roots), set[Edge]()  # those that lead to a loss
+    for edge in reversed(consumers_first(roots, above.__getitem__)):
+        site = survey.site_at(edge)
+        if _is_loss(site) or not leading.isdisjoint(above[edge]):
+            leading.add(edge)
+            if site is None and not nodes.is_linear(edge.node):
+                return edge.node
     return None
 
 

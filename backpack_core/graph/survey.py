@@ -17,6 +17,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
+from backpack_core.record.owner import owned_by_models
 from backpack_core.record.view import View
 
 Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
@@ -70,7 +71,8 @@ class Survey:
         freed: Parameters of calls that are looked at where operations use them.
         outside: What is used outside of the calls that own it, by ``id``.
         given: Parameters that are results of a computation, of calls that are gone through.
-        opened: Calls that are gone through node by node, by their rule or in spite of it.
+        opened: Calls that are gone through node by node, by their rule or in spite of it; nothing
+            is read at them.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
@@ -81,7 +83,6 @@ class Survey:
         moved: Outputs of calls that are visited at the tensor that they are views of.
         inner: Calls that compute more from an output of a node, by that.
         regions: What calls lie in.
-        owned: How operations inside of calls use parameters that these own: by nodes and positions.
         seen: Nodes between calls, and what they lie in, in order.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
@@ -111,7 +112,6 @@ class Survey:
     moved: set[tuple[Call, int]] = field(default_factory=set)
     inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     regions: dict[Call, Region] = field(default_factory=dict)
-    owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
 
     def site_at(self, edge: Edge) -> Site | None:
@@ -184,22 +184,24 @@ class Survey:
 
     def disown(self, call: Call) -> None:
         """Have nothing read off at a call: operations inside use its parameters, as any others."""
-        sites, trained = sum(own is call for own, _ in self.sites), self.trained[call]
-        for own in trained:
-            self.uses[id(own.parameter)].count -= sites
-        if trained:
+        if trained := self.trained[call]:
+            sites = sum(own is call for own, _ in self.sites)
+            for own in trained:
+                self.uses[id(own.parameter)].count -= sites
             self.trained[call], self.freed[call] = (), (*self.freed.get(call, ()), *trained)
-        for node, position, parameter in self.owned.get(call, ()):
-            self.note_bare(node, position, parameter)
+
+    def bare_of_models(self) -> list[Bare]:
+        """Parameters that operations use, and extended models own.
+
+        Of those that calls use, some may have been replaced in their module since.
+        """
+        own = owned_by_models().keys() | self.uses.keys() if self.bare else ()
+        return [bare for key, bare in self.bare.items() if key in own]
 
     def uncovered(self, call: Call) -> list[Trained]:
         """The parameters of a call that its rule, if there is any, does not cover."""
         rule, module = call.rule, call.module
         return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
-
-    def asks_rule(self, call: Call) -> bool:
-        """Whether a rule is asked for anything at a call: for parameters, or how to go on."""
-        return call not in self.opened or bool(self.trained[call])
 
     def is_read(self, parameter: Tensor) -> bool:
         """Whether a call reads a parameter off."""
@@ -211,18 +213,6 @@ class Survey:
         for number in (id(own.parameter) for own in self.uncovered(call)):
             self.uses[number].is_wanted = False
             self.bare.pop(number, None)
-
-    def disown_all_of_leaves(self) -> None:
-        """Disown calls that are gone through and use a parameter that is looked at by itself.
-
-        What operations inside send to it arrives there, and would be read off at the call, too.
-        """
-        found = [*self.owned]
-        while found:
-            known = [call for call in self.owned if self.trained[call]]
-            found = [c for c in known if any(id(p) in self.bare for *_, p in self.owned[c])]
-            for call in found:
-                self.disown(call)
 
     @property
     def weights(self) -> int:

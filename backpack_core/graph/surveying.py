@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of, declared_axis
+from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.view import View
@@ -32,12 +33,17 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
 
 def look_inside(survey: Survey, site: Site) -> None:
     """Have a call gone through node by node."""
+    survey.axes.update((place, 0) for place in survey.axes if place[0] is site.call)
+    _walk(survey, _open(survey, site, survey.regions[site.call]))
+
+
+def _open(survey: Survey, site: Site, region: Region) -> _Steps:
+    """Have nothing read at a call itself; returns where the nodes inside begin."""
     call = site.call
     survey.opened.add(call)
-    survey.axes.update((place, 0) for place in survey.axes if place[0] is call)
     survey.disown(call)
     survey.given[call] = _computed(call)
-    _walk(survey, [(site.below, (call, *survey.regions[call]))])
+    return [(site.below, (call, *region))]
 
 
 def _walk(survey: Survey, todo: _Steps) -> None:
@@ -83,10 +89,13 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    if call.goes_inside:
-        survey.opened.add(call)
-        survey.given[call] = _computed(call)
-        return [(site.below, (call, *region))]
+    # A rule may leave out a parameter, a call that was given one as an argument owns it not, and
+    # where nothing was received, nothing says which samples there are.
+    is_left = call in survey.freed or not call.edges
+    is_given = has_parameters_given(call) and not call.rule.is_loss
+    if call.goes_inside or is_left or is_given:
+        survey.axes[call, index] = 0
+        return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
 
 
@@ -102,11 +111,11 @@ def _check(survey: Survey, site: Site) -> None:
     survey.axes[call, index] = axis = rule.batch_axis(view, index)
     survey.is_declared |= declared_axis(call) > 0
     if rule.mixes_samples(view):
-        survey.faults.append((faults.mixing_call(call), None))
-    size = inputs[0].shape[0] if inputs and inputs[0].dim() else 0
-    if not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,):
-        size = -1
-    survey.received[call, index] = size
+        survey.faults.append((faults.mixing(call.path), None))
+    if inputs:
+        size = inputs[0].shape[0] if inputs[0].dim() else 0
+        is_moved = not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,)
+        survey.received[call, index] = -1 if is_moved else size
     if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
         raise fault
     if module._modules or None in call.edges:
@@ -126,7 +135,8 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
     if nodes.is_nested(node):
         raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
     if nodes.mixes_samples(node):
-        survey.faults.append((faults.mixing_node(node), node))
+        what = f"The operation {nodes.described(node)!r}"
+        survey.faults.append((faults.mixing(what), node))
     for position, edge in edges_behind(node):
         if nodes.is_leaf(edge.node):
             _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
@@ -145,14 +155,9 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
 
 
 def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
-    """Note a parameter, and which enclosing call owns it, if any."""
-    for call in region:
-        if any(leaf is own.parameter for own in survey.trained[call]):
-            survey.owned.setdefault(call, []).append((node, position, leaf))
-            return
-        if any(leaf is own.parameter for own in survey.freed.get(call, ())):
-            break
-    else:
+    """Note a parameter, and whether it is used outside of the calls that own it."""
+    inside = (own for call in region for own in survey.freed.get(call, ()))
+    if not any(leaf is own.parameter for own in inside):
         survey.outside.add(id(leaf))
     use = survey.uses.get(id(leaf))
     if isinstance(leaf, Parameter) if use is None else use.is_wanted:

@@ -155,24 +155,12 @@ class Tensors(dict[Place, Known]):
     """The tensors of a graph, each looked at when it is first asked for.
 
     Attributes:
-        targets: Parameters that a node sends something to and no call reads off, with their nodes,
-            by that node.
+        targets: Parameters that no call reads off, by the node that sends something there, and the
+            position of the edge.
     """
 
-    def __init__(self, survey: Survey, targets: Mapping[Place, Tensor]) -> None:
-        """Begin.
-
-        Args:
-            survey: What is known about the graph.
-            targets: Parameters that no call reads off, by node and position of the edge there.
-        """
-        self._survey = survey
-        self._read_off = targets
-        self.targets: dict[Node, list[tuple[Place, Tensor]]] = {}
-        for (node, position), parameter in targets.items():
-            child, number = node.next_functions[position]
-            assert child is not None
-            self.targets.setdefault(node, []).append(((child, number), parameter))
+    def __init__(self, survey: Survey, targets: Mapping[Node, Mapping[int, Tensor]]) -> None:
+        self._survey, self.targets = survey, targets
 
     def __missing__(self, place: Place) -> Known:
         """Look."""
@@ -185,8 +173,8 @@ class Tensors(dict[Place, Known]):
         if site is not None and above.is_call:
             edges = [(i, edge) for i, edge in enumerate(site.call.edges) if edge is not None]
         else:
-            node, known = above.node, self._read_off
-            ways = [way for way in edges_behind(node) if (node, way[0]) not in known]
+            known = self.targets.get(above.node, ())
+            ways = [way for way in edges_behind(above.node) if way[0] not in known]
             edges = [(i, e) for i, e in ways if not (nodes.is_leaf(e.node) or e[:2] in beside)]
         above.ways += [(self[edge.node, edge.output_nr], i) for i, edge in edges]
         return [below for below, _ in above.ways]

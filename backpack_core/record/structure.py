@@ -28,10 +28,8 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
         return [map_tensors(v, function) for v in value]
-    if type(value) is dict:
-        return {k: map_tensors(v, function) for k, v in value.items()}
-    if isinstance(value, dict):  # a subclass may keep more than its items
-        mapped = copy(value)
+    if isinstance(value, dict):
+        mapped = copy(value)  # a subclass may keep more than its items
         for key, item in value.items():
             mapped[key] = map_tensors(item, function)
         return mapped

@@ -49,9 +49,7 @@ def temporary_plugin(*objects: Any) -> Iterator[None]:
 def reset() -> None:
     """Forget every plugin that was discovered and loaded, as in a fresh process."""
     with registration.lock:
-        for name, plugin in registration.manager.list_name_plugin():
-            if plugin is not None:
-                registration.manager.unregister(name=name)
+        registration.registered.clear()
         for table in registry.tables:
             table.clear()
         registry.forget()

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack, extend
+from backpack_core import ParametricRule, backpack, extend
 from backpack_core.errors import (
     OverwrittenInputError,
 )
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.testing import temporary_plugin
 from tests.cases import Net, classification
 
 
@@ -48,6 +49,45 @@ def test_in_place_addition_of_a_residual() -> None:
 
     model = Net(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3))
     classification(model, (3,)).check()
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.by)
+
+
+class ShiftRule(ParametricRule):
+    module_types = (Shift,)
+    params = ("by",)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, view: Any, mat: Tensor) -> Tensor:
+        return mat
+
+    def _param_jac_t_mat_prod(self, view: Any, name: str, mat: Tensor) -> Tensor:
+        return mat
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("is_used_outside", [False, True])
+def test_a_parameter_of_a_module_that_changes_a_view_in_place(
+    times: int, is_used_outside: bool
+) -> None:
+    """What the operation sends to it is read there, once, whatever the rule says."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = net.a(x)
+        for _ in range(times):
+            h = net.shift(h.view(-1, 4))
+        return net.c(h * net.shift.by if is_used_outside else h)  # type: ignore[no-any-return]
+
+    with temporary_plugin(ShiftRule):
+        model = Net(forward, a=nn.Linear(3, 4), shift=Shift(), c=nn.Linear(4, 3))
+        classification(model, (3,)).check()
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])

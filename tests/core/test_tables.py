@@ -54,6 +54,19 @@ def test_a_net_on_a_grid_with_as_many_features_as_samples() -> None:
     compare(deep_operator_net("product", N, N))
 
 
+@pytest.mark.parametrize("features", [N, N + 1])
+def test_a_net_on_a_grid_gives_the_bias_of_a_function(features: int) -> None:
+    """A bias is repeated for every sample, also where it is as long as the batch."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return F.linear(net.a(x), net.weight, net.trunk(net.grid).squeeze(-1))
+
+    weight = nn.Parameter(torch.rand(features, 2))
+    model = Net(forward, a=nn.Linear(D, 2), trunk=nn.Linear(1, 1), weight=weight)
+    model.register_buffer("grid", torch.linspace(0, 1, features).unsqueeze(1))
+    compare(Problem(model, (torch.randn(N, D),), nn.MSELoss(), torch.randn(N, features)))
+
+
 def test_preprocessed_data_are_no_table() -> None:
     """What is added to the samples entry by entry has its own row of each, as if it were given."""
     x, more, y = torch.randn(N, D), torch.randn(N, 1), torch.randn(N, D)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError
+from backpack_core.errors import AutodiffFallbackWarning, ShapeError, UnsupportedError
 from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian, SumGradSquared
 from tests import oracle
-from tests.cases import classification
+from tests.cases import Net, classification
 
 fallback_is_expected = pytest.mark.filterwarnings(
     "ignore::backpack_core.errors.AutodiffFallbackWarning"
@@ -103,3 +103,13 @@ def test_parameter_that_is_not_used_has_neither_gradient_nor_quantity() -> None:
     assert hasattr(partly.w, "grad_batch")
     assert partly.other.grad is None
     assert not hasattr(partly.other, "grad_batch")
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_parameter_that_a_layer_was_given_as_an_argument(rows: int) -> None:
+    """It belongs to no layer, also if it has as many rows as there are samples."""
+    table = nn.Parameter(torch.randn(rows, 4))
+    parts = {"a": nn.Linear(3, 4), "squash": nn.Sigmoid(), "c": nn.Linear(4, 3)}
+    model = Net(lambda net, x: net.c(net.a(x) + net.squash(net.table)), table=table, **parts)
+    with pytest.raises((UnsupportedError, ShapeError)):
+        classification(model, (3,), batch=5).run(KFRA())
