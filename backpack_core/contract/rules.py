@@ -23,6 +23,7 @@ base                  what to write                                             
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from reprlib import repr as abridged
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
+from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
@@ -68,6 +70,12 @@ class LayerRule(ABC):
     jacobian_is_constant: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
     reads_inside: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    @hookimpl
+    def backpack_layer_rules(cls) -> Iterable[type[LayerRule]]:
+        """Hand this class to the registry: a rule class is a plugin by itself."""
+        return [cls]
 
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.

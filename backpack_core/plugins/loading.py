@@ -2,7 +2,7 @@
 
 That is at the first ``extend()`` or ``backpack()``, or when an extension is asked for by name. A
 plugin that fails is recorded and warned about once. What needs it raises, with the plugin's
-traceback chained; everything else works.
+traceback chained; everything else works. Imports pluggy and core.
 """
 
 from __future__ import annotations

@@ -5,13 +5,15 @@ A plugin that is half registered would be worse than none. Imports no plugin.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
+
+import pluggy
 
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.hook import PROJECT
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Provenance
 from backpack_core.errors import (
@@ -21,67 +23,58 @@ from backpack_core.errors import (
     add_library_folder,
     nearest,
 )
+from backpack_core.plugins import hookspecs
 from backpack_core.plugins.declarations import described, missing_types
-from backpack_core.plugins.registry import HOOKS, Contribution, contributions, registry
-
-F = TypeVar("F")
+from backpack_core.plugins.registry import Contribution, contributions, registry
 
 API_VERSION = 2
 # For plugins that do not say; nothing older was published.
 FIRST_API = 2
 SUPPORTED_API = frozenset({2})
 
-# What is registered, by the key of its provenance.
-registered: dict[str, Any] = {}
+manager = pluggy.PluginManager(PROJECT)
+manager.add_hookspecs(hookspecs)
 # Held while the registry is changed.
 lock = threading.RLock()
 
 
-_MARK = "backpack_is_hook"
-
-
-def hookimpl(function: F) -> F:
-    """Mark a function of a plugin as one of the hooks, whose name it has to have."""
-    setattr(function, _MARK, True)
-    return function
-
-
 def hook_names() -> list[str]:
     """Names of all hooks, sorted."""
-    return sorted(HOOKS)
+    return sorted(name for name in vars(hookspecs) if name.startswith(f"{PROJECT}_"))
 
 
 def _key(provenance: Provenance) -> str:
-    """The name under which a plugin is registered, since two distributions may use one name."""
+    """The name under which pluggy knows a plugin, since two distributions may use one name."""
     return f"{provenance.distribution}:{provenance.plugin}"
 
 
 def enter(obj: Any, provenance: Provenance) -> None:
     """Register a plugin's contributions: all of them, or none."""
     _check_version(obj, provenance)
-    other = next((key for key, known in registered.items() if known is obj), None)
+    other = manager.get_name(obj)
     if other is not None:
         raise PluginConflictError(f"{obj!r} is registered already, as {other.strip(':')!r}.")
     source = getattr(sys.modules.get(str(getattr(obj, "__module__", ""))), "__file__", None)
     if source and provenance.distribution:
         add_library_folder(source)
-    registry.add(_collect(obj), provenance)
-    registered[_key(provenance)] = obj
+    try:
+        manager.register(obj, _key(provenance))
+        registry.add(_collect(obj), provenance)
+    except BaseException:
+        withdraw(provenance)
+        raise
 
 
 def _collect(obj: Any) -> list[Contribution]:
-    """What a class is by itself, or the hooks of a plugin return; all of it is checked."""
-    is_class = isinstance(obj, type)
-    found: dict[str, Iterable[Any]]
-    found = {h: [obj] for h, (_, base) in HOOKS.items() if is_class and issubclass(obj, base)}
-    for name, function in inspect.getmembers(obj, inspect.isroutine):
-        if getattr(function, _MARK, False) is not True:
-            continue
-        if name not in HOOKS:
-            raise PluginError(f"{name} is no hook. The hooks are {', '.join(hook_names())}.")
-        found[name] = returned = function()
+    """Call the hooks of one plugin, and check what they return."""
+    found: dict[str, Any] = {}
+    for caller in manager.get_hookcallers(obj) or ():
+        if not caller.has_spec():
+            raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
+        own = [each for each in caller.get_hookimpls() if each.plugin is obj]
+        found[caller.name] = returned = own[0].function()
         if not isinstance(returned, Iterable):
-            raise PluginError(f"{name} must return an iterable. Got {returned!r}.")
+            raise PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
     if not found:
         raise PluginError(
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
@@ -138,7 +131,7 @@ def register(obj: Any, name: str | None = None) -> Any:
     name = name or name_of(obj)
     provenance = Provenance(name)
     with lock:
-        known = registered.get(_key(provenance))
+        known = manager.get_plugin(_key(provenance))
         if known is not None:
             if not _is_rerun(known, obj):
                 raise PluginConflictError(
@@ -195,8 +188,8 @@ def unregister(name: str) -> None:
         PluginError: There is no such plugin.
     """
     with lock:
-        if _key(Provenance(name)) not in registered:
-            known = [key[1:] for key in registered if key[0] == ":"]
+        if not manager.has_plugin(_key(Provenance(name))):
+            known = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]
             near = nearest(name, known) or "."
             raise PluginError(f"No plugin named {name!r} was registered in this process{near}")
         withdraw(Provenance(name))
@@ -204,5 +197,6 @@ def unregister(name: str) -> None:
 
 def withdraw(provenance: Provenance) -> None:
     """Take back everything that a plugin contributed."""
-    registered.pop(_key(provenance), None)
+    if manager.has_plugin(_key(provenance)):
+        manager.unregister(name=_key(provenance))
     registry.remove(provenance)

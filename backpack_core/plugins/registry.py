@@ -172,14 +172,9 @@ def _identity(value: Any) -> Any:
     return type(value) if isinstance(value, LayerRule) else value
 
 
-# Everything a plugin may do: the functions that it may have, and for each, which table gets what
-# that returns, and of what base class it is. Pairs that replace a layer rule are tuples
-# ``(extension class, module type, function)``; the function is called with the extension and a
-# propagator, and makes a ``Carrier``. A class with one of the other bases is a plugin by itself.
-HOOKS: dict[str, tuple[str, type]] = {
-    "backpack_extensions": ("extensions", Extension),
+_KINDS: dict[str, tuple[str, type | tuple[()]]] = {
     "backpack_layer_rules": ("rules", LayerRule),
-    "backpack_pair_overrides": ("overrides", tuple),
+    "backpack_extensions": ("extensions", Extension),
     "backpack_propagators": ("propagators", Propagator),
 }
 
@@ -190,13 +185,13 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
     Raises:
         PluginError: It is not of the kind that the hook promises.
     """
-    table, base = HOOKS[hook]
-    if base is tuple and isinstance(item, tuple) and len(item) == 3:
+    if hook == "backpack_pair_overrides" and isinstance(item, tuple) and len(item) == 3:
         kind, module, carrier = item
         is_pair = isinstance(kind, type) and issubclass(kind, Extension) and is_module_type(module)
         if is_pair and callable(carrier):
-            return [(table, (kind, module), carrier)]
-    elif isinstance(item, type) and issubclass(item, base):
+            return [("overrides", (kind, module), carrier)]
+    table, base = _KINDS.get(hook, ("", ()))
+    if isinstance(item, type) and issubclass(item, base):
         refuse(item)
         return of_rules([item]) if issubclass(item, LayerRule) else [(table, item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")

@@ -49,7 +49,9 @@ def temporary_plugin(*objects: Any) -> Iterator[None]:
 def reset() -> None:
     """Forget every plugin that was discovered and loaded, as in a fresh process."""
     with registration.lock:
-        registration.registered.clear()
+        for name, plugin in registration.manager.list_name_plugin():
+            if plugin is not None:
+                registration.manager.unregister(name=name)
         for table in registry.tables:
             table.clear()
         registry.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from backpack_core import (
 )
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.errors import PluginConflictError, PluginError, PluginVersionError
-from backpack_core.plugins import registration
+from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
 from tests.cases import Net
@@ -36,7 +37,12 @@ def test_there_are_hooks() -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_is_documented(hook: str) -> None:
-    assert f"`{hook}()`" in (AUTHORS / "hooks.md").read_text(encoding="utf-8")
+    """In its own docstring, and on the page of hooks with its exact signature."""
+    function = getattr(hookspecs, hook)
+    assert inspect.getdoc(function)
+    page = (AUTHORS / "hooks.md").read_text(encoding="utf-8")
+    signature = f"{hook}({', '.join(inspect.signature(function).parameters)})"
+    assert f"`{signature}`" in page
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -225,7 +231,7 @@ def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: obje
     wrong.__name__ = hook
     with pytest.raises(PluginError, match=hook):
         plugins.register(provide(**{hook: wrong}), "wrong")
-    assert ":wrong" not in registration.registered
+    assert not registration.manager.has_plugin(":wrong")
 
 
 @pytest.mark.parametrize("api", [2, (2, 7), (1, 2)])

@@ -263,7 +263,7 @@ def test_registration_is_rolled_back(fake_distribution: FakeDistribution) -> Non
     with pytest.warns(BrokenPluginWarning, match="no second one"):
         plugins.ensure_loaded()
     assert "Half" not in registry.extensions
-    assert "backpack-plugin-sick:sick" not in registration.registered
+    assert not registration.manager.has_plugin("backpack-plugin-sick:sick")
 
 
 def test_a_rule_that_cannot_be_made_leaves_nothing() -> None:

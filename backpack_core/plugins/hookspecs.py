@@ -1,0 +1,46 @@
+"""Everything a plugin may do, as pluggy hook specifications; these docstrings are the reference.
+
+A plugin is any object that an entry point of the group ``backpack`` names. It is a class derived
+from one of core's base classes, which implement the hooks already, or a module with functions
+marked by ``hookimpl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pluggy
+from torch.nn import Module
+
+from backpack_core.contract.carrier import CarrierOf
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.hook import PROJECT
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import LayerRule
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+
+
+@hookspec
+def backpack_layer_rules() -> Iterable[type[LayerRule]]:  # type: ignore[empty-body]
+    """Return layer-rule classes; each names its layers in ``module_types``."""
+
+
+@hookspec
+def backpack_extensions() -> Iterable[type[Extension]]:  # type: ignore[empty-body]
+    """Return extension classes; users import them from ``backpack_core.extensions`` by name."""
+
+
+@hookspec
+def backpack_propagators() -> Iterable[type[Propagator]]:  # type: ignore[empty-body]
+    """Return propagator classes: what travels backwards, and how it starts at a loss."""
+
+
+@hookspec
+def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
+    tuple[type[Extension], type[Module] | str, CarrierOf]
+]:
+    """Return ``(extension class, module type, function)`` for pairs that replace the layer rule.
+
+    The function is called with the extension and a propagator, and makes a :class:`Carrier`.
+    """
