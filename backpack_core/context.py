@@ -57,7 +57,7 @@ class backpack:
             extensions: Extension instances to run.
             extension_hook: Called as ``extension_hook(module)`` for every module, after all
                 extensions ran on it. Gradients of the module's own parameters are not accumulated
-                yet at that time.
+                yet at that time. What several calls use has results at the last of them.
             debug: Log every step.
             check: When to measure that samples do not mix, and that gradients come from the
                 extended losses alone: in the ``"first"`` passes of every structure, ``"always"``,
