@@ -92,8 +92,9 @@ class backpack:
             raise UsageError(
                 f"Two extensions would save under {twice[0]!r}: give one of them another savefield."
             )
-        if extension_hook is not None and not callable(extension_hook):
-            raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
+        for name, called in (("extension_hook", extension_hook), ("observer", observer)):
+            if called is not None and not callable(called):
+                raise UsageError(f"{name} must be callable. Got {called!r}.")
         for name, word, known in (("check", check, Check), ("gradient", gradient, Gradient)):
             if word not in get_args(known):
                 raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")

@@ -109,6 +109,14 @@ class Quantities(Mapping[Place, Any]):
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: float) -> Quantities:
+        """Value by value."""
+        return (1 / divisor) * self
+
+    def __radd__(self, other: object) -> Quantities:
+        """Let :func:`sum` work, which starts from the number zero."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def moving_average(self, new: Quantities, decay: float) -> Quantities:
         """``decay · self + (1 - decay) · new``, value by value.
 

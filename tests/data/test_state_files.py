@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.errors import UsageError
-from backpack_core.extensions import EKFAC, KFAC, DiagGGNExact
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.extensions import EKFAC, KFAC, DiagGGNExact, SumGradSquared
 from backpack_data import Quantities, accumulate
 from tests.data.problems import batches, data, loss
 
@@ -122,6 +122,16 @@ def test_the_order_of_a_model_where_batches_differ() -> None:
     model = Heads().double()
     found = accumulate(model, loss(), loader, DiagGGNExact(), progress=False)
     assert [path for path, _ in found] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_targets_that_are_those_of_all_samples(reduction: str) -> None:
+    """Outputs [N, 1] and targets [N] make [N, N] losses: no batch says what the whole is."""
+    x, y = data()
+    model, lossfunc = nn.Sequential(nn.Flatten(), nn.Linear(9, 1)).double(), nn.MSELoss
+    with pytest.raises(UnsupportedError, match="target has shape"):
+        accumulate(model, lossfunc(reduction=reduction), [(x, y)], SumGradSquared(), progress=False)
 
 
 def test_what_has_no_trained_parameters_or_is_a_class() -> None:

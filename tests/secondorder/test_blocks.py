@@ -60,6 +60,19 @@ def test_arithmetic_and_state(blocks: BlockDiagonal) -> None:
     assert torch.equal(other.dense(), blocks.dense())
 
 
+def test_a_parameter_that_is_a_single_number() -> None:
+    values = {"gain": torch.tensor(2.0), "weight": torch.tensor([3.0, 4.0])}
+    blocks, vectors = BlockDiagonal(values), torch.arange(6.0).reshape(3, 2)
+    assert_close(blocks @ vectors, torch.tensor([2.0, 3.0, 4.0])[:, None] * vectors)
+    assert_close(blocks @ vectors[:, 0], torch.tensor([2.0, 3.0, 4.0]) * vectors[:, 0])
+    alone, both = (
+        blocks @ [torch.tensor(1.0), torch.ones(2)],
+        blocks @ [torch.ones(3), torch.ones(3, 2)],
+    )
+    assert [part.shape for part in alone] == [(), (2,)]
+    assert [part.shape for part in both] == [(3,), (3, 2)]
+
+
 def test_draws(blocks: BlockDiagonal) -> None:
     shapes = [block.order.shape for block in blocks.values()]
     assert [draw.shape for draw in blocks.sample(damping=1.0)] == shapes
