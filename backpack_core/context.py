@@ -58,7 +58,7 @@ class backpack:
             extensions: Extension instances to run.
             extension_hook: Called as ``extension_hook(module)`` for every module, after all
                 extensions ran on it. Gradients of the module's own parameters are not accumulated
-                yet at that time.
+                yet at that time. What several calls use has results at the last of them.
             debug: Log every step.
             check: When to measure that samples do not mix, and that gradients come from the
                 extended losses alone: in the ``"first"`` passes of every structure, ``"always"``,
@@ -93,8 +93,9 @@ class backpack:
             raise UsageError(
                 f"Two extensions would save under {twice[0]!r}: give one of them another savefield."
             )
-        if extension_hook is not None and not callable(extension_hook):
-            raise UsageError(f"extension_hook must be callable. Got {extension_hook!r}.")
+        for name, called in (("extension_hook", extension_hook), ("observer", observer)):
+            if called is not None and not callable(called):
+                raise UsageError(f"{name} must be callable. Got {called!r}.")
         for name, word, known in (("check", check, Check), ("gradient", gradient, Gradient)):
             if word not in get_args(known):
                 raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")

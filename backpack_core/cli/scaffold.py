@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import keyword
 import re
 import shutil
 import subprocess
@@ -70,10 +71,10 @@ def check_name(name: str) -> str:
     short = name.replace("_", "-").removeprefix("backpack-plugin-")
     if short in _TAKEN:
         raise UsageError(f"The generated package uses the name {name!r} itself: choose another.")
-    if not _NAME.fullmatch(short):
+    if not _NAME.fullmatch(short) or keyword.iskeyword(short):
         raise UsageError(
-            "The name of a plugin has lower-case letters, digits and single hyphens, and starts "
-            f"with a letter. Got {name!r}."
+            "The name of a plugin has lower-case letters, digits and single hyphens, starts with "
+            f"a letter, and is no word of Python's. Got {name!r}."
         )
     return short
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core.contract.product import DenseProduct, Reading, SampleProduct
-from backpack_core.errors import UnsupportedError
 from backpack_core.graph.parameters import pull_back
 
 
@@ -43,12 +42,8 @@ def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:
         UnsupportedError: It exists at the computed parameter only.
     """
     if not isinstance(reading, SampleProduct):
-        raise UnsupportedError(
-            f"The parameter {reading.name!r} of {reading.path} is computed from others (by a "
-            f"parametrization, or in a hook), and {type(reading).__name__} exists for parameters "
-            "that a module uses as they are. Remove the parametrization, or leave the extension "
-            "out."
-        )
+        found: Reading = reading.at_leaf(source, leaf)
+        return found.placed_as(reading)
     product = ComputedProduct(reading, source, leaf)
     product.placed_as(reading).is_linear = False
     return product

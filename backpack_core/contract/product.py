@@ -88,6 +88,19 @@ class Reading:
         """The reading in a form that outlives the graph of the pass. Default: itself."""
         return self
 
+    def at_leaf(self, source: Tensor, leaf: Tensor) -> Any:
+        """The reading at a leaf that the module's parameter ``source`` was computed from.
+
+        Raises:
+            UnsupportedError: It exists for parameters that a module uses as they are.
+        """
+        raise UnsupportedError(
+            f"The parameter {self.name!r} of {self.path} is computed from others (by a "
+            f"parametrization, or in a hook), and {type(self).__name__} exists for parameters "
+            "that a module uses as they are. Remove the parametrization, or leave the extension "
+            "out."
+        )
+
     def join(self, others: Sequence[Any]) -> Any:
         """One reading for a parameter with several uses, from this one and those of later visits.
 

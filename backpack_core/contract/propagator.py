@@ -125,12 +125,13 @@ class Propagator(ABC):
             The quantity; ``None`` where there is none, which is an error.
 
         Raises:
-            UnsupportedError: Something arrives at a loss.
+            UnsupportedError: Something arrives at a loss, or its rule refuses how it was called.
         """
         if not isinstance(rule, LossRule):
             return waiting
         if waiting is not None:
             raise loss_behind_a_loss(view)
+        rule.check(view)
         return ask(view, self, "start", rule, view)
 
     def serving(self, extensions: Sequence[Any]) -> Propagator:

@@ -5,7 +5,7 @@ Everything that is known of samples starts from this number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from backpack_core.record.call import Call
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
@@ -29,7 +29,8 @@ def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
 def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
     """The number of samples: the length that the model received, if it is known.
 
-    What single calls received decides only if that is unknown. A loss may have several entries for
+    What single calls received decides only if that is unknown, and what a model received from
+    another one only if there is one loss. A loss may have several entries for
     each sample (``logits.flatten(0, 1)``), and a module may receive something without samples (a
     table of positions), or several samples as one.
 
@@ -40,15 +41,25 @@ def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
     sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received]
     if not sizes:
         return 0
-    candidates = dict.fromkeys(
-        n for call, _ in received if not call.rule.is_loss for n in call.run.sizes
-    )
+    losses = {size for (call, _), size in received.items() if call.rule.is_loss}
+    calls = dict.fromkeys(call for call, _ in received if not call.rule.is_loss)
+    runs = dict.fromkeys(n for call in calls for n in call.run.sizes)
+    candidates = runs or dict.fromkeys([*_entering(calls), *(losses if len(losses) == 1 else ())])
+    if runs and len(losses) != 1:  # what runs on what others send may see some of the samples
+        outer = (call.run for call in calls if not call.run.is_inner)
+        candidates = dict.fromkeys(n for run in outer for n in run.sizes) or runs
     candidates.pop(0, None)
     if not candidates or ({*sizes} == {sizes[0]} and sizes[0] in candidates):
         return sizes[0]
-    losses = {size for (call, _), size in received.items() if call.rule.is_loss}
     fitting = [n for n in candidates if not any(rows % n for rows in losses)]
     if next(iter(candidates)) not in fitting:  # the first has many for one sample, as graphs have
         fitting = [n for n in fitting if n in sizes]  # nodes, and edges on axis 0 come in pairs
     possible = [n for n in fitting if losses == {n}] or fitting
     return max(possible or candidates, key=sizes.count)  # the first of several
+
+
+def _entering(calls: Iterable[Call]) -> Iterator[int]:
+    """What parts of a model received that were called by themselves, where no graph was behind."""
+    for call in calls:
+        if call.stored.inputs and not any(call.edges):
+            yield call.stored.inputs[0].shape[:1].numel()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._checkpoints import unpacking_again
 from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
-from backpack_core.errors import BridgeError
+from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.values import largest
 
@@ -86,7 +86,7 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
         for number, gradient in zip(numbers, gradients, strict=True):
             grads[number] = gradient
         if not nodes.is_function(node):
-            result: Any = node(*grads)  # type: ignore[operator]
+            result: Any = _called(node, grads)
             found = result if isinstance(result, tuple) else (result,)
             return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
         # Nodes of Python functions are called by apply, which needs zeros filled in.
@@ -95,6 +95,19 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
         return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
 
     return formula
+
+
+def _called(node: Node, grads: list[Tensor | None]) -> Any:
+    try:
+        return node(*grads)  # type: ignore[operator]
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise OverwrittenInputError(
+            f"What the operation {nodes.described(node)} has saved was changed in place since, so "
+            f"that it has no derivative, in a plain backward pass either ({error}). Make a new "
+            "tensor (h = h + x in the place of h += x), or change it after backward()."
+        ) from error
 
 
 def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:

@@ -7,7 +7,7 @@ name. Imports ``_torch`` only.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -246,10 +246,12 @@ def refuse(node: Node, reason: str, advice: str = _GIVE_IT_A_RULE) -> BridgeErro
     return error
 
 
-def is_linear(node: Node) -> bool:
+def is_linear(node: Node, varying: Container[Node] | None = None) -> bool:
     """Whether an operation is known to be linear in all activations, almost everywhere.
 
-    Leaves (parameters) count as constants.
+    Args:
+        node: The operation.
+        varying: Which operands vary together; default: all but leaves (parameters).
     """
     # By type, since a Python function may have any name.
     operation = operation_of(node)
@@ -258,7 +260,11 @@ def is_linear(node: Node) -> bool:
     edges = node.next_functions
     if operation in PIECEWISE_LINEAR:  # but |z| is not for complex numbers
         return not any(p is not None and metadata_of(p, nr).dtype.is_complex for p, nr in edges)
-    varies = [parent is not None and not is_leaf(parent) for parent, _ in edges]
+    parents = [parent for parent, _ in edges]
+    if varying is None:
+        varies = [parent is not None and not is_leaf(parent) for parent in parents]
+    else:
+        varies = [parent in varying for parent in parents]
     if operation in FACTORS:  # a factor that is a number is no input of the node
         return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
     return operation in QUOTIENTS and not any(varies[1:])

@@ -113,6 +113,18 @@ def _in_own_pass(function: Callable[[], T], device: torch.device) -> T:
     return found[0]
 
 
+def nonlinear_between(source: Tensor, leaf: Tensor) -> list[Node]:
+    """The operations by which a tensor is computed from a leaf that are not known to be linear."""
+    edge = edge_of(source)
+    between = [*ranks(edge.node)] if edge is not None else []
+    leads = {n for n in between if nodes.is_leaf(n) and n.variable is leaf}  # type: ignore[attr-defined]
+    for node in reversed(between):  # operands first
+        if any(child in leads for child, _ in node.next_functions):
+            leads.add(node)
+    on_the_way = (node for node in between if node in leads and not nodes.is_leaf(node))
+    return [node for node in on_the_way if not nodes.is_linear(node, leads)]
+
+
 def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
     """Columns at a leaf, pushed from node to node."""
     waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}

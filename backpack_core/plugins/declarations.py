@@ -64,6 +64,8 @@ def faults(cls: type) -> list[str]:
     found = [text for name, value in _own(cls).items() for text in _fault(cls, name, value)]
     if issubclass(cls, LayerRule) and not getattr(cls, "module_types", ()):
         found.append(f"module_types must name {_TYPES}. Got ()")
+    if issubclass(cls, LayerRule) and (fault := _call_fault(cls, 0)):
+        found.append(f"a rule is made without arguments, as {cls.__name__}(): {fault}")
     own, params = vars(cls).get("linear_in_params", ()), getattr(cls, "params", ())
     if issubclass(cls, ParametricRule) and isinstance(own, tuple) and isinstance(params, tuple):
         fixed = cls.parameter_names is ParametricRule.parameter_names
@@ -182,7 +184,21 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
         has = next(base for base in _BASES if name in dir(base))
         yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
         return
+    overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)
+    if isinstance(value, FunctionType) and isinstance(overridden, FunctionType):
+        asked = inspect.signature(overridden)
+        if fault := _call_fault(value, len(asked.parameters)):
+            yield f"{name} is called as {name}{asked}: {fault}"
     yield from _wrong_kind(name, value, known[name])
+
+
+def _call_fault(function: Callable[..., Any], count: int) -> str:
+    """Why a function cannot be called with so many arguments, or an empty string."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:

@@ -178,15 +178,16 @@ def name_of(obj: Any) -> str:
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj)))
 
 
-def unregister(name: str) -> None:
+def unregister(plugin: Any) -> None:
     """Take back what :func:`register` did.
 
     Args:
-        name: The name it was registered under.
+        plugin: What was registered, or the name it was registered under.
 
     Raises:
         PluginError: There is no such plugin.
     """
+    name = plugin if isinstance(plugin, str) else name_of(plugin)
     with lock:
         if not manager.has_plugin(_key(Provenance(name))):
             known = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]

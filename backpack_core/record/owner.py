@@ -29,12 +29,14 @@ class Run(NamedTuple):
         memories: The memory of each input tensor, and the stride of that axis.
         is_distributed: Whether it runs inside of DistributedDataParallel.
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
+        is_inner: Whether all that it received was computed from parameters or by other models.
     """
 
     sizes: tuple[int, ...]
     memories: dict[int, int]
     is_distributed: bool
     passed: list[object]
+    is_inner: bool = False
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
@@ -124,7 +126,8 @@ class Owner:
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
                 )
-            run = Run(tuple(sizes), strides, _torch.is_distributed(self.module), [])
+            is_inner = all(tensor.grad_fn is not None for tensor in tensors)
+            run = Run(tuple(sizes), strides, _torch.is_distributed(self.module), [], is_inner)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def end(self) -> None:

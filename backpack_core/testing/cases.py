@@ -225,8 +225,7 @@ def installed(rule: type[LayerRule] | None = None) -> Iterator[None]:
 
 
 def _is_known(rule: type[LayerRule]) -> bool:
-    claims = registry.rules.get(rule.module_types[0], [])
-    return any(type(claim.value) is rule for claim in claims)
+    return any(type(claim.value) is rule for claims in registry.rules.values() for claim in claims)
 
 
 def as_arguments(value: Any) -> Arguments:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor, distributed
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from backpack_core import Extension, backpack, extend, is_extended, unextend
@@ -21,7 +20,8 @@ from backpack_core.contract.merging import declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.structure import map_tensors
+from backpack_data.batches import Batch, Kept, output_of, split
 from backpack_data.checkpoint import Checkpoint
 from backpack_data.processes import Heartbeat, InStep, reduce
 from backpack_data.quantities import Quantities
@@ -30,7 +30,6 @@ from backpack_data.state import over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights
 
-Batch = tuple[Any, Any]
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -75,7 +74,8 @@ def accumulate(
         dtype: Of the results; default: that of each value.
         state_file: File for the state of the run. If the file exists, the run resumes from it, with
             the same numbers as without the interruption; the arguments have to be the same. The
-            file is kept at the end.
+            file is kept at the end. The state of another model, loss, extension or of other data
+            is refused.
         every: The file is written after this many batches.
         progress: Whether to show a bar, where the output is a terminal.
         check: See :class:`backpack_core.backpack`.
@@ -112,13 +112,23 @@ def accumulate(
         run.group, run.gather, run.timeout = process_group, gather, timeout
         run.is_sharded = is_sharded
         if state_file is not None:
-            run.checkpoint = Checkpoint(_of_rank(state_file, process_group), every, model, loader)
+            file = _of_rank(state_file, process_group)
+            run.checkpoint = Checkpoint(file, every, model, lossfunc, loader)
         return run(extensions).to(device, dtype)
 
 
 def _require_model(model: object, lossfunc: object) -> None:
     """Raise where the first argument is no model, but the loss, for example."""
+    if isinstance(lossfunc, type):
+        raise UsageError(f"The loss is the class {lossfunc.__name__}: write {lossfunc.__name__}().")
     if isinstance(model, Module) and any(True for _ in model.parameters()):
+        if torch.is_inference_mode_enabled() or not any(
+            p.requires_grad for p in model.parameters()
+        ):
+            raise UsageError(
+                "accumulate(...) computes quantities of trained parameters, and there is none: all "
+                "have requires_grad=False, or it runs inside torch.inference_mode()."
+            )
         return
     found = type(model).__name__
     if isinstance(lossfunc, Module) and any(True for _ in lossfunc.parameters()):
@@ -186,17 +196,17 @@ class _Run:
         readers = [declaration(extension).reader(extension) for extension in extensions]
         states = States.over(self.model, readers)
         done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
-        kept, heartbeat = _Kept(self.loader), Heartbeat(self.group, self.timeout)
+        kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
         in_step = InStep(self.group if self.is_sharded else None, heartbeat)
         place = -1
         bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
         for place, item in enumerate(bar):
             whole = self.batch(item)
             inputs, targets = kept.of(*whole)
+            if self.checkpoint is not None:
+                self.checkpoint.see(number, place, whole)
             if place < done:
                 continue
-            if place == done and self.checkpoint is not None:
-                self.checkpoint.seed()
             if inputs is not None:
                 in_step(partial(self._one, states, readers, inputs, targets))
             elif self.is_sharded:
@@ -206,14 +216,15 @@ class _Run:
             heartbeat.beat(place)
         in_step.end(None if place < 0 else partial(self._one, None, readers, *whole))
         if self.checkpoint is not None:
-            if place + 1 <= done:
-                self.checkpoint.seed()
-            self.checkpoint.end(number, states)
+            self.checkpoint.end(number, place + 1, states)
         heartbeat.wait()
         if self.group is not None:
             states = reduce(states, self.group, self.gather)
         if not states.batches:
-            raise UsageError("The loader gave no batch: there is nothing to compute.")
+            raise UsageError(
+                "The loader gave no batch: there is nothing to compute. Give what can be gone "
+                "through again, as a DataLoader or a list; an iterator or a generator can not."
+            )
         values = {(path, e.savefield): value for path, e, value in states.values()}
         if self.is_sharded:
             values = self._placed(values, readers)
@@ -236,7 +247,7 @@ class _Run:
         inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
-            loss = self.lossfunc(_output(self.model, inputs), targets)
+            loss = self.lossfunc(output_of(self.model, inputs), targets)
         weights = Weights(of_losses=given is None)
         with (
             _same_gradients(self.model),
@@ -268,61 +279,6 @@ def _same_gradients(model: Module) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-
-
-def split(item: Any) -> Batch:
-    """Inputs and targets of a batch.
-
-    Args:
-        item: ``(inputs, targets)``, or a dictionary with ``"labels"``.
-
-    Raises:
-        UsageError: It is neither.
-    """
-    if isinstance(item, Mapping):
-        if "labels" in item:
-            return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-    elif isinstance(item, (tuple, list)) and len(item) == 2:
-        return item[0], item[1]
-    raise UsageError(
-        "A batch is (inputs, targets), or a dictionary with 'labels'. Got "
-        f"{type(item).__name__}: give batch=, a function that makes (inputs, targets) of it."
-    )
-
-
-def _output(model: Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        output = model(**inputs)
-        return getattr(output, "logits", output)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
-class _Kept:
-    """Drops the samples that a distributed sampler repeats to give all ranks the same number."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        sampler = getattr(loader, "sampler", None)
-        self._left: int | None = None
-        if isinstance(sampler, DistributedSampler) and not sampler.drop_last:
-            total = len(cast(Any, sampler.dataset))
-            self._left = len(range(sampler.rank, total, sampler.num_replicas))
-
-    def of(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The samples of a batch that are not repeated; ``(None, None)`` if all are."""
-        if self._left is None:
-            return inputs, targets
-        count = len(next(iter_tensors(targets)))
-        kept, self._left = min(count, self._left), self._left - min(count, self._left)
-        if kept == count:
-            return inputs, targets
-        if not kept:
-            return None, None
-        cut = partial(_first, kept, count)
-        return map_tensors(inputs, cut), map_tensors(targets, cut)
-
-
-def _first(kept: int, count: int, tensor: Tensor) -> Tensor:
-    return tensor[:kept] if len(tensor.shape) and len(tensor) == count else tensor
 
 
 def _of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:

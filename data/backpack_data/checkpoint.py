@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from backpack_core import Extension, Propagator
 from backpack_core.errors import UsageError
+from backpack_core.record.structure import iter_tensors
 from backpack_data import files
 from backpack_data.shards import local
 from backpack_data.states import States
@@ -23,40 +25,48 @@ class Checkpoint:
 
     Generators are restored twice: first to their state at the start of the pass, so a loader that
     shuffles gives the same order; then, after the finished batches are skipped, to their state when
-    the file was written.
+    the file was written. Finished batches are compared with those of the file by a checksum.
     """
 
-    def __init__(self, path: Path, every: int, model: Module, loader: Iterable[Any]) -> None:
+    def __init__(
+        self, path: Path, every: int, model: Module, lossfunc: Any, loader: Iterable[Any]
+    ) -> None:
         """Read the file, if there is one.
 
         Args:
             path: The file.
             every: It is written after this many batches.
             model: The model; a file of another model is refused.
+            lossfunc: The loss; as the model, if it is a module.
             loader: The data; its own generator is restored, too.
+
+        Raises:
+            UsageError: The folder is missing, or the file holds something else.
         """
         self._path, self._every, self._model = path, every, model
         self._generator = getattr(loader, "generator", None)
         self._tensors: dict[str, Tensor] = {}
         self._about: dict[str, Any] = {}
+        if not path.parent.is_dir():
+            raise UsageError(f"There is no folder {str(path.parent)!r} for the state file.")
         if path.exists():
-            self._tensors, self._about = files.read(path)
-        self._print = _fingerprint(model)
+            self._tensors, self._about = files.read(path, "state")
+        self._print = {"model": _fingerprint(model)}
+        if isinstance(lossfunc, Module):
+            self._print["loss"] = f"{_settings(lossfunc)} {_fingerprint(lossfunc)}"
 
     def begin(self, number: int, states: States) -> int:
         """Restore the states of a pass, and return how many of its batches are done.
 
         Raises:
-            UsageError: The file belongs to another model, or to other extensions.
+            UsageError: The file belongs to another model, to another loss, or to other extensions.
         """
-        names = [f"{type(e).__name__} in {e.savefield}" for e in states.extensions]
-        mine = {"model": self._print, f"extensions {number}": names}
-        found = {key: self._about[key] for key in mine if key in self._about}
-        if self._about and any(found[key] != mine[key] for key in found):
-            raise UsageError(
-                f"{self._path} is the state of another run: it has {json.dumps(found)}, and asked "
-                f"for is {json.dumps(mine)}. Give another state_file, or remove it."
-            )
+        asked = [_settings(extension) for extension in states.extensions]
+        mine = {**self._print, f"extensions {number}": asked}
+        found = {k: self._about[k] for k in mine if self._about.get(k, mine[k]) != mine[k]}
+        if found:
+            wanted = {key: mine[key] for key in found}
+            raise self._other(f"it has {json.dumps(found)}, and asked for is {json.dumps(wanted)}")
         self._about.update(mine)
         prefix = f"{number}:"
         if f"numbers {number}" in self._about:
@@ -65,29 +75,62 @@ class Checkpoint:
             self._set(f"start {number}")
         else:
             self._keep(f"start {number}")
-        self._current = f"now {number}"
-        self._done = int(self._about.get(f"done {number}", 0))
+        self._done = self._resumed = int(self._about.get(f"done {number}", 0))
+        self._checksum = 0
         return self._done
 
-    def seed(self) -> None:
-        """Restore generators to their state in the file, after finished batches were skipped."""
-        self._set(self._current, loader=False)
+    def see(self, number: int, place: int, batch: Any) -> None:
+        """Take note of the next batch, before it is run or skipped.
+
+        Raises:
+            UsageError: The finished batches are not those of the file.
+        """
+        if place == self._resumed:
+            self._resume(number, place, self._about.get(f"all {number}", False))
+        for tensor in iter_tensors(batch):
+            self._checksum = _checksum(tensor, self._checksum)
 
     def after(self, number: int, done: int, states: States) -> None:
         """Write the file after every ``every`` batches."""
         self._done = done
         if done % self._every == 0:
-            self.end(number, states)
+            self._write(number, states)
 
-    def end(self, number: int, states: States) -> None:
-        """Write the file, with the states of pass ``number`` as they are now."""
+    def end(self, number: int, batches: int, states: States) -> None:
+        """Write the file, with the states of pass ``number`` over all batches.
+
+        Raises:
+            UsageError: There are other batches than those of the file.
+        """
+        if batches <= self._resumed:
+            self._resume(number, batches, batches < self._resumed)
+        self._about[f"all {number}"] = batches > 0
+        self._write(number, states)
+
+    def _resume(self, number: int, done: int, is_other: bool) -> None:
+        """Restore generators as they were after the finished batches, which were skipped."""
+        if is_other or self._about.get(f"data {number}", 0) != self._checksum:
+            raise self._other(
+                f"the first {self._resumed} batches of pass {number} are in it, and the loader "
+                f"gave {'another number of them' if is_other else 'others'} (one that shuffles "
+                "needs its generator, DataLoader(..., generator=...))"
+            )
+        self._set(f"now {number}", loader=False)
+
+    def _other(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self._path} is the state of another run: {why}. Give another state_file, or remove "
+            "it."
+        )
+
+    def _write(self, number: int, states: States) -> None:
         prefix = f"{number}:"
         kept = {k: t for k, t in self._tensors.items() if not k.startswith(prefix)}
         self._tensors = {**kept, **{prefix + k: t for k, t in states.tensors().items()}}
         self._about[f"numbers {number}"] = states.numbers()
-        self._about[f"done {number}"] = self._done
+        self._about[f"done {number}"], self._about[f"data {number}"] = self._done, self._checksum
         self._keep(f"now {number}")
-        files.write(self._path, self._tensors, self._about)
+        files.write(self._path, "state", self._tensors, self._about)
 
     def _keep(self, name: str) -> None:
         self._tensors[f"random|{name}|cpu"] = torch.get_rng_state()
@@ -112,11 +155,33 @@ class Checkpoint:
                 torch.cuda.set_rng_state(state, int(device.removeprefix("cuda")))
 
 
+def _settings(given: Module | Extension) -> str:
+    """What kind of loss or extension it is, and its plain settings."""
+    plain = (str, int, float, tuple, Propagator)
+    settings = {key: value for key, value in vars(given).items() if isinstance(value, plain)}
+    return f"{type(given).__name__}({', '.join(f'{k}={v!r}' for k, v in settings.items())})"
+
+
 def _fingerprint(model: Module) -> str:
-    """Tells models apart by names, shapes and values of parameters."""
-    digest = 0
-    for name, parameter in model.named_parameters():
-        data = local(parameter.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest = zlib.crc32(f"{name} {list(parameter.shape)}".encode(), digest)
-        digest = zlib.crc32(data.numpy().tobytes(), digest)
+    """Tells modules apart by names, shapes and values, by what is trained, and by their modes.
+
+    In train mode, buffers may change as the model runs.
+    """
+    modes = {path: module.training for path, module in model.named_modules()}
+    digest = zlib.crc32(repr(modes).encode())
+    held: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, tensor in held.items():
+        is_at_rest = isinstance(tensor, Tensor) and not modes.get(name.rpartition(".")[0], True)
+        if isinstance(tensor, Parameter) or is_at_rest:
+            about = f"{name} {list(tensor.shape)} {tensor.requires_grad}"
+            digest = _checksum(tensor.detach(), zlib.crc32(about.encode(), digest))
     return f"{digest:08x}"
+
+
+def _checksum(tensor: Tensor, digest: int) -> int:
+    """The checksum continued by the bytes of a tensor; of a sparse one, by its shape alone."""
+    digest = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest)
+    if tensor.layout is not torch.strided:
+        return digest
+    data = local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy().tobytes(), digest)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
@@ -18,15 +18,16 @@ from backpack_core.errors import UsageError
 VERSION = 1
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+def write(path: Path, kind: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write a temporary file, flush it to disk, and rename it to the path.
 
     Args:
         path: Of the file; an earlier one is replaced.
+        kind: What it holds.
         tensors: Tensors by name.
         about: Further values for the header, as JSON.
     """
-    header = {"backpack_data": json.dumps({"version": VERSION, **about})}
+    header = {"backpack_data": json.dumps({"version": VERSION, "kind": kind, **about})}
     data = save({name: _packed(t) for name, t in tensors.items()}, header)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -49,18 +50,28 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and what its header says.
 
     Raises:
-        UsageError: Another program, or a later version, has written the file.
+        UsageError: Another program, or a later version, has written the file, or it is of another
+            kind.
     """
-    with safe_open(path, "pt") as file:
-        header = (file.metadata() or {}).get("backpack_data")
-        about = {} if header is None else json.loads(header)
-        if about.get("version") != VERSION:
-            raise UsageError(
-                f"{path} was not written by this version of backpack_data: found version "
-                f"{about.get('version')!r}, expected {VERSION}. Give another path."
-            )
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+    wanted = {"version": VERSION, "kind": kind}
+    try:
+        with safe_open(path, "pt") as file:
+            header = (file.metadata() or {}).get("backpack_data")
+            about = {} if header is None else json.loads(header)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UsageError(
+            f"{path} is no file of backpack_data, or a damaged one ({error}). Give another path."
+        ) from error
+    found = {key: about.get(key) for key in wanted}
+    if found != wanted:
+        raise UsageError(
+            f"{path} was not written as what it is read for: expected is {wanted}, found {found}. "
+            "What accumulate(..., state_file=...) writes and what save(...) writes are two kinds "
+            "of files. Give another path."
+        )
+    return tensors, about

@@ -25,7 +25,8 @@ Place = tuple[str, str]
 class Quantities(Mapping[Place, Any]):
     """Values by path of the parameter and field: ``quantities["0.weight", "kfac"]``.
 
-    ``quantities.field("kfac")`` has those of one field. Sums and multiples go value by value, with
+    They are in the order of the model's parameters. ``quantities.field("kfac")`` has those of one
+    field. Sums and multiples go value by value, with
     the values' own arithmetic (for Kronecker factors see ``KroneckerFactors``).
 
     Attributes:
@@ -45,12 +46,14 @@ class Quantities(Mapping[Place, Any]):
 
         Args:
             values: By path and field.
-            shapes: Of the parameters, by path.
+            shapes: Of the parameters, by path, in the order of the model.
             kinds: The names of the extensions, by field.
             batches: How many batches there were.
             normaliser: See the class.
         """
-        self._values, self._shapes, self._kinds = dict(values), dict(shapes), dict(kinds)
+        self._shapes, self._kinds = dict(shapes), dict(kinds)
+        ordered = ((path, field) for path in self._shapes for field in self._kinds)
+        self._values = {place: values[place] for place in ordered if place in values}
         self.batches, self.normaliser = batches, normaliser
 
     def __getitem__(self, place: Place) -> Any:
@@ -106,6 +109,14 @@ class Quantities(Mapping[Place, Any]):
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: float) -> Quantities:
+        """Value by value."""
+        return (1 / divisor) * self
+
+    def __radd__(self, other: object) -> Quantities:
+        """Let :func:`sum` work, which starts from the number zero."""
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
     def moving_average(self, new: Quantities, decay: float) -> Quantities:
         """``decay · self + (1 - decay) · new``, value by value.
 
@@ -156,7 +167,7 @@ class Quantities(Mapping[Place, Any]):
             "batches": self.batches,
             "normaliser": self.normaliser,
         }
-        files.write(Path(path), self.tensors(), about)
+        files.write(Path(path), "quantities", self.tensors(), about)
 
     @classmethod
     def load(cls, path: str | Path) -> Quantities:
@@ -164,8 +175,9 @@ class Quantities(Mapping[Place, Any]):
 
         Raises:
             MissingPluginError: A value is no tensor, and its extension is not installed.
+            UsageError: The file holds something else.
         """
-        tensors, about = files.read(Path(path))
+        tensors, about = files.read(Path(path), "quantities")
         shapes = {key: torch.Size(shape) for key, shape in about["shapes"].items()}
         parts: dict[Place, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():

@@ -90,11 +90,13 @@ def normaliser_of(view: View) -> float | None:
 
     Raises:
         UsageError: Neither its module nor its rule tells, or it divides by zero.
+        UnsupportedError: Its rule refuses how it was called.
     """
     rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
+    assert isinstance(rule, LossRule)
+    rule.check(view)  # targets that broadcast the output couple samples
     if reduction == "sum":
         return None
-    assert isinstance(rule, LossRule)
     is_told = type(rule).normalisation is not LossRule.normalisation
     if reduction not in ("mean", "batchmean") or not is_told:
         raise UsageError(

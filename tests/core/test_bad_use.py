@@ -106,6 +106,8 @@ def test_hook_that_cannot_be_called(hook: Any) -> None:
         return
     with pytest.raises(UsageError, match=r"extension_hook must be callable\. Got"):
         backpack(BatchGrad(), extension_hook=hook)
+    with pytest.raises(UsageError, match=r"observer must be callable\. Got"):
+        backpack(BatchGrad(), observer=hook)
 
 
 @pytest.mark.parametrize("beside", [1, torch.ones(()), torch.ones(2)])

@@ -12,7 +12,7 @@ from backpack_core import ParametricRule, backpack, extend
 from backpack_core.errors import (
     OverwrittenInputError,
 )
-from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.testing import temporary_plugin
 from tests.cases import Net, classification
 
@@ -131,3 +131,18 @@ def test_a_turned_output_of_one_length_is_overwritten(batch: int) -> None:
     jacobian = torch.autograd.functional.jacobian(output, first.weight)
     expected = 2 * jacobian.square().sum((0, 1, 2))
     torch.testing.assert_close(vars(first.weight)["diag_ggn_exact"], expected)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFRA])
+def test_what_autograd_cannot_differentiate_either(extension: Any) -> None:
+    """It is the user's slip, and no plugin's."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = torch.tanh(net.a(x))
+        hidden += x
+        output: Tensor = net.b(hidden)
+        return output
+
+    problem = classification(Net(forward, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), (3,))
+    with pytest.raises(OverwrittenInputError, match=r"Tanh has saved.*h = h \+ x"):
+        problem.run(extension())

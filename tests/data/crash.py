@@ -72,8 +72,8 @@ def crash(folder: Path, kills: int, seed: int) -> int:
         done = _done(state)
         assert done > before
     assert start(folder, "killed", samples).wait() == 0
-    wanted, _ = files.read(folder / "quiet.result")
-    found, _ = files.read(folder / "killed.result")
+    wanted, _ = files.read(folder / "quiet.result", "quantities")
+    found, _ = files.read(folder / "killed.result", "quantities")
     assert wanted.keys() == found.keys()
     for name, tensor in wanted.items():
         assert torch.equal(tensor, found[name]), name
@@ -83,7 +83,7 @@ def crash(folder: Path, kills: int, seed: int) -> int:
 
 def _done(state: Path) -> int:
     """How far the state is; reading it fails where it is half written."""
-    return int(files.read(state)[1].get("done 1", 0)) if state.exists() else 0
+    return int(files.read(state, "state")[1].get("done 1", 0)) if state.exists() else 0
 
 
 if __name__ == "__main__":

@@ -149,6 +149,8 @@ def test_results_are_saved_and_calculated_with(tmp_path: Path):
     average = found.moving_average(3 * found, 0.5)
     assert_same(average["4.bias", "variance"], 2 * found["4.bias", "variance"])
     assert_same(average["4.bias", "kflr"].dense(), 2 * found["4.bias", "kflr"].dense())
+    halves = sum([found, found]) / 4
+    assert_same(halves["4.bias", "variance"], 0.5 * found["4.bias", "variance"])
     single = found.to(dtype=torch.float32)
     assert {t.dtype for t in single.tensors().values()} <= {torch.float32, torch.int64}
     assert "0.weight" in found.summary()

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from backpack_core import Extension, backpack, extend
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.extensions import DiagGGNExact, DiagGGNMC, DiagHessian
+from backpack_core.extensions import (
+    GGNMP,
+    KFAC,
+    KFRA,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    SqrtGGNExact,
+)
 from backpack_core.record.view import View
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
@@ -224,6 +232,28 @@ def test_refuses_what_broadcasts_the_input() -> None:
     view = started(module, draw(4, 1), labels(4, 1))
     with pytest.raises(UnsupportedError, match="weight has shape"):
         rule_for(module).sqrt_hessian(view)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize(
+    "extension", [DiagGGNExact, DiagGGNMC, SqrtGGNExact, KFAC, KFRA, DiagHessian, GGNMP]
+)
+@pytest.mark.parametrize(
+    ("lossfunc", "target", "message"),
+    [
+        (nn.MSELoss(reduction="sum"), torch.zeros(4), "target has shape"),
+        (nn.PoissonNLLLoss(reduction="sum"), torch.zeros(4), "target has shape"),
+        (nn.PoissonNLLLoss(), torch.zeros(4, 1, requires_grad=True), "requires a gradient"),
+    ],
+)
+def test_what_is_refused_is_refused_in_a_backward_pass(
+    lossfunc: nn.Module, target: Tensor, message: str, extension: type[Extension]
+) -> None:
+    """Outputs [N, 1] and targets [N] make a table of [N, N] losses."""
+    model = extend(nn.Linear(2, 1))
+    loss = extend(lossfunc)(model(torch.randn(4, 2)), target)
+    with pytest.raises(UnsupportedError, match=message), backpack(extension()):  # type: ignore[call-arg]
+        loss.backward()
 
 
 @pytest.mark.parametrize("loss", [nn.L1Loss, nn.SmoothL1Loss, nn.NLLLoss, nn.KLDivLoss])

@@ -29,7 +29,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
-from backpack_core.testing import temporary_plugin
+from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 
 
@@ -115,6 +115,14 @@ AT_REGISTRATION = {
         "savefield 'grad_batch' is that of BatchGrad of backpack-plugin-firstorder",
     ),
     "a field that is no name": (derived(Field, savefield="a b"), "must be a Python identifier"),
+    "a parameter of a method too few": (
+        derived(GainRule, _param_jac_t_mat_prod=lambda self, view, mat: mat),
+        "is called as _param_jac_t_mat_prod(self, view: 'View', name: 'str', mat: 'Tensor')",
+    ),
+    "a rule with arguments": (
+        derived(GainRule, __init__=lambda self, size: None),
+        "a rule is made without arguments, as Slip(): missing a required argument: 'size'",
+    ),
     "savefeild": (derived(Field, savefeild="x"), "did you mean 'savefield'?"),
 }
 
@@ -130,6 +138,21 @@ def test_found_at_registration(name: str) -> None:
     assert "?." not in str(caught.value)
     with pytest.raises(PluginError, match="No plugin named"):
         unregister("Slip")  # nothing of it stays behind
+
+
+@pytest.mark.parametrize("name", ["no type at all", "a class for a tuple"])
+def test_the_kit_says_so_too(name: str) -> None:
+    kind, expected = AT_REGISTRATION[name]
+    with pytest.raises(UsageError, match="cannot be run") as caught:
+        check_rule(RuleCase(Gain, lambda n: torch.randn(n, 3), rule=kind))
+    assert expected in str(caught.value)
+
+
+def test_what_was_registered_is_taken_back() -> None:
+    assert register(GainRule) is GainRule
+    unregister(GainRule)
+    with pytest.raises(PluginError, match="No plugin named 'GainRule'"):
+        unregister(GainRule)
 
 
 def test_what_an_author_adds_is_free() -> None:

@@ -146,7 +146,23 @@ def test_its_tests_pass(kind: str, tmp_path: Path, mypy_cache: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "..", "../x", "a/b", "a b", "A", "1a", "a--b", "a-", "a.b", "x;y", "{{x}}", "tensor", "é"],
+    [
+        "",
+        "..",
+        "../x",
+        "import",
+        "a/b",
+        "a b",
+        "A",
+        "1a",
+        "a--b",
+        "a-",
+        "a.b",
+        "x;y",
+        "{{x}}",
+        "tensor",
+        "é",
+    ],
 )
 def test_a_bad_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError):

@@ -54,9 +54,23 @@ def test_arithmetic_and_state(blocks: BlockDiagonal) -> None:
     assert_close((sum([blocks, blocks]) / 2).dense(), matrix)
     assert_close(blocks.moving_average(3 * blocks, 0.5).dense(), 2 * matrix)
     assert blocks.to(torch.float32).dtype == torch.float32
-    other = BlockDiagonal.from_state_dict(blocks.state_dict())
+    in_order_of_names = dict(sorted(blocks.state_dict().items()))  # as safetensors has them
+    other = BlockDiagonal.from_state_dict(in_order_of_names)
     assert [*other] == [*blocks]
     assert torch.equal(other.dense(), blocks.dense())
+
+
+def test_a_parameter_that_is_a_single_number() -> None:
+    values = {"gain": torch.tensor(2.0), "weight": torch.tensor([3.0, 4.0])}
+    blocks, vectors = BlockDiagonal(values), torch.arange(6.0).reshape(3, 2)
+    assert_close(blocks @ vectors, torch.tensor([2.0, 3.0, 4.0])[:, None] * vectors)
+    assert_close(blocks @ vectors[:, 0], torch.tensor([2.0, 3.0, 4.0]) * vectors[:, 0])
+    alone, both = (
+        blocks @ [torch.tensor(1.0), torch.ones(2)],
+        blocks @ [torch.ones(3), torch.ones(3, 2)],
+    )
+    assert [part.shape for part in alone] == [(), (2,)]
+    assert [part.shape for part in both] == [(3,), (3, 2)]
 
 
 def test_draws(blocks: BlockDiagonal) -> None:

@@ -158,20 +158,31 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything as tensors, for ``torch.save`` or safetensors."""
-        return {
-            f"{name}/{key}": tensor
-            for name, block in self.items()
-            for key, tensor in block.state_dict().items()
-        }
+        found: dict[str, Tensor] = {}
+        for place, (name, block) in enumerate(self.items()):
+            tensors = {**block.state_dict(), "place": torch.tensor(place, device="cpu")}
+            found.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
+        return found
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:
-        """The matrix whose :meth:`state_dict` is given."""
+        """The matrix whose :meth:`state_dict` is given, in any order.
+
+        Raises:
+            UsageError: The state is not that of a block-diagonal matrix.
+        """
         parts: dict[str, dict[str, Tensor]] = {}
         for full, tensor in state.items():
-            name, key = full.rsplit("/", 1)
+            name, _, key = full.rpartition("/")
             parts.setdefault(name, {})[key] = tensor
-        return cls({name: matrix_from_state(part) for name, part in parts.items()})
+        strange = [name for name, part in parts.items() if "place" not in part]
+        if strange:
+            raise UsageError(
+                f"This is not the state of a block-diagonal matrix: {strange[0]!r} has no place in "
+                "it. The state of a single matrix is for matrix_from_state."
+            )
+        names = sorted(parts, key=lambda name: int(parts[name]["place"]))
+        return cls({name: matrix_from_state(parts[name]) for name in names})
 
     def __mul__(self, scalar: Number) -> BlockDiagonal:
         """Block by block."""

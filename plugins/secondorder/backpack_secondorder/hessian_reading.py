@@ -14,9 +14,12 @@ from backpack_core import AffineRule, Columns, ParametricRule, View
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.bare import BareRule
 from backpack_core.contract.columns import ApartColumns, Root
+from backpack_core.contract.computed import ComputedProduct
 from backpack_core.contract.product import Reading, SampleProduct, sum_of
 from backpack_core.errors import UnsupportedError
+from backpack_core.graph.nodes import name_of
 from backpack_core.graph.order import behind
+from backpack_core.graph.parameters import nonlinear_between
 from backpack_core.tuning import column_budget
 from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.position_pairs import diagonal, sample_diagonals
@@ -25,12 +28,17 @@ from backpack_secondorder.without_samples import Missing
 
 
 class Use(NamedTuple):
-    """One use of a parameter: a layer that is linear in it, with the Hessian at its output."""
+    """One use of a parameter: a layer that is linear in it, with the Hessian at its output.
+
+    Attributes:
+        computed: The layer's parameter and the leaf that is asked for, if these are two.
+    """
 
     rule: ParametricRule
     view: View
     name: str
     hessian: Hessian
+    computed: tuple[Tensor, Tensor] | None = None
 
     def product(self, columns: Columns) -> SampleProduct:
         """``J_θᵀ mat`` for the columns of one root."""
@@ -39,7 +47,7 @@ class Use(NamedTuple):
         else:
             product = self.rule.param_product(self.view, self.name, columns.mat)
         product.roots = columns.sizes
-        return product
+        return product if self.computed is None else ComputedProduct(product, *self.computed)
 
 
 class HessianReading(Reading):
@@ -48,18 +56,41 @@ class HessianReading(Reading):
     def __init__(self, uses: Sequence[Use]) -> None:
         """Store the uses."""
         first = uses[0]
-        super().__init__(first.view.parameter_itself(first.name).shape)
+        known = first.computed or (first.view.parameter_itself(first.name),)
+        super().__init__(known[-1].shape)
         self._uses = tuple(uses)
+
+    def at_leaf(self, source: Tensor, leaf: Tensor) -> HessianReading:
+        """Columns go back to the leaf, where the computation is linear in it.
+
+        Raises:
+            UnsupportedError: It is not, so that its second derivative belongs to the Hessian.
+        """
+        for node in nonlinear_between(source, leaf):
+            raise UnsupportedError(
+                f"The parameter {self.name!r} of {self.path} is computed from others, by the "
+                f"operation {name_of(node)!r}, which is not known to be linear, and its second "
+                "derivative, which belongs to the Hessian, is not carried. Use DiagHMP, or the "
+                "generalised Gauss-Newton matrix (DiagGGNExact), or remove the parametrization."
+            )
+        return HessianReading([use._replace(computed=(source, leaf)) for use in self._uses])
 
     def join(self, others: Sequence[HessianReading]) -> HessianReading:
         """All uses together: contributions of one root are added before they are squared.
 
         Raises:
             UnsupportedError: One use lies behind another on a path, so the net is not linear in
-                the parameter, although each layer is.
+                the parameter, although each layer is; or a use is of what is computed from it.
         """
         uses = [use for reading in (self, *others) for use in reading._uses]
         for use in uses:
+            if use.computed:
+                raise UnsupportedError(
+                    f"The parameter {use.name!r} of {use.view.path} is computed from one that is "
+                    f"used {len(uses)} times, and the Hessian is carried back through one such "
+                    "computation only: use DiagHMP, or the generalised Gauss-Newton matrix "
+                    "(DiagGGNExact), or remove the parametrization."
+                )
             if _leads_to_another(use, uses):
                 raise UnsupportedError(
                     f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
@@ -82,7 +113,7 @@ class HessianReading(Reading):
             UnsupportedError: A layer is not known to be linear in the parameter, or what led here
                 misses a part.
         """
-        for rule, view, name, hessian in self._uses:
+        for rule, view, name, hessian, _ in self._uses:
             require_linear(rule, view, name)
             for root in () if hessian.columns is None else hessian.columns.sizes:
                 number = id(view.parameter_itself(name))
@@ -156,9 +187,9 @@ def _halves(use: Use) -> tuple[Hessian, Hessian]:
     An affine layer reads a diagonal ``d`` as it is. If it shares no positions, the diagonal of
     every form but the columns is enough.
     """
-    rule, view, _, hessian = use
+    rule, view, _, hessian, _ = use
     kept = Hessian(hessian.columns, branched=hessian.branched)
-    if not (hessian.unformed and isinstance(rule, AffineRule)):
+    if use.computed or not (hessian.unformed and isinstance(rule, AffineRule)):
         return kept, hessian
     column = torch.empty(1, *view.output_shape, device=view.device)
     if rule.affine_output(view, column).shape[2] == 1:

@@ -111,7 +111,8 @@ class LinearOperator(ABC):
             )
         self._check([vectors])
         rows = vectors.reshape(self.shape[0], -1).T
-        found = torch.cat([part.flatten(1) for part in function(self.split(rows))], 1)
+        parts = zip(function(self.split(rows)), self.shapes, strict=True)
+        found = torch.cat([part.reshape(len(rows), shape.numel()) for part, shape in parts], 1)
         return found.T.reshape(vectors.shape)
 
     def _lists(self, vectors: list[Tensor], function: Any) -> list[Tensor]:

@@ -1,0 +1,146 @@
+"""A run is resumed from its own state file alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.extensions import EKFAC, KFAC, DiagGGNExact, SumGradSquared
+from backpack_data import Quantities, accumulate
+from tests.data.problems import batches, data, loss
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(9, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+
+
+def normalised(model: nn.Module) -> nn.Module:
+    model.eval().get_buffer("2.running_var").mul_(3)
+    return model
+
+
+def smoothed() -> nn.Module:
+    return nn.CrossEntropyLoss(label_smoothing=0.3).double()
+
+
+def begun(path: Path, sizes: tuple[int, ...], **changes: Any) -> Quantities:
+    x, y = data()
+    given: dict[str, Any] = {
+        "model": net().eval(),
+        "lossfunc": loss(),
+        "loader": batches(x, y, *sizes),
+        "extensions": (DiagGGNExact(), EKFAC()),
+    }
+    given |= changes
+    model, extensions = given.pop("model"), given.pop("extensions")
+    lossfunc, loader = given.pop("lossfunc"), given.pop("loader")
+    options = {"state_file": path, "every": 1, "progress": False}
+    return accumulate(model, lossfunc, loader, *extensions, **options)
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    model.get_parameter("4.bias").requires_grad_(False)
+    return model
+
+
+def of_more() -> list[tuple[Tensor, Tensor]]:
+    return [*batches(*data(), 3, 3, 1), *batches(*data(), 7)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"loader": batches(data()[0] + 1, data()[1], 3, 3, 1)}, "gave others"),
+        ({"loader": batches(*data(), 2, 4, 1)}, "gave others"),
+        ({"loader": batches(data()[0][:3], data()[1][:3], 3)}, "another number"),
+        ({"loader": of_more()}, "another number"),
+        ({"lossfunc": loss("sum")}, "reduction='sum'"),
+        ({"lossfunc": smoothed()}, "label_smoothing=0.3"),
+        ({"lossfunc": loss(ignored=1)}, "ignore_index=1"),
+        ({"model": normalised(net())}, '"model"'),
+        ({"model": frozen(net().eval())}, '"model"'),
+        ({"extensions": (DiagGGNExact(subsampling=[0]), EKFAC())}, r"subsampling=\(0,\)"),
+        ({"extensions": (DiagGGNExact(), EKFAC(weight_sharing="expand"))}, "'expand'"),
+    ],
+)
+def test_of_another_run(changes, said, tmp_path: Path) -> None:
+    begun(tmp_path / "state", (3, 3, 1))
+    with pytest.raises(UsageError, match=f"state of another run.*{said}"):
+        begun(tmp_path / "state", (3, 3, 1), **changes)
+
+
+def test_of_the_same_run(tmp_path: Path) -> None:
+    first = begun(tmp_path / "state", (3, 3, 1))
+    again = begun(tmp_path / "state", (3, 3, 1))
+    for name, tensor in first.tensors().items():
+        assert torch.equal(again.tensors()[name], tensor)
+
+
+def test_files_of_two_kinds(tmp_path: Path) -> None:
+    results = begun(tmp_path / "state", (3, 3, 1))
+    results.save(tmp_path / "results")
+    with pytest.raises(UsageError, match="two kinds"):
+        Quantities.load(tmp_path / "state")
+    with pytest.raises(UsageError, match="two kinds"):  # results would be overwritten
+        begun(tmp_path / "results", (3, 3, 1))
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(UsageError, match=r"no file of backpack_data"):
+        Quantities.load(tmp_path / "text")
+    with pytest.raises(UsageError, match="no folder"):
+        begun(tmp_path / "nowhere" / "state", (3, 3, 1))
+
+
+def test_the_order_of_parameters_is_kept(tmp_path: Path) -> None:
+    """Files have names in another order, and rows of matrices are in that of the model."""
+    found = begun(tmp_path / "state", (3, 3, 1), extensions=(KFAC(),))
+    found.save(tmp_path / "results")
+    loaded = Quantities.load(tmp_path / "results")
+    assert [*loaded] == [*found]
+    assert [*loaded.field("kfac")] == [name for name, _ in net().named_parameters()]
+
+
+def test_the_order_of_a_model_where_batches_differ() -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(9, 3) for _ in range(2))
+
+        def forward(self, x: Tensor, which: int) -> Tensor:
+            result: Tensor = self.heads[which](x.flatten(1))
+            return result
+
+    x, y = data()
+    loader = [((x, 1), y), ((x, 0), y)]
+    model = Heads().double()
+    found = accumulate(model, loss(), loader, DiagGGNExact(), progress=False)
+    assert [path for path, _ in found] == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_targets_that_are_those_of_all_samples(reduction: str) -> None:
+    """Outputs [N, 1] and targets [N] make [N, N] losses: no batch says what the whole is."""
+    x, y = data()
+    model, lossfunc = nn.Sequential(nn.Flatten(), nn.Linear(9, 1)).double(), nn.MSELoss
+    with pytest.raises(UnsupportedError, match="target has shape"):
+        accumulate(model, lossfunc(reduction=reduction), [(x, y)], SumGradSquared(), progress=False)
+
+
+def test_what_has_no_trained_parameters_or_is_a_class() -> None:
+    x, y = data()
+    with pytest.raises(UsageError, match="trained parameters"):
+        accumulate(net().requires_grad_(False), loss(), [(x, y)], DiagGGNExact())
+    with torch.inference_mode(), pytest.raises(UsageError, match="inference_mode"):
+        accumulate(net(), loss(), [(x, y)], DiagGGNExact())
+    with pytest.raises(UsageError, match=r"write CrossEntropyLoss\(\)"):
+        accumulate(net(), nn.CrossEntropyLoss, [(x, y)], DiagGGNExact())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="gone through again"):
+        accumulate(net().eval(), loss(), iter([(x, y)]), EKFAC(), progress=False)
