@@ -93,11 +93,11 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     # where nothing was received, nothing says which samples there are.
     is_left = call in survey.freed or not call.edges
     is_given = has_parameters_given(call) and not call.rule.is_loss
-    if call.goes_inside:  # a transparent rule may be asked for parameters all the same
+    if call.rule.transparent:  # it may be asked for parameters all the same
         survey.opened.add(call)
         survey.given[call] = _computed(call)
         return [(site.below, (call, *region))]
-    if is_left or is_given:
+    if call.is_rewired or is_left or is_given:
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
