@@ -244,7 +244,7 @@ class BackwardPass:
             if changed_by is not None and self._question.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
             # A loss matters only where something starts, and is checked there.
-            if not call.rule.is_loss and call not in self.survey.opened:
+            if not call.rule.is_loss and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:

@@ -77,7 +77,7 @@ class Chunks:
     def _visit(self, traversal: Traversal, lane: int, site: Site) -> None:
         call = site.call
         view = self.survey.view(site, self.kept)
-        if call not in self.survey.opened:
+        if self.survey.asks_rule(call):
             call.rule.check(view)
         traversal.visit(lane, site, view)
         # Keep what depends on the call alone for the next chunk, as far as memory allows; but not

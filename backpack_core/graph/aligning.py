@@ -44,6 +44,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
+            survey.disown_all_of_leaves()
         within = (inside(site) for site in survey.unusual if site.call in tables)
         Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
 
@@ -74,7 +75,10 @@ def _hand_to_nodes(survey: Survey) -> None:
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
-            look_inside(survey, site)
+            if site.call in survey.opened:
+                survey.disown(site.call)
+            else:
+                look_inside(survey, site)
 
 
 def _is_table(survey: Survey, site: Site) -> bool:
@@ -123,7 +127,9 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
     for call, index in places:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
-        if not _is_willing(call, index):
+        if call in survey.opened:
+            survey.disown(call)
+        elif not _is_willing(call, index):
             look_inside(survey, survey.sites[call, index])
 
 

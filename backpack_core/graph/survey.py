@@ -71,8 +71,7 @@ class Survey:
         freed: Parameters of calls that are looked at where operations use them.
         outside: What is used outside of the calls that own it, by ``id``.
         given: Parameters that are results of a computation, of calls that are gone through.
-        opened: Calls that are gone through node by node, by their rule or in spite of it; nothing
-            is read at them.
+        opened: Calls that are gone through node by node, by their rule or in spite of it.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
@@ -83,6 +82,7 @@ class Survey:
         moved: Outputs of calls that are visited at the tensor that they are views of.
         inner: Calls that compute more from an output of a node, by that.
         regions: What calls lie in.
+        owned: How operations inside of calls use parameters that these own: by nodes and positions.
         seen: Nodes between calls, and what they lie in, in order.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
@@ -112,6 +112,7 @@ class Survey:
     moved: set[tuple[Call, int]] = field(default_factory=set)
     inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     regions: dict[Call, Region] = field(default_factory=dict)
+    owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
 
     def site_at(self, edge: Edge) -> Site | None:
@@ -189,6 +190,8 @@ class Survey:
             for own in trained:
                 self.uses[id(own.parameter)].count -= sites
             self.trained[call], self.freed[call] = (), (*self.freed.get(call, ()), *trained)
+        for node, position, parameter in self.owned.get(call, ()):
+            self.note_bare(node, position, parameter)
 
     def bare_of_models(self) -> list[Bare]:
         """Parameters that operations use, and extended models own.
@@ -203,6 +206,10 @@ class Survey:
         rule, module = call.rule, call.module
         return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
 
+    def asks_rule(self, call: Call) -> bool:
+        """Whether a rule is asked for anything at a call: for parameters, or how to go on."""
+        return call not in self.opened or bool(self.trained[call])
+
     def is_read(self, parameter: Tensor) -> bool:
         """Whether a call reads a parameter off."""
         use = self.uses.get(id(parameter))
@@ -213,6 +220,18 @@ class Survey:
         for number in (id(own.parameter) for own in self.uncovered(call)):
             self.uses[number].is_wanted = False
             self.bare.pop(number, None)
+
+    def disown_all_of_leaves(self) -> None:
+        """Disown calls that are gone through and use a parameter that is looked at by itself.
+
+        What operations inside send to it arrives there, and would be read off at the call, too.
+        """
+        found = [*self.owned]
+        while found:
+            known = [call for call in self.owned if self.trained[call]]
+            found = [c for c in known if any(id(p) in self.bare for *_, p in self.owned[c])]
+            for call in found:
+                self.disown(call)
 
     @property
     def weights(self) -> int:

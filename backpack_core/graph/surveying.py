@@ -93,7 +93,11 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     # where nothing was received, nothing says which samples there are.
     is_left = call in survey.freed or not call.edges
     is_given = has_parameters_given(call) and not call.rule.is_loss
-    if call.goes_inside or is_left or is_given:
+    if call.rule.transparent:  # it may be asked for parameters all the same
+        survey.opened.add(call)
+        survey.given[call] = _computed(call)
+        return [(site.below, (call, *region))]
+    if call.is_rewired or is_left or is_given:
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
@@ -155,9 +159,14 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
 
 
 def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
-    """Note a parameter, and whether it is used outside of the calls that own it."""
-    inside = (own for call in region for own in survey.freed.get(call, ()))
-    if not any(leaf is own.parameter for own in inside):
+    """Note a parameter, and which enclosing call owns it, if any."""
+    for call in region:
+        if any(leaf is own.parameter for own in survey.trained[call]):
+            survey.owned.setdefault(call, []).append((node, position, leaf))
+            return
+        if any(leaf is own.parameter for own in survey.freed.get(call, ())):
+            break
+    else:
         survey.outside.add(id(leaf))
     use = survey.uses.get(id(leaf))
     if isinstance(leaf, Parameter) if use is None else use.is_wanted:

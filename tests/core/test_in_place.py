@@ -77,7 +77,7 @@ class ShiftRule(ParametricRule):
 def test_a_parameter_of_a_module_that_changes_a_view_in_place(
     times: int, is_used_outside: bool
 ) -> None:
-    """What the operation sends to it is read there, once, whatever the rule says."""
+    """It is read once, by the rule or where operations use it."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h = net.a(x)
