@@ -324,8 +324,9 @@ class DyePropagator(Propagator):
                 owners = owners_behind_loss(node, len(self._weights), 0, self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
-            if guesses:
+            if guesses is not None:
                 root, size = _DYED_LATER[root], max(size, largest(block[0]))
+            if guesses:
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
