@@ -23,6 +23,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.engine.dyed import (
+    IN_LOSS,
     LOST,
     OF_LOSS,
     OPEN,
@@ -43,8 +44,8 @@ from backpack_core.record.view import View
 Dyes: TypeAlias = dict[int, Dye]
 Sent: TypeAlias = tuple[int, Dye]
 # The roots of gradients without samples, and what they are called once they got some.
-_IN_LOSS, _BEFORE = Root("in an extended loss"), Root("before any loss")
-_DYED_LATER = {_IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
+_BEFORE = Root("before any loss")
+_DYED_LATER = {IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
 _COUPLED = Root("a function of numbers that several samples share")
 
 
@@ -92,7 +93,7 @@ class DyePropagator(Propagator):
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at a loss; :meth:`cross` dyes it when it gets samples."""
         assert view.grad_output is not None
-        return self.begin(view.grad_output, _IN_LOSS, (view.path,))
+        return self.begin(view.grad_output, IN_LOSS, (view.path,))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare what arrived, and start anew with the gradient at this output.
@@ -324,9 +325,8 @@ class DyePropagator(Propagator):
                 owners = owners_behind_loss(node, len(self._weights), 0, self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
-            if guesses is not None:
-                root, size = _DYED_LATER[root], max(size, largest(block[0]))
             if guesses:
+                root, size = _DYED_LATER[root], max(size, largest(block[0]))
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
