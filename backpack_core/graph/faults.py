@@ -31,8 +31,10 @@ def mixing_call(call: Call) -> BackpackError:
     """A call mixes samples."""
     return SampleMixingError(
         f"{call.path} makes every sample of the batch influence every other (a batch "
-        "normalisation in train mode does), so per-sample quantities do not exist. Call "
-        "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
+        "normalisation in train mode does, and a softmax over axis 0), so per-sample quantities do "
+        "not exist. Call model.eval(), or use a layer that treats samples one by one, as "
+        "GroupNorm. If axis 0 holds no samples there (weights, steps), call a function instead of "
+        "the module."
     )
 
 
