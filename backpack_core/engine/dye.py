@@ -23,6 +23,7 @@ from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.engine.dyed import (
+    IN_LOSS,
     LOST,
     OF_LOSS,
     OPEN,
@@ -43,8 +44,8 @@ from backpack_core.record.view import View
 Dyes: TypeAlias = dict[int, Dye]
 Sent: TypeAlias = tuple[int, Dye]
 # The roots of gradients without samples, and what they are called once they got some.
-_IN_LOSS, _BEFORE = Root("in an extended loss"), Root("before any loss")
-_DYED_LATER = {_IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
+_BEFORE = Root("before any loss")
+_DYED_LATER = {IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
 _COUPLED = Root("a function of numbers that several samples share")
 
 
@@ -92,7 +93,7 @@ class DyePropagator(Propagator):
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at a loss; :meth:`cross` dyes it when it gets samples."""
         assert view.grad_output is not None
-        return self.begin(view.grad_output, _IN_LOSS, (view.path,))
+        return self.begin(view.grad_output, IN_LOSS, (view.path,))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare what arrived, and start anew with the gradient at this output.

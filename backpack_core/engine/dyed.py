@@ -16,7 +16,8 @@ from backpack_core.contract.columns import Columns, Root
 from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_core.graph.owners import Owners
 
-OF_LOSS = Root("dyed behind an extended loss")
+# Gradients of extended losses: without samples, and once they got some.
+IN_LOSS, OF_LOSS = Root("in an extended loss"), Root("dyed behind an extended loss")
 # Some formulas of torch have constants in single precision (CELU, Hardsigmoid).
 _SINGLE = 1e-5
 # The largest relative difference that counts as rounding in any precision.
@@ -231,9 +232,9 @@ class Judge:
         if size and own is not None and not arrived.positions:
             besides = largest(plain - own) / max(16, size * _SINGLE / allowed)
         if self.question.is_of_losses:
-            of_loss = arrived.columns.blocks.get(OF_LOSS)
-            other = plain if of_loss is None else plain - of_loss[0]
-            besides = max(besides, largest(other))
+            blocks = arrived.columns.blocks
+            of_losses = [blocks[root][0] for root in (IN_LOSS, OF_LOSS) if root in blocks]
+            besides = max(besides, largest(sum(map(torch.neg, of_losses), plain)))
         if besides > allowed:
             raise _something_besides(where, arrived)
         if self.question.is_per_sample and self.weights.fit(plain, positions):

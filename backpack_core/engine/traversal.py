@@ -193,6 +193,8 @@ class Traversal:
         if view.positions:  # of all samples: inputs without any cannot be cut
             view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
             quantity = propagator.take_apart(wide, view.positions)
+        else:
+            quantity = self._of_samples(view, propagator, quantity)
         is_wide = bool(view.positions)
         for position, arriving in carrier.send(view, quantity).items():
             edge = call.edges[position]

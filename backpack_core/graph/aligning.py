@@ -64,6 +64,8 @@ def _is_declared(survey: Survey, call: Call) -> bool:
     """Whether only the declaration says that a call received its samples on another axis."""
     if not survey.is_declared or not declared_axis(call):
         return False
+    if survey.batch_size == 1:  # the rule may look for samples on axis 0 all the same
+        return not _is_willing(call, 0)
     return is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 
 

@@ -159,12 +159,15 @@ class Walk:
         is_repeated = has_samples and operation in {"Expand", "Repeat"}
         if way.is_broadcast and (is_repeated or operation in nodes.ELEMENTWISE):
             return True
+        if not (above.is_call or above.is_before) and of_constants(below.node):
+            is_picked = operation in nodes.GATHERS and self._origins.has_own_rows(below.node)
+            if not has_samples or is_picked or way.is_beside():
+                return True
         if not operation or above.is_before:
             is_as_long = above.is_call and above.length == self._size
             is_other = is_as_long and not (has_samples or above.axis or above.is_before)
             return (is_other and not of_constants(above.node)) or above.is_dropped
-        is_constant = not has_samples and of_constants(below.node)
-        if is_constant or nodes.is_shared(operation, position, has_samples):
+        if nodes.is_shared(operation, position, has_samples):
             return True
         if operation in nodes.SAME_AXES or way.keeps_rows:
             return not has_samples and way.shows_none(self._size)

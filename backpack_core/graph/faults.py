@@ -18,12 +18,12 @@ from backpack_core.errors import (
 from backpack_core.record.call import Call
 
 
-def mixing(what: str) -> BackpackError:
+def mixing(what: str, further: str = "") -> BackpackError:
     """A call, or an operation between calls, mixes samples."""
     return SampleMixingError(
-        f"{what} makes every sample of the batch influence every other (a batch "
-        "normalisation in train mode does), so per-sample quantities do not exist. Call "
-        "model.eval(), or use a layer that treats samples one by one, as GroupNorm."
+        f"{what} makes every sample of the batch influence every other (a batch normalisation in "
+        "train mode does, and a softmax over axis 0), so per-sample quantities do not exist. Call "
+        f"model.eval(), or use a layer that treats samples one by one, as GroupNorm.{further}"
     )
 
 

@@ -47,14 +47,14 @@ REDUCTIONS = _with("reduction")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
-_ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Expand"}
+_ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
 # The position of the factor that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # The positions of operands that are shared by all samples on axis 0 of the result.
 _SHARED = {
-    "Mm": (1,),
-    "Addmm": (2,),
-    "Embedding": (0,),
+    **dict.fromkeys(["Mm", "Mv"], (1,)),
+    **dict.fromkeys(["Addmm", "Addmv"], (2,)),
+    **dict.fromkeys(["Embedding", "EmbeddingBag"], (0,)),
     **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
 }
 # Products: linear if one of two factors is constant; the positions of these among the inputs.

@@ -16,15 +16,15 @@ from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, is_noted
 
-# The three senses, as bits of one number.
-_WEIGHTS, _TABLES, _CONSTANTS = 1, 2, 4
-_ALL = _WEIGHTS | _TABLES | _CONSTANTS
+# The four senses, as bits of one number.
+_WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS = 1, 2, 4, 8
+_ALL = _WEIGHTS | _TABLES | _CONSTANTS | _OWN_ROWS
 
 
 class Origins:
-    """Says of nodes whether what they computed depends on no sample, in three senses.
+    """Says of nodes whether what they computed depends on no sample, in four senses.
 
-    One walk answers all three, and goes no further than the answer needs.
+    One walk answers all four, and goes no further than the answer needs.
     """
 
     def __init__(self, survey: Survey, tables: Iterable[Node] = ()) -> None:
@@ -49,6 +49,10 @@ class Origins:
     def of_constants(self, node: Node) -> bool:
         """Whether it is one of parameters and tensors without gradient: frozen weights, or data."""
         return bool(self._of(node) & _CONSTANTS)
+
+    def has_own_rows(self, node: Node) -> bool:
+        """Whether rows are those of parameters, though masks or noise may have met them."""
+        return bool(self._of(node) & _OWN_ROWS)
 
     def _of(self, node: Node) -> int:
         known = self._known
@@ -79,8 +83,14 @@ class Origins:
         children = children_of(node)
         behind = [child for child in children if not nodes.is_leaf(child)]
         is_known = bool(children) and all(self._is_weight(c) for c in children if nodes.is_leaf(c))
-        kind = _ALL if is_known and nodes.is_of_its_operands(node) else _CONSTANTS
-        return kind if is_known else 0, behind
+        if not is_known:
+            return 0, behind
+        if nodes.is_of_its_operands(node):
+            return _ALL, behind
+        operation, (first, _) = nodes.operation_of(node), node.next_functions[0]
+        is_picked = operation in nodes.GATHERS or nodes.is_shared(operation, 0)
+        is_own = operation in nodes.ELEMENTWISE or (first is not None and not is_picked)
+        return _CONSTANTS | (_OWN_ROWS if is_own else 0), behind
 
     def _is_weight(self, leaf: Node) -> bool:
         tensor = leaf.variable  # type: ignore[attr-defined]

@@ -115,7 +115,8 @@ def _check(survey: Survey, site: Site) -> None:
     survey.axes[call, index] = axis = rule.batch_axis(view, index)
     survey.is_declared |= declared_axis(call) > 0
     if rule.mixes_samples(view):
-        survey.faults.append((faults.mixing(call.path), None))
+        further = " If axis 0 holds other things (weights, steps), call a function, not the module."
+        survey.faults.append((faults.mixing(call.path, further), None))
     if inputs:
         size = inputs[0].shape[0] if inputs[0].dim() else 0
         is_moved = not rule.is_loss and output.dim() and output.shape[axis : axis + 1] != (size,)

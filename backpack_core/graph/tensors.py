@@ -100,6 +100,12 @@ class Way(NamedTuple):
         """Whether what was made has more axes."""
         return len(self.below.shape) < len(self.above.shape)
 
+    def is_beside(self) -> bool:
+        """Whether the result may have its samples from another operand, as far as is known."""
+        if self.above.operation == "Stack" or self.keeps_rows:
+            return False
+        return self.is_broadcast or self.position > 0
+
     def is_handed_out(self, samples: int) -> bool:
         """Whether entries of axis 0 are, as tokens to experts, however many they are.
 

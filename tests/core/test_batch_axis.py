@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UsageError
-from backpack_core.extensions import KFRA, BatchDiagGGNExact, BatchGrad
+from backpack_core.extensions import GGNMP, KFRA, BatchDiagGGNExact, BatchGrad
 from tests import oracle
 
 D, C = 3, 2
@@ -23,7 +23,7 @@ INNER: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.MultiheadAttention(D, 1),
     "encoder": lambda: nn.TransformerEncoderLayer(D, 1, 4, 0.0),
 }
-SIZES = [(4, 1), (4, 4), (4, 3), (4, 2), (2, 4)]  # steps and samples
+SIZES = [(4, 1), (1, 1), (4, 4), (4, 3), (4, 2), (2, 4)]  # steps and samples
 
 
 class SequenceFirst(nn.Module):
@@ -46,6 +46,13 @@ class SequenceFirst(nn.Module):
             hidden = (found[0] if isinstance(found, tuple) else found).mean(0)
         result: Tensor = self.head(torch.tanh(hidden))
         return result
+
+
+class Steps(nn.Module):
+    """All steps of a recurrent layer, one after the other."""
+
+    def forward(self, found: tuple[Tensor, Tensor]) -> Tensor:
+        return found[0].flatten(0, 1)
 
 
 def run(model: nn.Module, x: Tensor, y: Tensor, *extensions: Any) -> None:
@@ -95,6 +102,19 @@ def test_samples_that_mix(extension: Any, steps: int, samples: int) -> None:
 def test_without_the_declaration_one_sample_is_many() -> None:
     with pytest.raises(BackpackError):
         run(extend(SequenceFirst("gru")), *data(4, 1), BatchGrad())
+
+
+def test_a_loss_of_steps_and_samples_merged() -> None:
+    """A product with the curvature needs no samples, and so not to know which is whose."""
+    model, lossfunc = nn.Sequential(nn.GRU(D, D), Steps()), nn.MSELoss(reduction="sum")
+    x, y, weight = data(4, 3)[0], torch.randn(12, D), model[0].weight_hh_l0
+    vector = torch.randn_like(weight)
+    rows = [torch.autograd.grad(out, weight, retain_graph=True)[0] for out in model(x).flatten()]
+    expected = sum(2 * row * (row * vector).sum() for row in rows)
+    loss = extend(lossfunc)(extend(model, batch_axis=1)(x), y)
+    with backpack(GGNMP()):
+        loss.backward()
+    oracle.assert_close(weight.ggnmp(vector), expected)
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 2)])

@@ -105,3 +105,44 @@ def test_a_function_of_weights_is_not_dyed(batch: int) -> None:
     problem.compare("grad_batch", problem.expected(oracle.individual_gradients))
     diagonals = problem.expected(oracle.ggn_diagonals)
     problem.compare("diag_ggn_exact", [d.sum(0) for d in diagonals])
+
+
+MASK = (1.3, -0.4, 0.8)
+
+MADE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scaled": lambda p, mask: p * 2,
+    "masked": lambda p, mask: p * mask,
+    "noisy": lambda p, mask: p + p.exp() * mask,
+    "multiplied": lambda p, mask: p @ torch.diag(mask),
+    "rounded": lambda p, mask: Rounded.apply(p * 2),
+}
+
+USED: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "bias": (1, lambda x, p, mask: F.linear(x, mask.outer(mask), p)),
+    "vector": (1, lambda x, p, mask: torch.mv(x, p)[:, None] * mask),
+    "summand": (2, lambda x, p, mask: torch.baddbmm(p, x[:, :, None], x[:, None] * mask)[:, 0]),
+    "gain": (1, lambda x, p, mask: F.batch_norm(x, 0 * mask, mask**0, p)),
+    "unlisted": (1, lambda x, p, mask: torch.hypot(x, p)),
+    "picked": (2, lambda x, p, mask: x + p[[2, 0, 2]]),
+    "bag": (2, lambda x, p, mask: x + F.embedding_bag(torch.tensor([[2, 0]] * 3), p)),
+    "centres": (2, lambda x, p, mask: torch.cdist(x, p)),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("used", USED)
+def test_whatever_uses_it(used: str, made: str) -> None:
+    """All axes are as long as the batch, also those of constants that weights meet."""
+    (axes, use), make = USED[used], MADE[made]
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        mask = torch.tensor(MASK)
+        return use(net.first(x), make(net.p, mask), mask)
+
+    net = Net(forward, first=nn.Linear(D, C), p=nn.Parameter(torch.randn([C] * axes)))
+    problem = classification(net, (D,), C, C)
+    problem.run(BatchGrad(), DiagGGNExact())
+    problem.whole = True
+    problem.compare("grad_batch", problem.expected(oracle.individual_gradients))
+    diagonals = problem.expected(oracle.ggn_diagonals)
+    problem.compare("diag_ggn_exact", [d.sum(0) for d in diagonals])

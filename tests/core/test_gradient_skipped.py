@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.errors import BackpackWarning, NotExtendedError, SampleMixingError
+from backpack_core.errors import BackpackWarning, SampleMixingError, UnsupportedError
 from backpack_core.extensions import (
     EKFAC,
     KFAC,

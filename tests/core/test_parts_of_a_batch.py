@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError
 from backpack_core.extensions import BatchGrad
+from tests import oracle
 from tests.cases import Net
 
 N = 4
@@ -164,3 +166,24 @@ def test_steps_first_and_as_many_as_samples() -> None:
     for k, p in enumerate(net.parameters()):
         reference = torch.stack([gradient[k] for gradient in expected])
         torch.testing.assert_close(p.grad_batch, reference)  # type: ignore[attr-defined]
+
+
+def test_a_part_that_is_known_on_one_way_and_kept_apart_on_another() -> None:
+    """Whose a row is, one layer knows; behind what another one's output becomes, nobody does."""
+
+    def state(net: Any, rows: Tensor) -> Tensor:
+        state: Tensor = net.a(rows) * net.b(rows).repeat(1, 1).sum(0, keepdim=True)
+        return state
+
+    def forward(net: Any, first: Tensor, second: Tensor) -> Tensor:
+        states = [state(net, net.table(tokens)[:1]) for tokens in (first, second)]
+        return net.head(states[0] * states[1])
+
+    parts = {"table": nn.Embedding(7, 3), **{name: nn.Linear(3, 3) for name in ("a", "b", "head")}}
+    net = extend(Net(forward, **parts))
+    loss = F.nll_loss(net(torch.arange(4), torch.arange(1, 4)), torch.tensor([1]))
+    with backpack(BatchGrad()):
+        loss.backward()
+    for parameter in net.parameters():
+        oracle.assert_close(parameter.grad_batch[0], parameter.grad)
+        assert not parameter.grad_batch[1:].any()

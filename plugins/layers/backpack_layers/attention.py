@@ -73,7 +73,8 @@ class MultiheadAttentionRule(AffinePairsRule):
         if not module.batch_first:
             raise UnsupportedError(
                 f"{view.path} has batch_first=False, so axis 0 holds positions, not samples: build "
-                "it with batch_first=True and pass [N, L, E]."
+                "it with batch_first=True and pass [N, L, E], or extend(model, batch_axis=1) if "
+                "the model has its samples there."
             )
         if tensor(view, "query").dim() != 3:
             raise UnsupportedError(

@@ -81,7 +81,8 @@ class RecurrentRule(AffinePairsRule):
         if not module.batch_first:
             raise UnsupportedError(
                 f"{view.path} has batch_first=False, so axis 0 holds time steps, not samples: "
-                "build it with batch_first=True and pass [N, T, I]."
+                "build it with batch_first=True and pass [N, T, I], or extend(model, batch_axis=1) "
+                "if the model has its samples there."
             )
         if sequence.dim() != 3:
             raise UnsupportedError(
