@@ -163,7 +163,7 @@ def test_a_target_that_is_trained_is_refused(gradient: Any) -> None:
     x = torch.randn(N, 2, dtype=torch.float64)
     loss = extend(nn.MSELoss())(first(x), second(x).sigmoid())
     with (
-        pytest.raises(UnsupportedError, match="another one .* requires a gradient"),
+        pytest.raises(UnsupportedError, match=r"another one .* requires a gradient"),
         backpack(DiagGGNExact(), gradient=gradient, check="never"),
     ):
         loss.backward()
