@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.errors import ShapeError
-from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad
+from backpack_core.extensions import GGNMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad
 
 N, D, C = 4, 3, 3
 TOKENS = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()  # twice as many as N
@@ -150,3 +150,18 @@ def test_several_entries_of_each_sample_are_known_by_what_is_made_of_them() -> N
     for k, p in enumerate(parameters):
         rows = torch.stack([gradient[k] for gradient in expected])
         torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_products_need_no_samples_where_a_loss_has_fewer_rows(rows: int) -> None:
+    model, x = nn.Linear(D, C).double(), torch.randn(2 * rows, D).double()
+    mean = x.view(rows, 2, D).mean(1)
+    p = model(mean).softmax(1).detach()
+    hessian = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)) / rows
+    expected = torch.einsum("ni,nab,nj->aibj", mean, hessian, mean)
+    model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
+    with backpack(GGNMP()):
+        lossfunc(model(x).view(rows, 2, C).mean(1), torch.arange(rows)).backward()
+    eye = torch.eye(C * D).double()
+    found = model.weight.ggnmp(eye.view(-1, C, D))  # type: ignore[operator]
+    torch.testing.assert_close(found.view(C * D, -1), expected.reshape(C * D, -1))
