@@ -48,6 +48,7 @@ def batch_of(survey: Survey) -> int:
     losses, entering = _of_losses(survey), [*_entering(calls)]
     if {*sizes} != {sizes[0]}:
         others, handed = _of_others(survey, outer or entering)
+        others -= outer if outer <= others else set()  # these are as many by chance
         losses -= others
         others |= handed
         runs, entering = ([n for n in of if n not in others] for of in (runs, entering))
