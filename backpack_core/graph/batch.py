@@ -5,10 +5,14 @@ Everything that is known of samples starts from this number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 
+from backpack_core._torch import Node
+from backpack_core.graph import nodes
+from backpack_core.graph.of_weights import Origins
+from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call
-from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
+from backpack_core.record.owner import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 
 
 def declared_axis(call: Call) -> int:
@@ -26,28 +30,32 @@ def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
     return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]
 
 
-def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
+def batch_of(survey: Survey) -> int:
     """The number of samples: the length that the model received, if it is known.
 
     What single calls received decides only if that is unknown, and what a model received from
     another one only if there is one loss. A loss may have several entries for
     each sample (``logits.flatten(0, 1)``), and a module may receive something without samples (a
-    table of positions), or several samples as one.
-
-    Args:
-        received: By call and output, consumers first: the length of axis 0 of what the call
-            received; -1 if its output has another.
+    table of positions), several samples as one, or some of the samples, which were picked.
     """
+    received = survey.received
     sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received]
     if not sizes:
         return 0
-    losses = {size for (call, _), size in received.items() if call.rule.is_loss}
     calls = dict.fromkeys(call for call, _ in received if not call.rule.is_loss)
-    runs = dict.fromkeys(n for call in calls for n in call.run.sizes)
-    candidates = runs or dict.fromkeys([*_entering(calls), *(losses if len(losses) == 1 else ())])
+    runs = [n for call in calls for n in call.run.sizes]
+    outer = {n for call in calls if not call.run.is_inner for n in call.run.sizes}
+    losses, entering = _of_losses(survey), [*_entering(calls)]
+    if {*sizes} != {sizes[0]}:
+        others, handed = _of_others(survey, outer or entering)
+        others -= outer if outer <= others else set()  # these are as many by chance
+        losses -= others
+        others |= handed
+        runs, entering = ([n for n in of if n not in others] for of in (runs, entering))
+    known = runs or [*entering, *(losses if len(losses) == 1 else ())]
+    candidates: dict[int, None] = dict.fromkeys(known)
     if runs and len(losses) != 1:  # what runs on what others send may see some of the samples
-        outer = (call.run for call in calls if not call.run.is_inner)
-        candidates = dict.fromkeys(n for run in outer for n in run.sizes) or runs
+        candidates = dict.fromkeys(n for n in candidates if n in outer) or candidates
     candidates.pop(0, None)
     if not candidates or ({*sizes} == {sizes[0]} and sizes[0] in candidates):
         return sizes[0]
@@ -56,6 +64,63 @@ def batch_of(received: Mapping[tuple[Call, int], int]) -> int:
         fitting = [n for n in fitting if n in sizes]  # nodes, and edges on axis 0 come in pairs
     possible = [n for n in fitting if losses == {n}] or fitting
     return max(possible or candidates, key=sizes.count)  # the first of several
+
+
+def other_run(survey: Survey) -> tuple[Call, int] | None:
+    """A call of a model that received several times as many entries as there are samples.
+
+    They are several for each sample if anything says so: losses have one for each, or an operation
+    makes one of several. Where neither does, they may be other samples. ``None`` if there is none.
+    """
+    samples = survey.batch_size
+    if not samples or _of_losses(survey) == {samples}:
+        return None
+    for call, _ in survey.received:
+        sizes = () if call.rule.is_loss or call.run.is_inner else call.run.sizes
+        sizes = sizes or tuple(_entering([call] if call.run is NO_RUN else []))
+        rows = next((n for n in sizes if n > samples and not n % samples), 0)
+        if rows and samples not in sizes:
+            fewer = (node for node, n, after in _changes(survey) if n[0] == rows > after[0])
+            if all(nodes.operation_of(node) in nodes.PICKS for node in fewer):
+                return call, rows
+    return None
+
+
+def _of_losses(survey: Survey) -> set[int]:
+    return {size for (call, _), size in survey.received.items() if call.rule.is_loss}
+
+
+def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int]]:
+    """Numbers of rows that are not those of the samples: fewer or more, by what operations do.
+
+    Args:
+        survey: What is known about the graph.
+        outer: What models received from outside.
+
+    Returns:
+        How many rows were picked of more, or several axes merged into; and how many were handed
+        out to more.
+    """
+    origins, found, handed = Origins(survey), set(), set()
+    for node, before, after in _changes(survey):
+        (n, *inner), (rows, *others), name = before, after, nodes.operation_of(node)
+        is_merged = 1 < n < rows and n in outer and rows not in outer
+        is_merged &= len(inner) > len(others) or name == "Repeat"
+        is_known = name in nodes.PICKS and (rows < n or is_merged)
+        if is_known or (is_merged and name in ("View", "UnsafeView", "Repeat")):
+            found |= set() if origins.of_weights(node) else {rows}
+        elif name in nodes.SCATTERS and n < rows:
+            handed.add(n)
+    return found, handed
+
+
+def _changes(survey: Survey) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
+    """Operations between modules that change the length of axis 0, with shapes before and after."""
+    for node, _ in survey.seen:
+        after = {nodes.lengths_of(node, number) for number in range(len(node._input_metadata))}
+        for child, number in node.next_functions:
+            before = () if child is None else nodes.lengths_of(child, number)
+            yield from ((node, before, s) for s in after if before and s and s[0] != before[0])
 
 
 def _entering(calls: Iterable[Call]) -> Iterator[int]:

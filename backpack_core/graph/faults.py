@@ -102,6 +102,17 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     )
 
 
+def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
+    """Models were called for several batches, of other lengths."""
+    return ShapeError(
+        f"In one backward pass, {call.path} was called for {size} samples, and another for "
+        f"{batch_size}. Nothing says which of the {size} belong to which of the {batch_size}, so "
+        "there are no quantities of single samples. Call the model once for all of them (torch.cat "
+        "the inputs), or call backward() on each loss in a block of its own. If each of the "
+        f"{batch_size} has several of the {size}, give these as a further axis, [N, K, D]."
+    )
+
+
 def merged_samples(call: Call, positions: int) -> BackpackError:
     """Samples cannot be chosen if each has several entries of axis 0."""
     return ShapeError(

@@ -45,6 +45,8 @@ ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn
 GATHERS, SCATTERS = _with("gather"), _with("scatter")
 REDUCTIONS = _with("reduction")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
+# Some entries of axis 0 are picked, or else the rows are kept.
+PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}

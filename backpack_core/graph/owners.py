@@ -22,8 +22,6 @@ from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 
 Test = Callable[[Node], bool]
-# Some entries of axis 0 are picked, or else the rows are kept.
-_PICKS = nodes.SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 
 
 class Owners(NamedTuple):
@@ -64,12 +62,12 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
     while node is not None:
         edges = [(i, e) for i, e in edges_behind(node) if not _is_table(e.node, is_table)]
         kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
-        if not kept and (len(edges) != 1 or nodes.operation_of(node) in _PICKS):
+        if not kept and (len(edges) != 1 or nodes.operation_of(node) in nodes.PICKS):
             break
         is_kept &= bool(kept)
         edge = kept[0] if kept else edges[0][1]
         node, number = edge.node, edge.output_nr
-    if node is None or nodes.operation_of(node) not in _PICKS:
+    if node is None or nodes.operation_of(node) not in nodes.PICKS:
         return None
     found = _of_picked(node, samples, number, is_table, False)
     if found is not None and not is_kept and len(found.rows.unique()) == 1:
@@ -147,7 +145,7 @@ def _of_picked(
 
 def _is_table(node: Node, is_table: Test) -> bool:
     """Whether a tensor has no samples, or was picked from one without any, as a parameter."""
-    if nodes.operation_of(node) in _PICKS:
+    if nodes.operation_of(node) in nodes.PICKS:
         child, _ = node.next_functions[0]
         return child is not None and _is_table(child, is_table)
     return nodes.is_leaf(node) or is_table(node)

@@ -33,10 +33,10 @@ def entries_of(survey: Survey, loss: Call) -> int:
 
     Those of a sample lie side by side if rows are kept as far as a call with one row for each
     sample, or as data that a view merged. Behind other operations they may be anywhere: then it is
-    all.
+    all, as where there are not as many for each sample.
     """
     edge, rows, batch = loss.edges[0], loss.stored.inputs[0].shape[0], (survey.batch_size,)
-    while edge is not None:
+    while edge is not None and not rows % batch[0]:
         site = survey.site_at(edge)
         is_there = nodes.shape_of(edge.node, edge.output_nr)[:1] == batch
         if site is not None and site.call not in survey.opened:
@@ -48,7 +48,7 @@ def entries_of(survey: Survey, loss: Call) -> int:
         edge = next((e for i, e in edges_behind(node) if nodes.keeps_rows(node, number, i)), None)
         if edge is None:
             return rows // batch[0] if is_there and not nodes.turns_rows(node) else rows
-    return rows // batch[0]
+    return rows if rows % batch[0] else rows // batch[0]
 
 
 def sources(survey: Survey, node: Node) -> list[str]:

@@ -1,0 +1,167 @@
+"""Scripts that do not call one model and one loss on one batch: which number is that of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.errors import ShapeError
+from backpack_core.extensions import GGNMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad
+
+N, D, C = 4, 3, 3
+TOKENS = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()  # twice as many as N
+HALVES = torch.tensor([0, 2]), torch.tensor([1, 3])
+Losses = list[tuple[Tensor, Tensor]]  # what a loss receives, and whose its rows are
+Script = Callable[[nn.Module, nn.Module, Tensor], Losses]
+
+
+def _halves(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    h = first(x[:, 0])
+    return [(second(h[own]), own) for own in HALVES]
+
+
+def _one_half(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    return _halves(first, second, x)[:1]
+
+
+def _overlapping(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    h = first(x[:, 0])
+    return [(second(h[i]), i) for i in (torch.tensor([0, 2, 3]), torch.tensor([1, 2, 3]))]
+
+
+def _tokens(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    return [(second(first(x).view(-1, C)), torch.arange(N).repeat_interleave(3))]
+
+
+def _masked_tokens(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    return [(second(first(x)[TOKENS]), TOKENS.nonzero()[:, 0])]
+
+
+def _repeated(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    h = first(x[:, 0]).repeat_interleave(2, 0) + torch.arange(2.0 * N)[:, None]
+    return [(second(h), torch.arange(N).repeat_interleave(2))]
+
+
+def _routed(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    out = x.new_zeros(N, C)
+    for expert, own in zip((first, second), HALVES, strict=True):
+        out[own] = expert(x[own, 0])
+    return [(out, torch.arange(N))]
+
+
+def _two_batches(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    return [(first(x[:, 0]), torch.arange(N)), (second(x[:2, 0]), torch.arange(2))]
+
+
+def _joined(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    return [(torch.cat([first(x[:3, 0]), second(x[3:, 0])]), torch.arange(N))]
+
+
+def _detached(first: nn.Module, second: nn.Module, x: Tensor) -> Losses:
+    h = first(x[:, 0]).detach()
+    return [(second(h[:3]), torch.arange(3)), (second(h[3:]), torch.arange(3, 4))]
+
+
+def _modules() -> tuple[list[nn.Module], Tensor]:
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, C)) for _ in range(2)]
+    return [part.double() for part in parts], torch.randn(N, 3, D).double()
+
+
+def _expected(parts: list[nn.Module], losses: Losses) -> tuple[list[Tensor], list[Tensor]]:
+    """Individual gradients and diagonals by single rows of the losses."""
+    parameters = [p for part in parts for p in part.parameters()]
+    gradients = [torch.zeros(N, *p.shape).double() for p in parameters]
+    diagonals = [torch.zeros(N, *p.shape).double() for p in parameters]
+    for output, owners in losses:
+        for row, owner in zip(output, owners, strict=True):
+            for entry in row:
+                jacobian = torch.autograd.grad(
+                    entry, parameters, retain_graph=True, materialize_grads=True
+                )
+                for k, j in enumerate(jacobian):
+                    gradients[k][owner] += 2 * entry.detach() * j / output.numel()
+                    diagonals[k][owner] += 2 * j.square() / output.numel()
+    return gradients, diagonals
+
+
+def _loss(script: Script, parts: list[nn.Module], x: Tensor) -> Tensor:
+    lossfunc: Any = extend(nn.MSELoss())
+    outputs = [output for output, _ in script(*parts, x)]
+    return sum((lossfunc(z, torch.zeros_like(z)) for z in outputs), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    "script", [_halves, _one_half, _overlapping, _tokens, _masked_tokens, _repeated, _routed]
+)
+def test_samples_are_what_came_from_outside(script: Script) -> None:
+    parts, x = _modules()
+    gradients, diagonals = _expected(parts, script(*parts, x))
+    for part in parts:
+        extend(part)
+    with backpack(BatchGrad(), BatchL2Grad(), BatchDiagGGNExact()):
+        _loss(script, parts, x).backward()
+    parameters = [p for part in parts for p in part.parameters()]
+    for p, gradient, diagonal in zip(parameters, gradients, diagonals, strict=True):
+        torch.testing.assert_close(p.grad_batch, gradient)  # type: ignore[attr-defined]
+        squares = gradient.flatten(1).square().sum(1)
+        torch.testing.assert_close(p.batch_l2, squares)  # type: ignore[attr-defined]
+        torch.testing.assert_close(p.diag_ggn_exact_batch, diagonal)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("script", [_two_batches, _joined, _detached])
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_batches_of_other_samples_are_refused(script: Script, check: Any) -> None:
+    parts, x = _modules()
+    for part in parts:
+        extend(part)
+    with (
+        pytest.raises(ShapeError, match=r"and another for .* Nothing says which"),
+        backpack(BatchGrad(), check=check),
+    ):
+        _loss(script, parts, x).backward()
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_batches_in_functional_losses_are_refused(check: Any) -> None:
+    """Points inside and on the boundary, as physics-informed losses have."""
+    (model, _), x = _modules()
+    extend(model)
+    with pytest.raises(ShapeError, match="Nothing says which"), backpack(BatchGrad(), check=check):
+        (model(x[:, 0]).square().mean() + model(x[:2, 1]).square().mean()).backward()
+
+
+def test_several_entries_of_each_sample_are_known_by_what_is_made_of_them() -> None:
+    (model, head), x = _modules()
+    parameters = list(model.parameters())
+
+    def losses() -> Tensor:
+        return (model(x.flatten(0, 1)).view(N, 3, C).sum(1) * head(x[:, 0]).detach()).exp().sum(1)
+
+    expected = [torch.autograd.grad(one, parameters, retain_graph=True) for one in losses()]
+    extend(model), extend(head)
+    with backpack(BatchGrad()):
+        (losses() * (head(x[:, 0]).sum(1) * 0 + 1)).sum().backward()
+    for k, p in enumerate(parameters):
+        rows = torch.stack([gradient[k] for gradient in expected])
+        torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_products_need_no_samples_where_a_loss_has_fewer_rows(rows: int) -> None:
+    model, x = nn.Linear(D, C).double(), torch.randn(2 * rows, D).double()
+    mean = x.view(rows, 2, D).mean(1)
+    p = model(mean).softmax(1).detach()
+    hessian = (torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)) / rows
+    expected = torch.einsum("ni,nab,nj->aibj", mean, hessian, mean)
+    model, lossfunc = extend(model), extend(nn.CrossEntropyLoss())
+    with backpack(GGNMP()):
+        lossfunc(model(x).view(rows, 2, C).mean(1), torch.arange(rows)).backward()
+    eye = torch.eye(C * D).double()
+    found = model.weight.ggnmp(eye.view(-1, C, D))  # type: ignore[operator]
+    torch.testing.assert_close(found.view(C * D, -1), expected.reshape(C * D, -1))
