@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import ParametricRule, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError, UnsupportedError
 from backpack_core.extensions import (
     KFLR,
     BatchGrad,
     DiagGGNExact,
 )
-from backpack_core.testing import temporary_plugin
 from tests import oracle
 from tests.cases import Net, classification
 
@@ -340,31 +339,3 @@ def test_differentiable() -> None:
     oracle.assert_close(found, expected)
     for p in problem.parameters:
         del p.grad_batch
-
-
-class Token(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.randn(4))
-
-    def forward(self) -> Tensor:
-        return torch.tanh(self.value)
-
-
-class TokenRule(ParametricRule):
-    module_types = (Token,)
-    params = ("value",)
-
-    def _jac_t_mat_prod(self, view: Any, mat: Tensor) -> tuple[Tensor, ...]:
-        return ()
-
-    def _param_jac_t_mat_prod(self, view: Any, name: str, mat: Tensor) -> Tensor:
-        raise AssertionError("of what has no samples, a rule is not asked")
-
-
-def test_a_module_that_receives_nothing() -> None:
-    """Whatever a rule says, its parameters are read where operations use them."""
-    with temporary_plugin(TokenRule):
-        parts = {"a": nn.Linear(3, 4), "token": Token(), "c": nn.Linear(4, 3)}
-        model = Net(lambda net, x: net.c(net.a(x) * net.token()), **parts)
-        classification(model, (3,)).check()
