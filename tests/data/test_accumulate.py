@@ -212,6 +212,7 @@ def test_states_of_others_are_refused(tmp_path: Path):
         accumulate(model, loss(), batches(*data(), 7), DiagGGNExact(), state_file=file)
 
 
+@pytest.mark.long
 def test_killed_at_any_moment(tmp_path: Path):
     """The same in other processes that are killed; ``python -m tests.data.crash`` has 50 kills."""
     from tests.data.crash import crash

@@ -31,7 +31,10 @@ def run(name: str, folder: Path, ranks: int) -> None:
         assert status == 0, error
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+FOUR = pytest.param(4, marks=pytest.mark.long)  # each is a process that imports torch
+
+
+@pytest.mark.parametrize("ranks", [1, 2, FOUR])
 def test_one_pass_under_data_parallel(ranks: int, tmp_path: Path):
     wanted = expected([e() for e in DETERMINISTIC], *data())
     run("in_parallel", tmp_path, ranks)
@@ -43,7 +46,7 @@ def test_one_pass_under_data_parallel(ranks: int, tmp_path: Path):
                 assert_same(value, wanted[place])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, FOUR])
 def test_one_pass_in_shards(ranks: int, tmp_path: Path):
     wanted = expected([e() for e in DETERMINISTIC], *data())
     run("in_shards", tmp_path, ranks)
@@ -93,7 +96,7 @@ def test_operators(tmp_path: Path):
         assert_same(torch.load(tmp_path / f"operators-{rank}.pt")["sampled"], sampled)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, FOUR])
 def test_over_data_in_shards(ranks: int, tmp_path: Path):
     run("over_data_in_shards", tmp_path, ranks)
     wanted = accumulate(net(), loss(ignored=-100), [data(10)], EKFAC(None), progress=False)
@@ -108,7 +111,7 @@ def test_over_data_in_shards(ranks: int, tmp_path: Path):
                 assert_same(value, one_pass[place])
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, FOUR])
 def test_over_data_without_what_the_sampler_repeats(ranks: int, tmp_path: Path):
     run("over_data", tmp_path, ranks)
     asked = [e() for e in DETERMINISTIC]
@@ -124,7 +127,9 @@ def test_over_data_without_what_the_sampler_repeats(ranks: int, tmp_path: Path):
             assert_same(got, getattr(model.get_parameter(path), name))
 
 
-@pytest.mark.parametrize("name", ["killed", "killed_in_shards"])
+@pytest.mark.parametrize(
+    "name", ["killed", pytest.param("killed_in_shards", marks=pytest.mark.long)]
+)
 def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
     first, second = start(name, tmp_path, 2)
     assert second[0] == -9

@@ -156,6 +156,7 @@ def test_batch_averages() -> None:
         oracle.assert_close(ours.dense(), block)
 
 
+@pytest.mark.long
 def test_operators_of_torch() -> None:
     """Every node whose formula is not checked when it is crossed."""
     known, exact = vmap_nodes()
