@@ -52,7 +52,7 @@ test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run the whole test suite
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-# Twice the time, and no test fails by it.
+# It takes longer, and no test fails by it.
 coverage: export OMP_NUM_THREADS := 1
 coverage: $(STAMP) ## run it, and list the lines that no test runs
 	$(BIN)/python -m pytest -n auto --cov --cov-report=term-missing:skip-covered $(ARGS)
