@@ -91,7 +91,7 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    # A rule may leave out a parameter, a call that was given one as an argument owns it not, and
+    # A rule may leave out a parameter, a call does not own one that it was given as an argument, and
     # where nothing was received, nothing says which samples there are.
     is_left = call in survey.freed or not call.edges
     is_given = has_parameters_given(call) and not call.rule.is_loss
