@@ -91,8 +91,8 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    # A rule may leave out a parameter, a call does not own one that it was given as an argument, and
-    # where nothing was received, nothing says which samples there are.
+    # A rule may leave out a parameter, a call does not own one that it was given as an argument,
+    # and where nothing was received, nothing says which samples there are.
     is_left = call in survey.freed or not call.edges
     is_given = has_parameters_given(call) and not call.rule.is_loss
     if call.rule.transparent:  # it may be asked for parameters all the same
