@@ -67,6 +67,12 @@ class Context:
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
+    @property
+    def tells_samples(self) -> bool:
+        """Whether anything is of single samples, or of more than a sum over them."""
+        asked = [e for e in self.extensions if e.propagator.per_sample]
+        return any(e.per_sample or not e.propagator.travels for e in asked)
+
     def __repr__(self) -> str:
         """What was asked for, and what is under way."""
         names = ", ".join(type(extension).__name__ for extension in self.extensions)

@@ -288,7 +288,8 @@ def _mixed(where: str, arrived: Dye) -> SampleMixingError:
         "sample reaches another one, or axis 0 holds something else there that is as long as the "
         "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
         "every module has to receive its samples there, or extend(model, batch_axis=...) to say "
-        "where they are. (This is measured: see docs/checks.md.)"
+        "where they are. Rows of one tensor are different samples, x[:2] and x[2:]: pass copies "
+        "(.clone()) if they are not. (This is measured: see docs/checks.md.)"
     )
 
 

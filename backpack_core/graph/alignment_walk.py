@@ -120,14 +120,15 @@ class Walk:
         is_usual = is_as_long and (above.is_loss or is_picked)
         if is_usual or not self._found.is_readable or of_tables(below.node):
             return False
-        if is_owned and way.keeps_length and (above.is_call or way.keeps_rows):
+        is_kept = way.keeps_length and (above.is_call or way.keeps_rows)
+        if is_owned and is_kept and below.node not in self._survey.rows:
             below.owned = above.owned
             return True
-        known = owners_behind_loss(below.node, self._size, 0, of_tables) if of_loss else None
+        known = owners_behind_loss(self._survey, below.node, 0, of_tables) if of_loss else None
         if known is None and (not of_loss or is_owned):
             # Of as many, data and what a constant made of a table are not told apart.
             is_table = self._origins.of_constants if is_as_long else of_tables
-            known = owners_of_rows(below.node, self._size, below.place[1], is_table)
+            known = owners_of_rows(self._survey, below.node, below.place[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = below.is_call and not above.is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed

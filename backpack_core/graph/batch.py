@@ -5,14 +5,19 @@ Everything that is known of samples starts from this number.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
+
+import torch
+from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call
-from backpack_core.record.owner import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
+from backpack_core.record.owner import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, rows_of
 
 
 def declared_axis(call: Call) -> int:
@@ -66,6 +71,45 @@ def batch_of(survey: Survey) -> int:
     return max(possible or candidates, key=sizes.count)  # the first of several
 
 
+def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
+    """How many samples there are if models ran on different rows of a tensor; which each call got.
+
+    Zero and nothing if all ran on the same rows, or nobody asks which rows are one sample's. Of a
+    model that computes something of the rows before its first layer, no call got any.
+
+    Returns:
+        The number of different rows, and those of calls, by the node of what they returned.
+    """
+    received = [place for place in survey.received.items() if not place[0][0].rule.is_loss]
+    runs = {id(call.run) for (call, _), _ in received}
+    is_one = len(runs) == 1 and id(NO_RUN) not in runs
+    if is_one or not (survey.tells_samples or len({size for _, size in received}) > 1):
+        return 0, {}
+    found: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)  # by memory
+    inner: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)
+    for (call, index), size in received:
+        run, is_first = call.run, call.run.receives(call.stored.inputs)
+        known = run.rows
+        if run is NO_RUN and not (any(call.edges) or survey.axes[call, index]):
+            known, is_first = rows_of(call.stored.inputs[0]), True
+        if known is not None:
+            is_given = is_first and size == len(known[1]) and not survey.axes[call, index]
+            node = survey.sites[call, index].edge.node if is_given else None
+            (inner if run.is_inner else found)[known[0]].append((known[1], node))
+    for memory in found or inner:  # what runs on what others send has their samples
+        found[memory] += inner[memory]
+    parts = [of for of in found.values() if len({rows for rows, _ in of}) > 1]
+    every = [sorted({row for rows, _ in of for row in rows}) for of in parts]
+    if not every or any(rows != every[0] for rows in every):
+        return 0, {}
+    return len(every[0]), {
+        node: torch.tensor([bisect_left(every[0], row) for row in rows])
+        for of in parts
+        for rows, node in of
+        if node is not None
+    }
+
+
 def other_run(survey: Survey) -> tuple[Call, int] | None:
     """A call of a model that received several times as many entries as there are samples.
 
@@ -73,7 +117,7 @@ def other_run(survey: Survey) -> tuple[Call, int] | None:
     makes one of several. Where neither does, they may be other samples. ``None`` if there is none.
     """
     samples = survey.batch_size
-    if not samples or _of_losses(survey) == {samples}:
+    if not samples or survey.rows or _of_losses(survey) == {samples}:
         return None
     for call, _ in survey.received:
         sizes = () if call.rule.is_loss or call.run.is_inner else call.run.sizes

@@ -44,7 +44,7 @@ class Owners(NamedTuple):
         return Owners(self.rows.repeat_interleave(rows // len(self.rows)), self.are_sure)
 
 
-def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test) -> Owners | None:
+def owners_of_rows(survey: Survey, node: Node | None, number: int, is_table: Test) -> Owners | None:
     """Which sample each entry of axis 0 belongs to; ``None`` if that is unknown.
 
     The tensor that entries were picked from has its samples one after the other on axis 0, each
@@ -52,14 +52,14 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
     sample.
 
     Args:
+        survey: What is known about the graph.
         node: The node of the tensor.
-        samples: Number of samples.
         number: Which output of the node it is.
         is_table: Tells whether the tensor of a node has no samples.
     """
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     is_kept = True
-    while node is not None:
+    while node is not None and node not in survey.rows:
         edges = [(i, e) for i, e in edges_behind(node) if not _is_table(e.node, is_table)]
         kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
         if not kept and (len(edges) != 1 or nodes.operation_of(node) in nodes.PICKS):
@@ -67,27 +67,30 @@ def owners_of_rows(node: Node | None, samples: int, number: int, is_table: Test)
         is_kept &= bool(kept)
         edge = kept[0] if kept else edges[0][1]
         node, number = edge.node, edge.output_nr
-    if node is None or nodes.operation_of(node) not in nodes.PICKS:
+    if node is None or (node not in survey.rows and nodes.operation_of(node) not in nodes.PICKS):
         return None
-    found = _of_picked(node, samples, number, is_table, False)
+    found = _of_picked(survey, node, number, is_table, False)
     if found is not None and not is_kept and len(found.rows.unique()) == 1:
         return Owners(found.rows[:1].expand(rows), False)
     return found.spread(rows) if found is not None and is_kept and found.fit(rows) else None
 
 
 def owners_behind_loss(
-    node: Node | None, samples: int, number: int, is_table: Test
+    survey: Survey, node: Node | None, number: int, is_table: Test
 ) -> Owners | None:
     """Which sample each entry belongs to that an extended loss received; ``None`` if unknown.
 
     Its terms are those of its rows. These may be all rows, in another order, or merged.
     """
-    rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
+    rows, samples = (
+        0 if node is None else nodes.shape_of(node, number)[:1].numel(),
+        survey.batch_size,
+    )
     todo = [] if node is None else [node]
     while todo:
         this = todo.pop()
-        if nodes.operation_of(this) in ("Index", "IndexSelect"):
-            found = _of_picked(this, samples, 0, is_table, True)
+        if this in survey.rows or nodes.operation_of(this) in ("Index", "IndexSelect"):
+            found = _of_picked(survey, this, 0, is_table, True)
             if found is not None and found.fit(rows):
                 return found.spread(rows)
             continue
@@ -109,7 +112,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     """
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
     node = edge.node if edge is not None and survey.is_readable else None
-    found = owners_behind_loss(node, survey.batch_size, 0, Origins(survey).of_weights)
+    found = owners_behind_loss(survey, node, 0, Origins(survey).of_weights)
     if found is None:
         return rows % entries_of(survey, loss)
     owners = found.rows
@@ -120,9 +123,12 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
 
 
 def _of_picked(
-    node: Node, samples: int, number: int, is_table: Test, of_loss: bool
+    survey: Survey, node: Node, number: int, is_table: Test, of_loss: bool
 ) -> Owners | None:
-    """Whose the entries are that an operation has picked, as they come."""
+    """Whose the entries are that an operation has picked, as they come; or who picked data did."""
+    if node in survey.rows:
+        return Owners(survey.rows[node], True)
+    samples = survey.batch_size
     child, behind = node.next_functions[0]
     if child is None or _is_table(node, is_table) or not samples:
         return None
@@ -134,7 +140,7 @@ def _of_picked(
         return None
     picked, (count, rest) = picked % length, divmod(length, samples)
     find = owners_behind_loss if of_loss else owners_of_rows
-    before = None if length == samples else find(child, samples, behind, is_table)
+    before = None if length == samples else find(survey, child, behind, is_table)
     are_sure = nodes.operation_of(node) in nodes.GATHERS
     if before is not None and (rest or before.are_sure):
         return Owners(before.rows.to(picked.device)[picked], are_sure and before.are_sure)

@@ -58,11 +58,13 @@ class Survey:
 
     Attributes:
         beside: Outputs of nodes that are left out, with everything behind them.
+        tells_samples: Whether anything is of single samples, or of more than a sum over them.
         alignment: Where samples lie in it.
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
         widest: Bytes that one column takes at the widest call.
         sites: Every output of a call that is in the graph, as (call, index).
+        rows: The samples of calls that received some of them only, by the node of the output.
         axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
@@ -88,11 +90,13 @@ class Survey:
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
+    tells_samples: bool = False
     alignment: Alignment = field(default_factory=Alignment)
     batch_size: int = 0
     is_shared: bool = False
     widest: int = 0
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
+    rows: dict[Node, Tensor] = field(default_factory=dict)
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)

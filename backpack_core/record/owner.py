@@ -30,6 +30,7 @@ class Run(NamedTuple):
         is_distributed: Whether it runs inside of DistributedDataParallel.
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
         is_inner: Whether all that it received was computed from parameters or by other models.
+        rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
     """
 
     sizes: tuple[int, ...]
@@ -37,6 +38,7 @@ class Run(NamedTuple):
     is_distributed: bool
     passed: list[object]
     is_inner: bool = False
+    rows: tuple[int, range] | None = None
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
@@ -67,6 +69,25 @@ class Run(NamedTuple):
         return self._replace(
             memories={memory_of(t): t.stride(0) if found > 1 else -1 for t in given}
         )
+
+
+def rows_of(tensor: Tensor) -> tuple[int, range] | None:
+    """Which rows a tensor is of the one that it is a view of, as ``x[2:4]``, and of what memory.
+
+    ``None`` if axis 0 is another one there, as of ``x[t]``.
+    """
+    if not tensor.dim() or not has_memory(tensor):
+        return None
+    base, memory, count = tensor._base, memory_of(tensor), len(tensor)
+    if base is None:
+        return memory, range(count)
+    row = base.stride(0) if base.dim() else 0
+    step, rest = divmod(tensor.stride(0), row) if row and row == max(base.stride()) else (0, 1)
+    is_single = count == 1 and base.dim() != tensor.dim()
+    if rest or not step or (is_single and tensor.stride(0) == base.stride(1)):
+        return None
+    first = (tensor.storage_offset() - base.storage_offset()) // row
+    return memory, range(first, first + count * step, step)
 
 
 NO_RUN: Final[Run] = Run((), {}, False, [])
@@ -127,7 +148,9 @@ class Owner:
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
                 )
             is_inner = all(tensor.grad_fn is not None for tensor in tensors)
-            run = Run(tuple(sizes), strides, _torch.is_distributed(self.module), [], is_inner)
+            rows = rows_of(tensors[0]) if tensors and not axis else None
+            is_distributed = _torch.is_distributed(self.module)
+            run = Run(tuple(sizes), strides, is_distributed, [], is_inner, rows)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def end(self) -> None:

@@ -1,0 +1,201 @@
+"""A model that runs on some rows of the data at a time: the rows tell which samples these are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import backpack, extend
+from backpack_core.errors import BackpackError, ShapeError
+from backpack_core.extensions import (
+    BatchDiagGGNExact,
+    BatchGrad,
+    BatchL2Grad,
+    DiagHessian,
+    SumGradSquared,
+    Variance,
+)
+
+N, D, C = 4, 3, 2
+Y = torch.tensor([0, 1, 1, 0])
+Loss = Callable[[Any, Any, Tensor], Tensor]  # of model, loss function and data
+
+
+def _one_by_one(model: Any, lossfunc: Any, x: Tensor) -> Tensor:
+    losses = [lossfunc(model(x[n : n + 1]), Y[n : n + 1]) for n in range(N)]
+    return torch.stack(losses).sum()
+
+
+def _parts(model: Any, lossfunc: Any, x: Tensor) -> Tensor:
+    pairs = zip(x.split(2), Y.split(2), strict=True)
+    return sum((lossfunc(model(some), y) for some, y in pairs), torch.zeros(()))
+
+
+def _functional(model: Any, _: Any, x: Tensor) -> Tensor:
+    total = F.cross_entropy(model(x[:2]), Y[:2], reduction="sum")
+    return total + F.cross_entropy(model(x[2:]), Y[2:], reduction="sum")
+
+
+LOSSES: dict[str, Loss] = {
+    "joined": lambda m, f, x: f(torch.cat([m(x[:2]), m(x[2:])]), Y),
+    "stacked": lambda m, f, x: f(torch.stack([m(x[:2]), m(x[2:])]).flatten(0, 1), Y),
+    "joined, one by one": lambda m, f, x: f(torch.cat([m(x[n : n + 1]) for n in range(N)]), Y),
+    "two losses": lambda m, f, x: f(m(x[:2]), Y[:2]) + f(m(x[2:]), Y[2:]),
+    "unequal": lambda m, f, x: f(m(x[:3]), Y[:3]) + f(m(x[3:]), Y[3:]),
+    "the other way round": lambda m, f, x: f(m(x[2:]), Y[2:]) + f(m(x[:2]), Y[:2]),
+    "every other": lambda m, f, x: f(m(x[::2]), Y[::2]) + f(m(x[1::2]), Y[1::2]),
+    "of more data": lambda m, f, x: f(m(x[2:3]), Y[2:3]) + f(m(x[:2]), Y[:2]) + f(m(x[3:]), Y[3:]),
+    "computed before": lambda m, f, x: f(m(x[:2]), Y[:2]) + f(m(x.detach()[2:]), Y[2:]),
+    "one by one": _one_by_one,
+    "split": _parts,
+    "functional loss": _functional,
+}
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, C)).double()
+
+
+class _Scaled(nn.Module):
+    """Computes something of the data before the first layer, and has a table as long as a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.table = _model(), nn.Embedding(2, D).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of two halves of each sample."""
+        both = (x / 2).unsqueeze(1) + self.table(torch.arange(2))
+        return self.inner(both).sum(1)
+
+
+def _expected(model: nn.Module, x: Tensor) -> list[Tensor]:
+    rows = []
+    for n in range(N):
+        loss = F.cross_entropy(model(x[n : n + 1]), Y[n : n + 1], reduction="sum")
+        rows.append(torch.autograd.grad(loss, list(model.parameters())))
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize("is_leaf", [False, True], ids=["data", "leaf"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_first_order(name: str, is_leaf: bool) -> None:
+    model, lossfunc = _model(), nn.CrossEntropyLoss(reduction="sum")
+    x = torch.randn(N, D).double().requires_grad_(is_leaf)
+    expected = _expected(model, x)
+    extend(model), extend(lossfunc)
+    for _ in range(2):
+        with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance()):
+            LOSSES[name](model, lossfunc, x).backward()
+        for p, rows in zip(model.parameters(), expected, strict=True):
+            own: Any = p
+            torch.testing.assert_close(own.grad_batch, rows)
+            torch.testing.assert_close(own.batch_l2, rows.flatten(1).square().sum(1))
+            torch.testing.assert_close(own.sum_grad_squared, rows.square().sum(0))
+            torch.testing.assert_close(own.variance, rows.var(0, unbiased=False))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "functional loss"])
+def test_curvature_of_single_samples(name: str) -> None:
+    model, lossfunc, x = _model(), nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, D).double()
+    extend(model), extend(lossfunc)
+    with backpack(BatchDiagGGNExact()):
+        lossfunc(model(x), Y).backward()
+    expected = [p.diag_ggn_exact_batch for p in model.parameters()]  # type: ignore[attr-defined]
+    with backpack(BatchDiagGGNExact()):
+        LOSSES[name](model, lossfunc, x).backward()
+    for p, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_ggn_exact_batch, rows)  # type: ignore[attr-defined]
+
+
+def test_sums_over_samples_need_no_rows() -> None:
+    """The Hessian's diagonal is refused where rows of some samples are told apart."""
+    model, lossfunc, x = _model(), nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, D).double()
+    extend(model), extend(lossfunc)
+    with backpack(DiagHessian()):
+        lossfunc(model(x), Y).backward()
+    expected = [p.diag_h.clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    with backpack(DiagHessian()):
+        LOSSES["split"](model, lossfunc, x).backward()
+    for p, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.diag_h, diagonal)  # type: ignore[attr-defined]
+
+
+def test_operations_before_the_first_layer() -> None:
+    model, lossfunc, x = _Scaled(), nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, D).double()
+    expected = _expected(model, x)
+    extend(model), extend(lossfunc)
+    with backpack(BatchGrad()):
+        LOSSES["joined"](model, lossfunc, x).backward()
+    for p, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
+    for refused in ("two losses", "one by one"):  # no call got rows of the data as they are
+        with pytest.raises(ShapeError, match="the model received 4 samples"), backpack(BatchGrad()):
+            LOSSES[refused](model, lossfunc, x).backward()
+
+
+def test_steps_that_look_like_samples() -> None:
+    """Copies say that row ``n`` of each part belongs to sample ``n``."""
+    cell, lossfunc, x = nn.RNNCell(D, C).double(), nn.CrossEntropyLoss(), torch.randn(N, D).double()
+    extend(cell), extend(lossfunc)
+
+    def loss(steps: list[Tensor]) -> Tensor:
+        h = None
+        for step in steps:
+            h = cell(step, h)
+        result: Tensor = lossfunc(h, Y[:1])
+        return result
+
+    steps = [x[t : t + 1] for t in range(N)]
+    with pytest.raises(BackpackError, match=r"\(\.clone\(\)\)"), backpack(BatchGrad()):
+        loss(steps).backward()
+    with backpack(BatchGrad()):
+        loss([step.clone() for step in steps]).backward()
+    for p in cell.parameters():
+        torch.testing.assert_close(p.grad_batch[0], p.grad)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_steps_of_a_sequence_are_no_samples(axis: int, samples: int) -> None:
+    cell, head = nn.RNNCell(D, 5).double(), nn.Linear(5, C).double()
+    x, y = torch.randn(samples, 3, D).double(), Y[:samples]
+    if axis == 0:
+        x = x.transpose(0, 1).contiguous()
+    net = nn.ModuleList([cell, head])
+
+    def output(x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[1 - axis], 5)
+        for step in x.unbind(axis):
+            h = cell(step, h)
+        result: Tensor = head(h)
+        return result
+
+    rows = []
+    for n in range(samples):
+        loss = F.cross_entropy(output(x.narrow(1 - axis, n, 1)), y[n : n + 1], reduction="sum")
+        rows.append(torch.autograd.grad(loss, list(net.parameters())))
+    extend(net)
+    lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    with backpack(BatchGrad()):
+        lossfunc(output(x), y).backward()
+    for p, *own in zip(net.parameters(), *rows, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
+
+
+def test_tensors_of_their_own_are_views_of_the_same_samples() -> None:
+    model, lossfunc = _model(), nn.CrossEntropyLoss(reduction="sum")
+    first, second = torch.randn(2, N, D).double().unbind()
+    expected = [
+        a + b for a, b in zip(_expected(model, first), _expected(model, second), strict=True)
+    ]
+    extend(model), extend(lossfunc)
+    with backpack(BatchGrad()):
+        (lossfunc(model(first), Y) + lossfunc(model(second), Y)).backward()
+    for p, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
