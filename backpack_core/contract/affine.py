@@ -37,6 +37,8 @@ class AffineProduct(SampleProduct):
     Attributes:
         out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
         inp: What the weight multiplies, ``[N, S, G, I]``; ``None`` for a bias.
+        is_own: Which positions each sample has, ``[N, S]``, ``None`` for all: factors are zero at
+            the others.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class AffineProduct(SampleProduct):
         inp: Rows | None,
         shape: torch.Size,
         arrange: Callable[[Tensor], Tensor] | None = None,
+        is_own: Tensor | None = None,
     ) -> None:
         """Store the factors.
 
@@ -54,6 +57,7 @@ class AffineProduct(SampleProduct):
             shape: Shape of the parameter.
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
                 that is no mere reshape.
+            is_own: See the class.
         """
         axes, size = out.shape, 1 if inp is None else inp.shape[-1]
         fits = len(axes) == 5 and (inp is None or inp.shape[:-1] == axes[1:4])
@@ -61,7 +65,7 @@ class AffineProduct(SampleProduct):
             of = f", of a parameter {list(shape)}"
             raise misfit(self, f"[V, N, S, G, O] and [N, S, G, I]{of}", out, inp)
         super().__init__(axes[0], axes[1], shape, out)
-        self.out, self.inp, self.arrange = out, inp, arrange
+        self.out, self.inp, self.arrange, self.is_own = out, inp, arrange, is_own
 
     @property
     def positions(self) -> int:
@@ -119,7 +123,8 @@ class AffineProduct(SampleProduct):
         inputs = [part.inp for part in (self, *same) if part.inp is not None]  # none of a bias
         out = torch.cat([part.out for part in (self, *same)], 2)
         inp = JoinedRows(*inputs) if inputs else None
-        return AffineProduct(out, inp, self.shape, self.arrange), rest
+        is_own = _own_positions((self, *same))
+        return AffineProduct(out, inp, self.shape, self.arrange, is_own), rest
 
     def _is_arranged_as(self, other: AffineProduct) -> bool:
         """Whether both map the entries of the factors to the parameter in one order."""
@@ -137,7 +142,17 @@ class AffineProduct(SampleProduct):
         blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
         zeros = self.new_zeros(*self.out.shape[1:])
         found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-        return AffineProduct(torch.cat(found), self.inp, self.shape, self.arrange)
+        out = torch.cat(found)
+        return AffineProduct(out, self.inp, self.shape, self.arrange, self.is_own)
+
+
+def _own_positions(parts: Sequence[AffineProduct]) -> Tensor | None:
+    """Which positions each sample has among those of several products, side by side."""
+    if all(part.is_own is None for part in parts):
+        return None
+    every = [torch.ones_like(part.out[0, ..., 0, 0], dtype=torch.bool) for part in parts]
+    own = zip(parts, every, strict=True)
+    return torch.cat([some if part.is_own is None else part.is_own for part, some in own], 1)
 
 
 def _over_positions(out: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.columns import ApartColumns, Columns, Root
+from backpack_core.contract.columns import ApartColumns, Columns, Root, taken_apart
 from backpack_core.contract.contractions import slices
 from backpack_core.contract.operands import FactoredColumns, operand_product
 from backpack_core.errors import SampleMixingError
@@ -23,23 +23,18 @@ from backpack_core.tuning import memory_budget
 from backpack_core.values import largest
 
 
-def taken_apart(mat: Tensor, positions: int | Tensor, samples: slice) -> Tensor:
-    """For each of some samples, the columns with zeros at the entries of all others.
+def owned_by(positions: int | Tensor, rows: int, device: torch.device) -> Tensor:
+    """Which entries of axis 0 each sample has, ``[N, R]``.
 
     Args:
-        mat: Shape ``[V, R, *]``.
-        positions: How many entries each sample has, ``R = N · positions``; or which, ``[N, R]``.
-        samples: Which samples.
-
-    Returns:
-        Shape ``[V, n, R, *]``.
+        positions: How many, side by side, ``R = N · positions``; or which they are.
+        rows: ``R``.
+        device: For the result.
     """
-    if isinstance(positions, int):
-        every = torch.eye(mat.shape[1] // positions, dtype=torch.bool, device=mat.device)
-        positions = every.repeat_interleave(positions, 1)
-    owned = positions[samples]
-    owned = owned.reshape(*owned.shape, *[1] * (mat.dim() - 2))
-    return torch.where(owned, mat.unsqueeze(1), 0)
+    if isinstance(positions, Tensor):
+        return positions
+    every = torch.eye(rows // positions, dtype=torch.bool, device=device)
+    return every.repeat_interleave(positions, 1)
 
 
 def put_together(mat: Tensor, positions: int) -> Tensor:
@@ -187,7 +182,8 @@ def _push_apart(
             if isinstance(columns, ApartColumns):
                 mats[nr] = mat[:, samples].flatten(0, 1)
             else:
-                mats[nr] = taken_apart(mat, owned[nr], samples).flatten(0, 1)
+                mask = owned_by(owned[nr], mat.shape[1], mat.device)[samples]
+                mats[nr] = taken_apart(mat, mask).flatten(0, 1)
         for position, product in bridge.push(node, mats).items():
             parts.setdefault(position, []).append(product.unflatten(0, (width, count)))
     return {position: torch.cat(found, 1) for position, found in parts.items()}

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from backpack_core._torch import Node
-from backpack_core.contract.apart import cross_apart, cross_columns, put_together, taken_apart
-from backpack_core.contract.columns import ApartColumns, Columns, Root
+from backpack_core.contract.apart import cross_apart, cross_columns, owned_by, put_together
+from backpack_core.contract.columns import ApartColumns, Columns, OwnedColumns, Root
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
@@ -92,12 +92,10 @@ class ColumnPropagator(Propagator):
         """Every sample gets columns of its own, with zeros for all others."""
         if isinstance(quantity, ApartColumns):
             return quantity
-        every: Any = slice(None)
+        owned = owned_by(positions, quantity.mat.shape[1], quantity.mat.device)
         if isinstance(positions, Tensor) and self.subsampling is not None:
-            every = list(self.subsampling)
-        return ApartColumns(
-            {r: taken_apart(mat, positions, every) for r, mat in quantity.blocks.items()}
-        )
+            owned = owned[list(self.subsampling)]
+        return OwnedColumns(quantity, owned)
 
     def put_together(self, quantity: Columns, positions: int) -> Columns:
         """The samples in one column again; raises if one reaches another."""

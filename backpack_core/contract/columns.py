@@ -168,6 +168,46 @@ class ApartColumns(Columns):
         return super().split(mat.unflatten(0, self.mat.shape[:2]))
 
 
+class OwnedColumns(ApartColumns):
+    """Columns ``[V, R, *]`` whose rows are in no order, as columns of every sample's own.
+
+    Attributes:
+        plain: The columns as they are.
+        owned: Which rows each sample has, ``[N, R]``.
+    """
+
+    def __init__(self, plain: Columns, owned: Tensor) -> None:
+        self.plain, self.owned = plain, owned
+
+    @cached_property
+    def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
+        """Formed when they are asked for: ``[V, N, R, *]``, zero at the rows of others."""
+        return {r: taken_apart(mat, self.owned) for r, mat in self.plain.blocks.items()}
+
+    @property
+    def sizes(self) -> dict[Root, int]:
+        """How many columns each root has."""
+        return self.plain.sizes
+
+    def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
+        """Formed columns."""
+        return ApartColumns(blocks)
+
+
+def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:
+    """For each sample, the columns with zeros at the entries of all others.
+
+    Args:
+        mat: Shape ``[V, R, *]``.
+        owned: Which entries each sample has, ``[N, R]``.
+
+    Returns:
+        Shape ``[V, N, R, *]``.
+    """
+    owned = owned.reshape(*owned.shape, *[1] * (mat.dim() - 2))
+    return torch.where(owned, mat.unsqueeze(1), 0)
+
+
 def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
     """How often each number occurs before: ``(3, 1, 3) → [0, 0, 1]``."""
     seen: dict[int, int] = {}

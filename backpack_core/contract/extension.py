@@ -39,6 +39,8 @@ class Extension(ABC):
             that other columns, or fewer, with the same sum may take their place.
         per_sample: Whether the result is as large as individual gradients. Combining chunks then
             takes as long as computing them, so columns may take as much memory as the result.
+        sums_samples: Whether the value is a sum over samples and columns of what is read of each,
+            so that it does not matter which rows are one sample's.
         is_deferred: Whether nothing can be stored before the backward pass has ended. What
             :meth:`read` returns is then handed to :meth:`finish`.
         keeps_graph: Whether results use the graph of the pass later on, so that it is not freed.
@@ -74,6 +76,7 @@ class Extension(ABC):
     columns_add: ClassVar[bool] = False
     columns_mix: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
+    sums_samples: ClassVar[bool] = False
     is_deferred: ClassVar[bool] = False
     keeps_graph: ClassVar[bool] = False
     needs_every_parameter: ClassVar[bool] = False

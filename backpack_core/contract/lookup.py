@@ -20,15 +20,18 @@ class LookupProduct(SampleProduct):
     Attributes:
         out: Columns at each look-up. Shape ``[V, N, K, dim]``.
         row: Which row each look-up read. Shape ``[N, K]``.
+        is_own: Which look-ups each sample has, ``[N, K]``, ``None`` for all: columns are zero at
+            the others.
     """
 
-    def __init__(self, out: Tensor, row: Tensor, shape: torch.Size) -> None:
+    def __init__(
+        self, out: Tensor, row: Tensor, shape: torch.Size, is_own: Tensor | None = None
+    ) -> None:
         """Store the factors."""
         if out.dim() != 4 or row.shape != out.shape[1:3]:
             raise misfit(self, "[V, N, K, dim] and [N, K]", out, row)
         super().__init__(len(out), out.shape[1], shape, out)
-        self.out = out
-        self.row = row
+        self.out, self.row, self.is_own = out, row, is_own
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """Scattered rows."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.columns import ApartColumns
+from backpack_core.contract.columns import ApartColumns, OwnedColumns
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct
-from backpack_core.contract.regrouping import regrouped
+from backpack_core.contract.regrouping import of_owners, regrouped
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
@@ -100,6 +100,8 @@ class ParametricRule(LayerRule):
         Returns:
             ``M``, of shape ``[V, N, *θ]``.
         """
+        if isinstance(columns, OwnedColumns):
+            return of_owners(self.param_product(view, name, columns.plain.mat), columns.owned)
         product = self.param_product(view, name, columns.flat)
         count, samples = columns.mat.shape[:2]
         return regrouped(product, count, samples, view.kept)

@@ -16,7 +16,6 @@ from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import OpenFunction
 from backpack_core.contract.product import DenseProduct, SampleProduct
-from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 
 
@@ -62,31 +61,83 @@ def _regrouped_factors(
     samples: int,
     kept: dict[Any, Any],
 ) -> SampleProduct:
-    other: Any = product.row if isinstance(product, LookupProduct) else product.inp
-    out, other = _positions(product.out, other, columns, samples, kept)
-    if isinstance(product, AffineProduct):
-        return AffineProduct(out, other, product.shape, product.arrange)
-    return type(product)(out, other, product.shape)
-
-
-def _positions(
-    out: Tensor, rows: Rows | None, columns: int, samples: int, kept: dict[Any, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """The factors as ``[V, N, positions, *]`` and ``[N, positions, *]``."""
+    out, other = product.out, product.row if isinstance(product, LookupProduct) else product.inp
     is_apart = out.shape[0] != columns
     count = out.shape[2] * (out.shape[1] if is_apart else out.shape[1] // max(1, samples))
     out = out.reshape(columns, samples, count, *out.shape[3:])
-    whole = None if rows is None else rows[slice(0, rows.shape[0])].flatten(0, 1)
+    whole = None if other is None else other[slice(0, other.shape[0])].flatten(0, 1)
     if not is_apart:
-        return out, None if whole is None else whole.unflatten(0, (samples, count))
-    layout = _layout(_reached(out, kept))
-    if layout is None:
-        return out, None if whole is None else whole.expand(samples, *whole.shape)
-    before, after = layout
-    own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
-    if whole is not None:
-        whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
-    return own.movedim(-1, 1).flatten(2, 3), whole
+        shown = None if whole is None else whole.unflatten(0, (samples, count))
+        return _with_factors(product, out, shown)
+    reached = _reached(out, kept)
+    layout = _layout(reached)
+    if layout is not None:
+        before, after = layout
+        own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
+        if whole is not None:
+            whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
+        return _with_factors(product, own.movedim(-1, 1).flatten(2, 3), whole)
+    if samples > 1 and bool((reached.sum(0) == 1).all()):  # each row is one sample's
+        own = out[:, reached.int().argmax(0), torch.arange(count)].unsqueeze(2)
+        rows = None if whole is None else whole.unsqueeze(1)
+        return of_owners(_with_factors(product, own, rows), reached.to(out.device))
+    shown = None if whole is None else whole.expand(samples, *whole.shape)
+    return _with_factors(product, out, shown)
+
+
+def _with_factors(
+    product: AffineProduct | ScaleProduct | LookupProduct,
+    out: Tensor,
+    other: Any,
+    is_own: Tensor | None = None,
+) -> SampleProduct:
+    """A product of the same form."""
+    if isinstance(product, AffineProduct):
+        return AffineProduct(out, other, product.shape, product.arrange, is_own)
+    if isinstance(product, LookupProduct):
+        return LookupProduct(out, other, product.shape, is_own)
+    return ScaleProduct(out, other, product.shape)
+
+
+@OpenFunction
+def of_owners(product: SampleProduct, owned: Tensor) -> SampleProduct:
+    """A product ``[V, N, *θ]``, from what a rule gave for rows in no order, ``[V, R, *θ]``.
+
+    Args:
+        product: The product of the rule.
+        owned: Which rows each sample has, ``[N, R]``.
+
+    Returns:
+        For each sample the sum over its rows, in the same form where that is possible.
+    """
+
+    def form(some: slice, samples: slice) -> Tensor:
+        part = product.part(some, slice(0, product.samples))
+        weights = owned[samples].to(part.device, part.dtype)
+        return torch.einsum("nr,vr...->vn...", weights, part)
+
+    mat = product.new_zeros(1).expand(product.columns, len(owned))
+    return DenseProduct(form=form, mat=mat, shape=product.shape)
+
+
+@of_owners.register
+def _factors_of_owners(
+    product: AffineProduct | ScaleProduct | LookupProduct, owned: Tensor
+) -> SampleProduct:
+    counts = owned.sum(1)
+    most = max(1, int(counts.max())) if len(counts) else 1
+    rows = owned.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    is_there = owned.gather(1, rows)  # a sample with fewer rows has zeros at the others
+
+    def gathered(mat: Tensor, axis: int) -> Tensor:  # [*, R, S, ...] → [*, N, most · S, ...]
+        found = mat.movedim(axis, 0)[rows]
+        found = found * is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
+        return found.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
+
+    other = product.row if isinstance(product, LookupProduct) else product.inp
+    shown = None if other is None else gathered(other[slice(0, other.shape[0])], 0)
+    is_own = is_there.repeat_interleave(product.out.shape[2], 1)
+    return _with_factors(product, gathered(product.out, 1), shown, is_own)
 
 
 def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:

@@ -70,8 +70,7 @@ class Context:
     @property
     def tells_samples(self) -> bool:
         """Whether anything is of single samples, or of more than a sum over them."""
-        asked = [e for e in self.extensions if e.propagator.per_sample]
-        return any(e.per_sample or not e.propagator.travels for e in asked)
+        return any(e.propagator.per_sample and not e.sums_samples for e in self.extensions)
 
     def __repr__(self) -> str:
         """What was asked for, and what is under way."""

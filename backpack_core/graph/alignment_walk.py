@@ -97,6 +97,8 @@ class Walk:
             pass
         elif is_before and nodes.is_stack_of_numbers(below.node):
             below.is_before = True
+        elif (part := self._part(way)) is not None:
+            below.owned = part
         elif below.length == self._size and self._is_certain(way):
             below.positions = 1
         elif below.shape and not rest and self._keeps_rows(way):
@@ -140,6 +142,17 @@ class Walk:
             return False
         below.owned = owners == samples[:, None]
         return True
+
+    def _part(self, way: Way) -> Tensor | None:
+        """Which rows each sample has of one of several tensors that were joined; else ``None``."""
+        above, below, position = way
+        owned = above.owned
+        if owned is None and above.positions == 1:
+            owned = torch.eye(self._size, dtype=torch.bool)
+        start = None if owned is None or above.is_call else nodes.start_in(above.node, position)
+        if start is None or owned is None or below.length in (None, above.length):
+            return None
+        return owned[:, start : start + len(range(below.length or 0))]
 
     def _is_table(self, way: Way) -> bool:
         """Whether an operand may be a table, and no sample is made of it entry by entry."""

@@ -200,6 +200,24 @@ def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | N
     return 0 if keeps_rows(node, output_nr, position) else None
 
 
+def start_in(node: Node, position: int) -> int | None:
+    """Where an operand begins that was joined with others along axis 0; ``None`` if unknown.
+
+    Args:
+        node: The node.
+        position: Which operand, as a position in ``node.next_functions``.
+    """
+    if operation_of(node) != "Cat" or _axes(node)[0]:
+        return None
+    edges = node.next_functions
+    lengths = [None if child is None else lengths_of(child, nr)[0] for child, nr in edges]
+    before, after = lengths[:position], lengths[position:]
+    if None in before:  # an operand without an edge
+        found = lengths_of(node, 0)[0] - sum(filter(None, after))
+        return None if None in after else found
+    return sum(filter(None, before))
+
+
 def turns_rows(node: Node) -> bool:
     """Whether axis 0 of the result may hold what was on another axis, or in another tensor."""
     return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError, ShapeError
 from backpack_core.extensions import (
+    KFLR,
     BatchDiagGGNExact,
     BatchGrad,
     BatchL2Grad,
@@ -111,6 +112,40 @@ def test_curvature_of_single_samples(name: str) -> None:
         LOSSES[name](model, lossfunc, x).backward()
     for p, rows in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.diag_ggn_exact_batch, rows)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("weight_sharing", ["kfc", "expand", "reduce"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "functional loss"])
+def test_kronecker_factors(name: str, weight_sharing: Any) -> None:
+    model, lossfunc, x = _model(), nn.CrossEntropyLoss(reduction="sum"), torch.randn(N, D).double()
+    extend(model), extend(lossfunc)
+    with backpack(KFLR(weight_sharing)):
+        lossfunc(model(x), Y).backward()
+    expected = [p.kflr for p in model.parameters()]  # type: ignore[attr-defined]
+    with backpack(KFLR(weight_sharing)):
+        LOSSES[name](model, lossfunc, x).backward()
+    for p, factors in zip(model.parameters(), expected, strict=True):
+        for found, factor in zip(p.kflr, factors, strict=True):  # type: ignore[attr-defined]
+            torch.testing.assert_close(found, factor)
+
+
+@pytest.mark.parametrize("weight_sharing", ["kfc", "expand", "reduce"])
+def test_tables(weight_sharing: Any) -> None:
+    table, head = nn.Embedding(6, D).double(), nn.Linear(D, C).double()
+    model = nn.Sequential(table, head)
+    lossfunc, x = nn.CrossEntropyLoss(reduction="sum"), torch.randint(6, (N, 3))
+    y = torch.randint(C, (N, 3))
+    extend(model), extend(lossfunc)
+    with backpack(KFLR(weight_sharing), BatchGrad()):
+        lossfunc(model(x).transpose(1, 2), y).backward()
+    expected = [[p.grad_batch, *p.kflr] for p in model.parameters()]  # type: ignore[attr-defined]
+    with backpack(KFLR(weight_sharing), BatchGrad()):
+        parts = [lossfunc(model(x[i]).transpose(1, 2), y[i]) for i in (slice(1, 4), slice(0, 1))]
+        (parts[0] + parts[1]).backward()
+    for p, values in zip(model.parameters(), expected, strict=True):
+        found = [p.grad_batch, *p.kflr]  # type: ignore[attr-defined]
+        for ours, value in zip(found, values, strict=True):
+            torch.testing.assert_close(ours, value)
 
 
 def test_sums_over_samples_need_no_rows() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack, extend
 from backpack_core.extensions import EKFAC, KFLR
 from tests import oracle
 from tests.cases import Net, classification
@@ -107,3 +108,20 @@ def test_rows_of_a_table_count_for_all_samples() -> None:
     problem = classification(Net(lambda outer, x: outer.net(x).tanh().sum(1), net=net), (4, 3), 4)
     problem.run(KFLR())
     oracle.assert_close(net.b.weight.kflr[1], torch.eye(4))
+
+
+@pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
+def test_rows_that_a_mask_picked(setting: Any) -> None:
+    """The inputs of a sample are its own rows, as many as it has."""
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
+    trunk, head, lossfunc = nn.Linear(2, 5), nn.Linear(5, 3), nn.CrossEntropyLoss()
+    x, y = torch.randn(4, 3, 2), torch.randint(3, (8,))
+    rows, owners = torch.tanh(trunk(x))[mask].detach(), mask.nonzero()[:, 0]
+    if setting == "reduce":
+        rows = torch.stack([rows[owners == n].mean(0) for n in range(4)])
+    for part in (trunk, head, lossfunc):
+        extend(part)
+    with backpack(KFLR(setting)):
+        lossfunc(head(torch.tanh(trunk(x))[mask]), y).backward()
+    _, inner = head.weight.kflr  # type: ignore[misc]
+    torch.testing.assert_close(inner, rows.T @ rows / (8 if setting == "expand" else 4))

@@ -21,6 +21,7 @@ class DiagGGNExact(ExactExtension):
     savefield = "diag_ggn_exact"
     degree = 1
     over_batches = "sum"
+    sums_samples = True
     columns_add = True
     columns_mix = True
     needs = (square_sum,)
@@ -41,6 +42,7 @@ class DiagGGNMC(SampledExtension):
     savefield = "diag_ggn_mc"
     degree = 1
     over_batches = "sum"
+    sums_samples = True
     columns_add = True
     columns_mix = True
     needs = (square_sum,)

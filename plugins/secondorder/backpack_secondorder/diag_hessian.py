@@ -60,6 +60,7 @@ class DiagHessian(HessianExtension):
     is_of_everything = True
     degree = 1
     over_batches = "sum"
+    sums_samples = True
     needs = (square_sum,)
 
     def read(self, product: HessianReading) -> Tensor:

@@ -241,12 +241,14 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
         is_differentiable,
     )
     if key not in product.kept:
-        product.kept[key] = input_covariance(product.inp, product.like, sharing)
+        product.kept[key] = input_covariance(product.inp, product.like, sharing, product.is_own)
     factor: Tensor = product.kept[key]
     return factor
 
 
-def input_covariance(inp: Rows, like: Tensor, sharing: WeightSharing = "kfc") -> Tensor:
+def input_covariance(
+    inp: Rows, like: Tensor, sharing: WeightSharing = "kfc", is_own: Tensor | None = None
+) -> Tensor:
     """``A``, an average over the ``N`` samples of the view.
 
     ``"kfc"``: ``1/N Σ_n Σ_s x xᵀ`` (Grosse and Martens, 2016, eq. 32); ``"expand"``: ``1/(N S)
@@ -258,12 +260,18 @@ def input_covariance(inp: Rows, like: Tensor, sharing: WeightSharing = "kfc") ->
         inp: What the weight multiplies. Shape ``[N, S, G, I]``.
         like: A tensor of the dtype.
         sharing: How positions are treated.
+        is_own: Which positions each sample has, ``[N, S]``; ``None`` for all. ``S`` is then another
+            number for each.
 
     Returns:
         Shape ``[I, I]``, or ``[G, I, I]`` for a layer with groups.
     """
     samples, positions = inp.shape[:2]
-    count = samples * positions if sharing == "expand" else samples
+    if is_own is not None and sharing == "reduce":
+        means = inp[:].sum(1) / is_own.sum(1).clamp(min=1)[:, None, None]
+        return _without_groups(covariances.outer(means, 1 / max(1, samples)))
+    of_all = samples * positions if is_own is None else int(is_own.sum())
+    count = of_all if sharing == "expand" else samples
     scale = 1 / count if count else 0.0
     total = covariances.outer_sum(inp, like.element_size(), scale, mean=sharing == "reduce")
     return _without_groups(total)

@@ -58,13 +58,15 @@ def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:
 
 
 def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
-    row = product.row
-    samples, positions = row.shape
+    row, is_own = product.row, product.is_own
+    if is_own is None:
+        is_own = torch.ones_like(row, dtype=torch.bool)
+    samples, own = len(row), row[is_own]
     if sharing != "reduce":
-        counts = torch.bincount(row.flatten(), minlength=product.shape[0]).to(product.like.dtype)
-        return counts / max(1, samples * positions if sharing == "expand" else samples)
+        counts = torch.bincount(own, minlength=product.shape[0]).to(product.like.dtype)
+        return counts / max(1, len(own) if sharing == "expand" else samples)
     means = product.new_zeros(samples, product.shape[0])
-    share = torch.full_like(row, 1, dtype=means.dtype) / max(1, positions)
+    share = is_own.to(means.dtype) / is_own.sum(1, keepdim=True).clamp(min=1)
     means = means.scatter_add(1, row, share)
     return means.T @ means / max(1, samples)
 
