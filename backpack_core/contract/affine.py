@@ -6,7 +6,7 @@ factors avoids ``[V, N, *θ]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract import contractions
-from backpack_core.contract.columns import Root
+from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
@@ -31,14 +31,12 @@ from backpack_core.contract.rows import JoinedRows, Rows
 R = TypeVar("R")
 
 
-class AffineProduct(SampleProduct):
+class AffineProduct(FactorProduct):
     """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of a weight, or a bias, of an affine map.
 
     Attributes:
         out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
         inp: What the weight multiplies, ``[N, S, G, I]``; ``None`` for a bias.
-        is_own: Which positions each sample has, ``[N, S]``, ``None`` for all: factors are zero at
-            the others.
     """
 
     def __init__(
@@ -66,6 +64,15 @@ class AffineProduct(SampleProduct):
             raise misfit(self, f"[V, N, S, G, O] and [N, S, G, I]{of}", out, inp)
         super().__init__(axes[0], axes[1], shape, out)
         self.out, self.inp, self.arrange, self.is_own = out, inp, arrange, is_own
+
+    @property
+    def other(self) -> Rows | None:
+        """The inputs."""
+        return self.inp
+
+    def with_factors(self, out: Tensor, other: Any, is_own: Tensor | None) -> AffineProduct:
+        """Stored in the same order."""
+        return AffineProduct(out, other, self.shape, self.arrange, is_own)
 
     @property
     def positions(self) -> int:
@@ -121,10 +128,7 @@ class AffineProduct(SampleProduct):
         if not same:
             return self, rest
         inputs = [part.inp for part in (self, *same) if part.inp is not None]  # none of a bias
-        out = torch.cat([part.out for part in (self, *same)], 2)
-        inp = JoinedRows(*inputs) if inputs else None
-        is_own = _own_positions((self, *same))
-        return AffineProduct(out, inp, self.shape, self.arrange, is_own), rest
+        return self.over_positions(same, JoinedRows(*inputs) if inputs else None), rest
 
     def _is_arranged_as(self, other: AffineProduct) -> bool:
         """Whether both map the entries of the factors to the parameter in one order."""
@@ -134,25 +138,6 @@ class AffineProduct(SampleProduct):
             return self.arrange is other.arrange
         numbers = torch.arange(prod(self.sizes), device=self.out.device).reshape(self.sizes)
         return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
-
-    def among(self, roots: Mapping[Root, int]) -> SampleProduct:
-        """The same form, with columns of zeros for the other roots."""
-        if self.has_roots(roots):
-            return self
-        blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
-        zeros = self.new_zeros(*self.out.shape[1:])
-        found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-        out = torch.cat(found)
-        return AffineProduct(out, self.inp, self.shape, self.arrange, self.is_own)
-
-
-def _own_positions(parts: Sequence[AffineProduct]) -> Tensor | None:
-    """Which positions each sample has among those of several products, side by side."""
-    if all(part.is_own is None for part in parts):
-        return None
-    every = [torch.ones_like(part.out[0, ..., 0, 0], dtype=torch.bool) for part in parts]
-    own = zip(parts, every, strict=True)
-    return torch.cat([some if part.is_own is None else part.is_own for part, some in own], 1)
 
 
 def _over_positions(out: Tensor) -> Tensor:

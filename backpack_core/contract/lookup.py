@@ -10,18 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import batch_sum, square_sum, weighted_sum
 from backpack_core.contract.product import SampleProduct, misfit
 
 
-class LookupProduct(SampleProduct):
+class LookupProduct(FactorProduct):
     """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]``.
 
     Attributes:
         out: Columns at each look-up. Shape ``[V, N, K, dim]``.
         row: Which row each look-up read. Shape ``[N, K]``.
-        is_own: Which look-ups each sample has, ``[N, K]``, ``None`` for all: columns are zero at
-            the others.
     """
 
     def __init__(
@@ -32,6 +31,22 @@ class LookupProduct(SampleProduct):
             raise misfit(self, "[V, N, K, dim] and [N, K]", out, row)
         super().__init__(len(out), out.shape[1], shape, out)
         self.out, self.row, self.is_own = out, row, is_own
+
+    @property
+    def other(self) -> Tensor:
+        """The rows."""
+        return self.row
+
+    def with_factors(self, out: Tensor, other: Tensor, is_own: Tensor | None) -> LookupProduct:
+        """Of the same table."""
+        return LookupProduct(out, other, self.shape, is_own)
+
+    def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
+        """One product over all look-ups; those of another form."""
+        same = [product for product in others if isinstance(product, LookupProduct)]
+        rest = [product for product in others if not isinstance(product, LookupProduct)]
+        row = torch.cat([product.row for product in (self, *same)], 1)
+        return self.over_positions(same, row) if same else self, rest
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """Scattered rows."""

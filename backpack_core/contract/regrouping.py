@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.lookup import LookupProduct
+from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import OpenFunction
 from backpack_core.contract.product import DenseProduct, SampleProduct
-from backpack_core.contract.scale import ScaleProduct
 
 
 @OpenFunction
@@ -56,19 +54,19 @@ def regrouped(
 
 @regrouped.register
 def _regrouped_factors(
-    product: AffineProduct | ScaleProduct | LookupProduct,
+    product: FactorProduct,
     columns: int,
     samples: int,
     kept: dict[Any, Any],
 ) -> SampleProduct:
-    out, other = product.out, product.row if isinstance(product, LookupProduct) else product.inp
+    out, other = product.out, product.other
     is_apart = out.shape[0] != columns
     count = out.shape[2] * (out.shape[1] if is_apart else out.shape[1] // max(1, samples))
     out = out.reshape(columns, samples, count, *out.shape[3:])
     whole = None if other is None else other[slice(0, other.shape[0])].flatten(0, 1)
     if not is_apart:
         shown = None if whole is None else whole.unflatten(0, (samples, count))
-        return _with_factors(product, out, shown)
+        return product.with_factors(out, shown, None)
     reached = _reached(out, kept)
     layout = _layout(reached)
     if layout is not None:
@@ -76,27 +74,13 @@ def _regrouped_factors(
         own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
         if whole is not None:
             whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
-        return _with_factors(product, own.movedim(-1, 1).flatten(2, 3), whole)
+        return product.with_factors(own.movedim(-1, 1).flatten(2, 3), whole, None)
     if samples > 1 and bool((reached.sum(0) == 1).all()):  # each row is one sample's
         own = out[:, reached.int().argmax(0), torch.arange(count)].unsqueeze(2)
         rows = None if whole is None else whole.unsqueeze(1)
-        return of_owners(_with_factors(product, own, rows), reached.to(out.device))
+        return of_owners(product.with_factors(own, rows, None), reached.to(out.device))
     shown = None if whole is None else whole.expand(samples, *whole.shape)
-    return _with_factors(product, out, shown)
-
-
-def _with_factors(
-    product: AffineProduct | ScaleProduct | LookupProduct,
-    out: Tensor,
-    other: Any,
-    is_own: Tensor | None = None,
-) -> SampleProduct:
-    """A product of the same form."""
-    if isinstance(product, AffineProduct):
-        return AffineProduct(out, other, product.shape, product.arrange, is_own)
-    if isinstance(product, LookupProduct):
-        return LookupProduct(out, other, product.shape, is_own)
-    return ScaleProduct(out, other, product.shape)
+    return product.with_factors(out, shown, None)
 
 
 @OpenFunction
@@ -121,9 +105,7 @@ def of_owners(product: SampleProduct, owned: Tensor) -> SampleProduct:
 
 
 @of_owners.register
-def _factors_of_owners(
-    product: AffineProduct | ScaleProduct | LookupProduct, owned: Tensor
-) -> SampleProduct:
+def _factors_of_owners(product: FactorProduct, owned: Tensor) -> SampleProduct:
     counts = owned.sum(1)
     most = max(1, int(counts.max())) if len(counts) else 1
     rows = owned.int().argsort(dim=1, descending=True, stable=True)[:, :most]
@@ -134,10 +116,10 @@ def _factors_of_owners(
         found = found * is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
         return found.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
 
-    other = product.row if isinstance(product, LookupProduct) else product.inp
+    other = product.other
     shown = None if other is None else gathered(other[slice(0, other.shape[0])], 0)
     is_own = is_there.repeat_interleave(product.out.shape[2], 1)
-    return _with_factors(product, gathered(product.out, 1), shown, is_own)
+    return product.with_factors(gathered(product.out, 1), shown, is_own)
 
 
 def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:

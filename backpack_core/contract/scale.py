@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import batch_sum, dense, is_formed
-from backpack_core.contract.product import SampleProduct, misfit
+from backpack_core.contract.product import misfit
 
 
-class ScaleProduct(SampleProduct):
+class ScaleProduct(FactorProduct):
     """``Σ_s out[v, n, s] ⊙ inp[n, s]``: of a gain, or an offset, that acts elementwise.
 
     Attributes:
@@ -26,6 +27,17 @@ class ScaleProduct(SampleProduct):
             raise misfit(self, "[V, N, S, D] and [N, S, D]", out, inp)
         super().__init__(out.shape[0], out.shape[1], shape, out)
         self.out, self.inp = out, inp
+
+    @property
+    def other(self) -> Tensor | None:
+        """What the gain multiplies."""
+        return self.inp
+
+    def with_factors(
+        self, out: Tensor, other: Tensor | None, is_own: Tensor | None
+    ) -> ScaleProduct:
+        """Of the same gain."""
+        return ScaleProduct(out, other, self.shape)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """The sum over positions."""

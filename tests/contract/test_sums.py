@@ -72,6 +72,15 @@ def test_biases_become_one() -> None:
     assert (product.inp, product.positions) == (None, 4)
 
 
+def test_lookups_become_one() -> None:
+    one, other = rooted(table(columns=1), {FIRST: 1}), rooted(table(columns=2), {SECOND: 2})
+    product = sum_of([one.product, other.product])
+    assert isinstance(product, LookupProduct)
+    matrix = torch.cat([one.matrix, other.matrix]).detach()
+    assert_close(dense(product).detach(), matrix)
+    assert_close(square_sum(product).detach(), matrix.square().sum((0, 1)))
+
+
 def test_inputs_of_several_uses_are_made_for_some_samples_at_a_time() -> None:
     parts = [affine(3, (1, 6, 2), lazy=True) for _ in range(2)]
     product, matrix, _ = total(*parts)
@@ -87,12 +96,11 @@ def test_inputs_of_several_uses_are_made_for_some_samples_at_a_time() -> None:
         ([affine(1, (1, 6, 2)), transposed(1)], [AffineProduct] * 2),
         ([transposed(1), transposed(1, reverse=True)], [AffineProduct] * 2),
         ([affine(1, (1, 6, 2)), table()], [AffineProduct, LookupProduct]),
-        ([table(), table()], [LookupProduct] * 2),
         ([gain(), values(), gain()], [ScaleProduct, DenseProduct, ScaleProduct]),
         # Neighbours or not: what has one form meets.
         ([affine(1, (1, 6, 2)), table(), affine(2, (1, 6, 2))], [AffineProduct, LookupProduct]),
     ],
-    ids=["groups", "arrangement", "two arrangements", "table", "tables", "gain", "apart"],
+    ids=["groups", "arrangement", "two arrangements", "table", "gain", "apart"],
 )
 def test_other_forms_stay_side_by_side(parts: list[Formed], expected: list[type]) -> None:
     assert kinds(total(*parts).product) == expected
@@ -107,8 +115,8 @@ def test_two_columns_of_one_root_are_added() -> None:
 
 
 def test_columns_of_different_roots_stay_apart() -> None:
-    one = rooted(table(columns=1), {FIRST: 1})
-    other = rooted(table(columns=2), {SECOND: 2})
+    one = rooted(values(columns=1), {FIRST: 1})
+    other = rooted(values(columns=2), {SECOND: 2})
     product = sum_of([one.product, other.product])
     assert product.roots == {FIRST: 1, SECOND: 2}
     assert kinds(product) == [PlacedProduct] * 2
