@@ -54,10 +54,7 @@ def regrouped(
 
 @regrouped.register
 def _regrouped_factors(
-    product: FactorProduct,
-    columns: int,
-    samples: int,
-    kept: dict[Any, Any],
+    product: FactorProduct, columns: int, samples: int, kept: dict[Any, Any]
 ) -> SampleProduct:
     out, other = product.out, product.other
     is_apart = out.shape[0] != columns
@@ -113,7 +110,8 @@ def _factors_of_owners(product: FactorProduct, owned: Tensor) -> SampleProduct:
 
     def gathered(mat: Tensor, axis: int) -> Tensor:  # [*, R, S, ...] → [*, N, most · S, ...]
         found = mat.movedim(axis, 0)[rows]
-        found = found * is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
+        mask = is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
+        found = torch.where(mask, found, 0)
         return found.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
 
     other = product.other

@@ -102,7 +102,8 @@ def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
     every = [sorted({row for rows, _ in of for row in rows}) for of in parts]
     if not every or any(rows != every[0] for rows in every):
         return 0, {}
-    device = received[0][0][0].stored.outputs[0].device
+    call = received[0][0][0]
+    device = call.stored.outputs[0].device
     return len(every[0]), {
         node: torch.tensor([bisect_left(every[0], row) for row in rows], device=device)
         for of in parts
