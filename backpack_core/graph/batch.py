@@ -87,14 +87,16 @@ def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
         return 0, {}
     found: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)  # by memory
     inner: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)
+    turned = {id(call.run) for (call, index), _ in received if survey.axes[call, index]}
     for (call, index), size in received:
         run, is_first = call.run, call.run.receives(call.stored.inputs)
-        known = run.rows
+        known = None if id(run) in turned else run.rows
         if run is NO_RUN and not (any(call.edges) or survey.axes[call, index]):
             known, is_first = rows_of(call.stored.inputs[0]), True
         if known is not None:
-            is_given = is_first and size == len(known[1]) and not survey.axes[call, index]
-            node = survey.sites[call, index].edge.node if is_given else None
+            node = (
+                survey.sites[call, index].edge.node if is_first and size == len(known[1]) else None
+            )
             (inner if run.is_inner else found)[known[0]].append((known[1], node))
     for memory in found or inner:  # what runs on what others send has their samples
         found[memory] += inner[memory]

@@ -223,6 +223,16 @@ def test_steps_of_a_sequence_are_no_samples(axis: int, samples: int) -> None:
         torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("first", [2, 3])
+def test_parts_that_are_one_sample_each_are_refused(first: int) -> None:
+    """As the nodes of each graph, where the loss has an entry for each part."""
+    model, lossfunc, x = _model(), nn.CrossEntropyLoss(), torch.randn(N, D).double()
+    extend(model), extend(lossfunc)
+    out = [model(part).mean(0, keepdim=True) for part in (x[:first], x[first:])]
+    with pytest.raises(BackpackError, match="sample"), backpack(BatchGrad()):
+        lossfunc(torch.cat(out), Y[:2]).backward()
+
+
 def test_tensors_of_their_own_are_views_of_the_same_samples() -> None:
     model, lossfunc = _model(), nn.CrossEntropyLoss(reduction="sum")
     first, second = torch.randn(2, N, D).double().unbind()
