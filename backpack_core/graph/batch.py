@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
@@ -118,9 +119,12 @@ def other_run(survey: Survey) -> tuple[Call, int] | None:
     """A call of a model that received several times as many entries as there are samples.
 
     They are several for each sample if anything says so: losses have one for each, or an operation
-    makes one of several. Where neither does, they may be other samples. ``None`` if there is none.
+    makes one of several. Where neither does, they may be other samples. So they are where a module
+    received one entry, and elsewhere several: each call is for a sample. ``None`` if there is none.
     """
     samples = survey.batch_size
+    if samples == 1 and not survey.rows and (other := _for_each(survey)) is not None:
+        return other
     if not samples or survey.rows or _of_losses(survey) == {samples}:
         return None
     for call, _ in survey.received:
@@ -131,6 +135,17 @@ def other_run(survey: Survey) -> tuple[Call, int] | None:
             fewer = (node for node, n, after in _changes(survey) if n[0] == rows > after[0])
             if all(nodes.operation_of(node) in nodes.PICKS for node in fewer):
                 return call, rows
+    return None
+
+
+def _for_each(survey: Survey) -> tuple[Call, int] | None:
+    """A call of a module that received one entry at one time, and several at another."""
+    known: dict[Module, int] = {}
+    for (call, _), size in survey.received.items():
+        is_part = call.run is NO_RUN and not any(call.edges)
+        is_first = not call.rule.is_loss and (is_part or bool(call.receives_input))
+        if is_first and {size, known.setdefault(call.module, size)} > {1}:
+            return call, max(size, known[call.module])
     return None
 
 

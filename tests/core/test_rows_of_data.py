@@ -223,14 +223,18 @@ def test_steps_of_a_sequence_are_no_samples(axis: int, samples: int) -> None:
         torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("first", [2, 3])
-def test_parts_that_are_one_sample_each_are_refused(first: int) -> None:
+@pytest.mark.parametrize("are_copies", [False, True])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_parts_that_are_one_sample_each_are_refused(first: int, are_copies: bool) -> None:
     """As the nodes of each graph, where the loss has an entry for each part."""
     model, lossfunc, x = _model(), nn.CrossEntropyLoss(), torch.randn(N, D).double()
     extend(model), extend(lossfunc)
-    out = [model(part).mean(0, keepdim=True) for part in (x[:first], x[first:])]
-    with pytest.raises(BackpackError, match="sample"), backpack(BatchGrad()):
-        lossfunc(torch.cat(out), Y[:2]).backward()
+    parts = [part.clone() if are_copies else part for part in (x[:first], x[first:])]
+    out = [model(part).mean(0, keepdim=True) for part in parts]
+    joined, single = lossfunc(torch.cat(out), Y[:2]), sum(lossfunc(z, Y[:1]) for z in out)
+    for loss in (joined, single):
+        with pytest.raises(BackpackError, match="sample"), backpack(BatchGrad()):
+            loss.backward(retain_graph=True)
 
 
 def test_tensors_of_their_own_are_views_of_the_same_samples() -> None:
