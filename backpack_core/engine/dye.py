@@ -9,7 +9,7 @@ term, a hook. See ``docs/design/samples.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -37,7 +37,9 @@ from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.batch import is_doubtful
+from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
+from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
@@ -61,27 +63,18 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(
-        self,
-        judge: Judge,
-        is_readable: bool,
-        gives_again: bool,
-        owned: Callable[[View], Tensor | None],
-        is_table: Callable[[Node], bool],
-    ) -> None:
+    def __init__(self, judge: Judge, survey: Survey) -> None:
         """Begin.
 
         Args:
             judge: Compares columns; it has the weights, and the question to answer.
-            is_readable: Whether nodes between calls may be asked for what autograd saved.
-            gives_again: Whether such nodes may at least be called, as other quantities do to cross
-                them.
-            owned: Which entries of axis 0 of an output each sample has, if they are in no order.
-            is_table: Tells whether the tensor of a node has no samples.
+            survey: What is known about the graph.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
-        self._is_readable, self._gives_again = is_readable, gives_again
-        self._owned, self._is_table = owned, is_table
+        # Nodes may at least be called, as other quantities do to cross them.
+        self._gives_again = all(call.gives_again for call, _ in survey.sites)
+        self._survey, self._is_readable = survey, survey.is_readable
+        self._is_table = Origins(survey).of_weights
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -106,8 +99,8 @@ class DyePropagator(Propagator):
         gradient = view.grad_output.detach()
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
-        place = (view.call, view.index)
-        owned = None if view.positions else self._owned(view)
+        place, survey = (view.call, view.index), self._survey
+        owned = None if view.positions else survey.alignment.owned_at(survey.sites[place].edge)
         positions = view.positions if owned is None else owned
         if owned is None and not positions:  # what arrives is kept apart
             self.settled.add(place)
@@ -318,9 +311,9 @@ class DyePropagator(Propagator):
             # An extended loss has a row for each sample, or several.
             owners = None
             if self._is_readable and is_before:
-                owners = owners_of_rows(node, len(self._weights), number, self._is_table)
+                owners = owners_of_rows(node, self._survey, number, self._is_table)
             elif self._is_readable and not self._weights.fit(block[0]):
-                owners = owners_behind_loss(node, len(self._weights), 0, self._is_table)
+                owners = owners_behind_loss(node, self._survey, 0, self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

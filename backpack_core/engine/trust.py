@@ -13,7 +13,6 @@ from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
 from backpack_core.engine.dyed import Judge, Question, Weights
 from backpack_core.graph import nodes
-from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
@@ -56,13 +55,7 @@ class Measurement:
         # Extended losses say where samples are. For their curvature, any other term is an error.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
-        self.dye = DyePropagator(
-            Judge(weights, question),
-            survey.is_readable,
-            all(call.gives_again for call, _ in survey.sites),
-            lambda view: survey.alignment.owned_at(survey.sites[view.call, view.index].edge),
-            Origins(survey).of_weights,
-        )
+        self.dye = DyePropagator(Judge(weights, question), survey)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
         trust.open_sites = None  # a pass that fails leaves no trust
