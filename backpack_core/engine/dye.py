@@ -147,6 +147,7 @@ class DyePropagator(Propagator):
         if not self._question.is_per_sample and rule.mixes_samples(view):
             return lost  # its rule is that of single samples
         try:
+            rule.check(view)
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:

@@ -102,7 +102,8 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     return ShapeError(
         f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
         f"samples. {found} Keep positions as an extra dimension: Linear takes [N, T, D], "
-        "CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]."
+        "CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]. If the model has "
+        "its samples on another axis ([T, N, D]), say so: extend(model, batch_axis=1)."
     )
 
 
