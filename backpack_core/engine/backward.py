@@ -243,8 +243,8 @@ class BackwardPass:
         if is_asked:
             if changed_by is not None and self._question.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
-            # A loss matters only where something starts, and is checked there.
-            if not call.rule.is_loss and self.survey.asks_rule(call):
+            # What is read off the graph as a whole needs no rule.
+            if self._question.is_per_sample and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:

@@ -71,10 +71,10 @@ class DyePropagator(Propagator):
             survey: What is known about the graph.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
-        self._survey, self._is_table = survey, Origins(survey).of_weights
-        # Whether nodes between calls may be asked for what autograd saved; or at least be called.
-        self._is_readable = survey.is_readable
+        # Nodes may at least be called, as other quantities do to cross them.
         self._gives_again = all(call.gives_again for call, _ in survey.sites)
+        self._survey, self._is_readable = survey, survey.is_readable
+        self._is_table = Origins(survey).of_weights
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -99,11 +99,8 @@ class DyePropagator(Propagator):
         gradient = view.grad_output.detach()
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
-        place = (view.call, view.index)
-        owned = None
-        if not view.positions:
-            site = self._survey.sites[view.call, view.index]
-            owned = self._survey.alignment.owned_at(site.edge)
+        place, survey = (view.call, view.index), self._survey
+        owned = None if view.positions else survey.alignment.owned_at(survey.sites[place].edge)
         positions = view.positions if owned is None else owned
         if owned is None and not positions:  # what arrives is kept apart
             self.settled.add(place)
@@ -150,6 +147,7 @@ class DyePropagator(Propagator):
         if not self._question.is_per_sample and rule.mixes_samples(view):
             return lost  # its rule is that of single samples
         try:
+            rule.check(view)
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
@@ -314,9 +312,9 @@ class DyePropagator(Propagator):
             # An extended loss has a row for each sample, or several.
             owners = None
             if self._is_readable and is_before:
-                owners = owners_of_rows(self._survey, node, number, self._is_table)
+                owners = owners_of_rows(node, self._survey, number, self._is_table)
             elif self._is_readable and not self._weights.fit(block[0]):
-                owners = owners_behind_loss(self._survey, node, 0, self._is_table)
+                owners = owners_behind_loss(node, self._survey, 0, self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -128,9 +128,9 @@ def refuse_misaligned(
             if call.rule.is_loss:
                 edge = call.edges[0]
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
-                is_known |= edge is not None and alignment.owned_at(edge) is not None
                 # The declaration does not say in which order the entries of a loss lie.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
+                is_known |= edge is not None and alignment.owned_at(edge) is not None
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known:
                 raise fault

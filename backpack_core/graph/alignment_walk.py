@@ -115,7 +115,7 @@ class Walk:
     def _is_owned(self, way: Way) -> bool:
         """Whether rows are in no order, and known to be some sample's all the same."""
         (above, below, _), of_tables = way, self._origins.of_tables
-        is_owned, of_loss = above.owned is not None, not above.is_before
+        is_owned, of_loss = above.owned is not None, above.is_loss or not above.is_before
         is_picked = of_loss and above.operation in nodes.GATHERS
         # As many rows as samples are taken for theirs behind a loss: the dye will tell.
         is_as_long = below.length == self._size
@@ -126,11 +126,11 @@ class Walk:
         if is_owned and is_kept and below.node not in self._survey.rows:
             below.owned = above.owned
             return True
-        known = owners_behind_loss(self._survey, below.node, 0, of_tables) if of_loss else None
-        if known is None and (not of_loss or is_owned):
+        known = owners_behind_loss(below.node, self._survey, 0, of_tables) if of_loss else None
+        if known is None and (above.is_before or is_owned):
             # Of as many, data and what a constant made of a table are not told apart.
             is_table = self._origins.of_constants if is_as_long else of_tables
-            known = owners_of_rows(self._survey, below.node, below.place[1], is_table)
+            known = owners_of_rows(below.node, self._survey, below.place[1], is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = below.is_call and not above.is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed
@@ -138,7 +138,8 @@ class Walk:
             return False
         owners = known.rows
         samples = torch.arange(self._size, device=owners.device)
-        if torch.equal(owners, samples.repeat_interleave(len(owners) // self._size)):
+        is_in_order = torch.equal(owners, samples.repeat_interleave(len(owners) // self._size))
+        if is_in_order and not self._survey.is_declared:
             return False
         below.owned = owners == samples[:, None]
         return True

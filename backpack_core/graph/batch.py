@@ -52,6 +52,9 @@ def batch_of(survey: Survey) -> int:
     runs = [n for call in calls for n in call.run.sizes]
     outer = {n for call in calls if not call.run.is_inner for n in call.run.sizes}
     losses, entering = _of_losses(survey), [*_entering(calls)]
+    pooled = {} if survey.is_declared else _pooled(survey)
+    runs, outer = [pooled.get(n, n) for n in runs], {pooled.get(n, n) for n in outer}
+    entering = [pooled.get(n, n) for n in entering]
     if {*sizes} != {sizes[0]}:
         others, handed = _of_others(survey, outer or entering)
         others -= outer if outer <= others else set()  # these are as many by chance
@@ -177,9 +180,25 @@ def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int
     return found, handed
 
 
-def _changes(survey: Survey) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
+def _pooled(survey: Survey) -> dict[int, int]:
+    """Numbers of rows that operations add up into fewer, as nodes into graphs; and of how many.
+
+    An index says which rows belong together, so these are not samples: the fewer may be.
+    """
+    origins, found = Origins(survey), dict[int, int]()
+    for node, (n, *_), (rows, *_) in _changes(survey, nodes.SCATTERS):  # consumers first
+        if rows < n and not origins.of_weights(node):
+            found.setdefault(n, found.get(rows, rows))
+    return found
+
+
+def _changes(
+    survey: Survey, among: Container[str] = ()
+) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
     """Operations between modules that change the length of axis 0, with shapes before and after."""
     for node, _ in survey.seen:
+        if among and nodes.operation_of(node) not in among:
+            continue
         after = {nodes.lengths_of(node, number) for number in range(len(node._input_metadata))}
         for child, number in node.next_functions:
             before = () if child is None else nodes.lengths_of(child, number)

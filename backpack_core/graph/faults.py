@@ -86,19 +86,24 @@ def uncovered(call: Call) -> BackpackError | None:
 
 def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     """A call received something with another number of entries on axis 0 than samples."""
-    found = (
-        "Of entries that one index or mask has picked, logits[mask], it is known whose they are, "
-        "if samples are on axis 0 of the logits; where that is not enough (subsampling, KFRA), "
-        "select the losses instead: reduction='none', then [mask]."
-        if call.rule.is_loss and size % batch_size
-        else "They are something else, or positions were merged (as in logits.flatten(0, 1))."
-    )
+    found = "They are something else, or positions were merged (as in logits.flatten(0, 1))."
+    if size < batch_size:
+        found = (
+            "If these are the samples, each of several entries (graphs of nodes), add the entries "
+            "up by an index (index_add, scatter_add), or give the model one more tensor with an "
+            "entry for each sample."
+        )
+    if call.rule.is_loss and size % batch_size:
+        found += (
+            " Of entries that one index or mask has picked, logits[mask], it is known whose they "
+            "are, if samples are on axis 0 of the logits; where that is not enough (subsampling, "
+            "KFRA), select the losses instead: reduction='none', then [mask]."
+        )
     return ShapeError(
         f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
         f"samples. {found} Keep positions as an extra dimension: Linear takes [N, T, D], "
-        "CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]. If the model "
-        "turns many entries into one sample (nodes of graphs), give it one tensor with an entry "
-        "for each."
+        "CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]. If the model has "
+        "its samples on another axis ([T, N, D]), say so: extend(model, batch_axis=1)."
     )
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
 from backpack_core.graph import nodes
-from backpack_core.graph.batch import is_doubtful
+from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.bridge import push
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call
+from backpack_core.record.call import Call, Edge
 
 Test = Callable[[Node], bool]
 
@@ -44,7 +44,7 @@ class Owners(NamedTuple):
         return Owners(self.rows.repeat_interleave(rows // len(self.rows)), self.are_sure)
 
 
-def owners_of_rows(survey: Survey, node: Node | None, number: int, is_table: Test) -> Owners | None:
+def owners_of_rows(node: Node | None, survey: Survey, number: int, is_table: Test) -> Owners | None:
     """Which sample each entry of axis 0 belongs to; ``None`` if that is unknown.
 
     The tensor that entries were picked from has its samples one after the other on axis 0, each
@@ -52,8 +52,8 @@ def owners_of_rows(survey: Survey, node: Node | None, number: int, is_table: Tes
     sample.
 
     Args:
-        survey: What is known about the graph.
         node: The node of the tensor.
+        survey: What is known about the graph.
         number: Which output of the node it is.
         is_table: Tells whether the tensor of a node has no samples.
     """
@@ -66,38 +66,43 @@ def owners_of_rows(survey: Survey, node: Node | None, number: int, is_table: Tes
             break
         is_kept &= bool(kept)
         edge = kept[0] if kept else edges[0][1]
+        merged = _of_merged(survey, edge, rows) if is_kept else None
+        if merged is not None:
+            return merged
         node, number = edge.node, edge.output_nr
     if node is None or (node not in survey.rows and nodes.operation_of(node) not in nodes.PICKS):
         return None
-    found = _of_picked(survey, node, number, is_table, False)
+    found = _of_picked(node, survey, number, is_table, False)
     if found is not None and not is_kept and len(found.rows.unique()) == 1:
         return Owners(found.rows[:1].expand(rows), False)
     return found.spread(rows) if found is not None and is_kept and found.fit(rows) else None
 
 
 def owners_behind_loss(
-    survey: Survey, node: Node | None, number: int, is_table: Test
+    node: Node | None, survey: Survey, number: int, is_table: Test
 ) -> Owners | None:
     """Which sample each entry belongs to that an extended loss received; ``None`` if unknown.
 
     Its terms are those of its rows. These may be all rows, in another order, or merged.
     """
-    rows, samples = (
-        0 if node is None else nodes.shape_of(node, number)[:1].numel(),
-        survey.batch_size,
-    )
+    samples = survey.batch_size
+    rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
     todo = [] if node is None else [node]
     while todo:
         this = todo.pop()
         if this in survey.rows or nodes.operation_of(this) in ("Index", "IndexSelect"):
-            found = _of_picked(survey, this, 0, is_table, True)
+            found = _of_picked(this, survey, 0, is_table, True)
             if found is not None and found.fit(rows):
                 return found.spread(rows)
             continue
-        for position, (child, behind, _) in edges_behind(this):
+        for position, edge in edges_behind(this):
+            child, behind, _ = edge
             shape = nodes.shape_of(child, behind)
             if is_table(child) or not nodes.keeps_rows(this, 0, position):
                 continue
+            merged = _of_merged(survey, edge, rows)
+            if merged is not None:
+                return merged
             if rows > samples and shape[:1] == (samples,):
                 own = torch.arange(samples).repeat_interleave(rows // samples)
                 return None if is_doubtful(shape, samples) else Owners(own, True)
@@ -112,7 +117,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     """
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
     node = edge.node if edge is not None and survey.is_readable else None
-    found = owners_behind_loss(survey, node, 0, Origins(survey).of_weights)
+    found = owners_behind_loss(node, survey, 0, Origins(survey).of_weights)
     if found is None:
         return rows % entries_of(survey, loss)
     owners = found.rows
@@ -122,14 +127,29 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     return turns
 
 
+def _of_merged(survey: Survey, edge: Edge, rows: int) -> Owners | None:
+    """Whose the rows are that a view merges axes into, one of which is declared as the samples'."""
+    if not survey.is_declared:
+        return None
+    samples, shape = survey.batch_size, nodes.shape_of(edge.node, edge.output_nr)
+    merged = next((shape[:k] for k in range(2, 1 + len(shape)) if shape[:k].numel() == rows), ())
+    axes = [axis for axis, length in enumerate(merged) if length == samples]
+    if len(axes) > 1:  # as many steps
+        site = survey.site_at(edge)
+        axes = [axis for axis in axes if site is not None and axis == declared_axis(site.call)]
+    if not axes:
+        return None
+    own = torch.arange(samples).reshape(-1, *[1] * (len(merged) - 1 - axes[0]))
+    return Owners(own.expand(merged).flatten(), True)
+
+
 def _of_picked(
-    survey: Survey, node: Node, number: int, is_table: Test, of_loss: bool
+    node: Node, survey: Survey, number: int, is_table: Test, of_loss: bool
 ) -> Owners | None:
     """Whose the entries are that an operation has picked, as they come; or who picked data did."""
     if node in survey.rows:
         return Owners(survey.rows[node], True)
-    samples = survey.batch_size
-    child, behind = node.next_functions[0]
+    samples, (child, behind) = survey.batch_size, node.next_functions[0]
     if child is None or _is_table(node, is_table) or not samples:
         return None
     length, *others = nodes.lengths_of(child, behind) or (0,)
@@ -140,7 +160,7 @@ def _of_picked(
         return None
     picked, (count, rest) = picked % length, divmod(length, samples)
     find = owners_behind_loss if of_loss else owners_of_rows
-    before = None if length == samples else find(survey, child, behind, is_table)
+    before = None if length == samples else find(child, survey, behind, is_table)
     are_sure = nodes.operation_of(node) in nodes.GATHERS
     if before is not None and (rest or before.are_sure):
         return Owners(before.rows.to(picked.device)[picked], are_sure and before.are_sure)

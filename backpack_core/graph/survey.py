@@ -211,8 +211,11 @@ class Survey:
         return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
 
     def asks_rule(self, call: Call) -> bool:
-        """Whether a rule is asked for anything at a call: for parameters, or how to go on."""
-        return call not in self.opened or bool(self.trained[call])
+        """Whether a rule is asked for anything at a call: for parameters, or how to go on.
+
+        A loss matters only where something starts, and is checked there.
+        """
+        return not call.rule.is_loss and (call not in self.opened or bool(self.trained[call]))
 
     def is_read(self, parameter: Tensor) -> bool:
         """Whether a call reads a parameter off."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UsageError
 from backpack_core.extensions import GGNMP, KFRA, BatchDiagGGNExact, BatchGrad
+from backpack_core.testing import oracle as kit
 from tests import oracle
 
 D, C = 3, 2
@@ -115,6 +116,58 @@ def test_a_loss_of_steps_and_samples_merged() -> None:
     with backpack(GGNMP()):
         loss.backward()
     oracle.assert_close(weight.ggnmp(vector), expected)
+
+
+class LanguageModel(nn.Module):
+    """Tokens ``[T, N]`` to rows of logits ``[T * N, C]``, merged before the head or behind it."""
+
+    def __init__(self, is_merged_first: bool) -> None:
+        super().__init__()
+        self.is_merged_first = is_merged_first
+        self.embed, self.inner, self.head = nn.Embedding(7, D), nn.LSTM(D, D), nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(self.embed(x))[0]
+        if self.is_merged_first:
+            result: Tensor = self.head(hidden.view(-1, D))
+            return result
+        return self.head(hidden).view(-1, C)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(4, 3), (4, 2), (2, 4), (3, 3), (4, 1), (1, 4)])
+@pytest.mark.parametrize("is_merged_first", [True, False])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_rows_of_steps_and_samples(
+    steps: int, samples: int, is_merged_first: bool, is_module: bool
+) -> None:
+    model, x = LanguageModel(is_merged_first), torch.randint(0, 7, (steps, samples))
+    y, parameters = torch.randint(0, C, (steps * samples,)), [*model.parameters()]
+    logits, owners = model(x), torch.arange(samples).repeat(steps)
+    p = logits.detach().softmax(1)
+    hessian = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / len(y)
+    weights = (p - nn.functional.one_hot(y, C)) / len(y)
+    extend(model, batch_axis=1)
+    lossfunc = nn.CrossEntropyLoss()
+    with backpack(BatchGrad(), *([BatchDiagGGNExact()] if is_module else [])):
+        (extend(lossfunc) if is_module else lossfunc)(model(x), y).backward()
+    for parameter in parameters:
+        jacobian = kit.jacobians(logits, {0: parameter})[0]
+        gradient = torch.einsum("rc,rc...->r...", weights, jacobian)
+        zeros = parameter.new_zeros(samples, *parameter.shape)
+        oracle.assert_close(parameter.grad_batch, zeros.index_add(0, owners, gradient))
+        if is_module:
+            diagonal = torch.einsum("rc...,rcd,rd...->r...", jacobian, hessian, jacobian)
+            expected = zeros.index_add(0, owners, diagonal)
+            oracle.assert_close(parameter.diag_ggn_exact_batch, expected)
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+def test_rows_of_steps_and_samples_that_mix(samples: int) -> None:
+    model, x = extend(LanguageModel(True), batch_axis=1), torch.randint(0, 7, (4, samples))
+    logits = model(x)
+    loss = (logits[1:] * logits[:-1]).sum()
+    with pytest.raises(SampleMixingError, match="another one"), backpack(BatchGrad()):
+        loss.backward()
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 2)])

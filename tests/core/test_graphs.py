@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, errors, extend
-from backpack_core.extensions import BatchGrad
+from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact
+from backpack_core.testing import oracle as kit
 from tests.oracle import assert_close
 
 
@@ -52,24 +56,86 @@ def test_graphs_are_the_samples(counts: list[int]) -> None:
             assert_close(parameter.grad_batch[n], gradient)  # type: ignore[attr-defined]
 
 
-class WithoutSizes(GraphNet):
-    """Is told how many graphs there are by no tensor."""
-
-    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x, edges, graph, graph.new_zeros(int(graph.max()) + 1))
+def _add(h: Tensor, graph: Tensor, count: int) -> Tensor:
+    return h.new_zeros(count, h.shape[1]).index_add(0, graph, h)
 
 
-@pytest.mark.parametrize("counts", COUNTS[:3], ids=str)
+def _scatter(h: Tensor, graph: Tensor, count: int) -> Tensor:
+    return h.new_zeros(count, h.shape[1]).scatter_add_(0, graph[:, None].expand_as(h), h)
+
+
+def _mean(h: Tensor, graph: Tensor, count: int) -> Tensor:
+    return h.new_zeros(count, h.shape[1]).index_reduce(0, graph, h, "mean", include_self=False)
+
+
+def _largest(h: Tensor, graph: Tensor, count: int) -> Tensor:
+    index = graph[:, None].expand_as(h)
+    return h.new_zeros(count, h.shape[1]).scatter_reduce(0, index, h, "amax", include_self=False)
+
+
+def _multiply(h: Tensor, graph: Tensor, count: int) -> Tensor:
+    return F.one_hot(graph, count).to(h.dtype).T @ h
+
+
+class Pooled(nn.Module):
+    """Is told how many graphs there are by no tensor, and has a head, or none."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor, int], Tensor], has_head: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.last = nn.Linear(3, 3) if has_head else nn.Identity()
+        self.pool = pool
+
+    def forward(self, x: Tensor, edges: Tensor, graph: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        h = self.second(h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]))
+        return self.last(self.pool(h, graph, int(graph.max()) + 1))
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("counts", [[2, 3, 1], [2, 4], [3]], ids=str)
+@pytest.mark.parametrize("pool", [_add, _scatter, _mean, _largest])
+@pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("is_module", [True, False])
-def test_edges_are_no_batch_of_two(counts: list[int], is_module: bool) -> None:
-    """As many graphs as a multiple of the two rows of the edges: those are not the samples."""
+def test_rows_that_are_added_up_are_no_samples(
+    counts: list[int], pool: Any, has_head: bool, is_module: bool
+) -> None:
+    torch.manual_seed(0)
     batch, y = _batch(counts)[:3], torch.randint(3, (len(counts),))
-    model, lossfunc = extend(WithoutSizes()), nn.CrossEntropyLoss()
+    model, lossfunc = Pooled(pool, has_head), nn.CrossEntropyLoss(reduction="sum")
+    output, parameters = model(*batch), [*model.parameters()]
+    gradients = kit.jacobians(F.cross_entropy(output, y, reduction="none"), _by_number(parameters))
+    jacobians = kit.jacobians(output, _by_number(parameters))
+    p = output.detach().softmax(1)
+    hessian = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+    extend(model)
+    extensions: list[Any] = [BatchGrad()]
+    if is_module:
+        extend(lossfunc)
+        extensions += [BatchDiagGGNExact(), DiagGGNExact(subsampling=[-1])]
+    with backpack(*extensions):
+        lossfunc(model(*batch), y).backward()
+    for k, parameter in enumerate(parameters):
+        assert_close(parameter.grad_batch, gradients[k])  # type: ignore[attr-defined]
+        if is_module:
+            diagonal = torch.einsum("nc...,ncd,nd...->n...", jacobians[k], hessian, jacobians[k])
+            assert_close(parameter.diag_ggn_exact_batch, diagonal)  # type: ignore[attr-defined]
+            assert_close(parameter.diag_ggn_exact, diagonal[-1])  # type: ignore[attr-defined]
+
+
+def _by_number(parameters: list[nn.Parameter]) -> dict[int, Tensor]:
+    return dict(enumerate(parameters))
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_matrix_does_not_say_which_rows_belong_together(is_module: bool) -> None:
+    batch, y = _batch(COUNTS[0])[:3], torch.randint(3, (3,))
+    model, lossfunc = extend(Pooled(_multiply, True)), nn.CrossEntropyLoss()
     if is_module:
         extend(lossfunc)
     loss = lossfunc(model(*batch), y)
     with (
-        pytest.raises(errors.ShapeError, match="one tensor with an entry for each"),
+        pytest.raises(errors.ShapeError, match="one more tensor with an entry for each"),
         backpack(BatchGrad()),
     ):
         loss.backward()

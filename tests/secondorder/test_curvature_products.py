@@ -19,6 +19,7 @@ from backpack_core.errors import (
     NotExtendedError,
     OverwrittenInputError,
     ShapeError,
+    UnsupportedError,
     UsageError,
 )
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
@@ -117,6 +118,28 @@ def test_modules_without_a_rule() -> None:
     problem.run(GGNMP(), HMP())
     compare(problem, "ggnmp", ggn)
     compare(problem, "hmp", hessian)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_modules_whose_rule_refuses_how_they_were_called(layers: int) -> None:
+    """Steps first, and dropout between layers: autograd knows what was dropped."""
+    model = Net(
+        lambda net, x: net.head(net.inner(x)[0][-1]),
+        inner=nn.GRU(2, 2, layers, dropout=0.5 * (layers - 1)),
+        head=nn.Linear(2, 3),
+    )
+    lossfunc, x = extend(nn.MSELoss()), torch.randn(4, 3, 2)
+    loss = lossfunc(extend(model)(x), torch.zeros(3, 3))
+    weight = model.inner.weight_hh_l0
+    (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+    vector = torch.randn_like(weight)
+    (expected,) = torch.autograd.grad(gradient, weight, vector, retain_graph=True)
+    refused = pytest.raises(UnsupportedError, match="batch_first=False")
+    with refused, backpack(PCHMP()):
+        loss.backward(retain_graph=True)
+    with backpack(GGNMP(), HMP()):
+        loss.backward()
+    oracle.assert_close(weight.hmp(vector), expected)
 
 
 def test_nonlinear_operation_between_modules() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -79,6 +79,33 @@ def test_kfra_goes_through_functional_operations() -> None:
     for p, factors in zip(problem.parameters, ours, strict=True):
         for factor, other in zip(factors, list(p.kfra) + list(p.some), strict=True):
             oracle.assert_close(factor, other)
+
+
+class Parts(nn.Module):
+    """One loss for each part of an output."""
+
+    def __init__(self, split: Callable[[Tensor], Sequence[Tensor]]) -> None:
+        super().__init__()
+        self.split, self.first, self.second = split, nn.MSELoss(), nn.CrossEntropyLoss()
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        first, second = self.split(output)
+        result: Tensor = self.first(first, torch.zeros_like(first)) + self.second(second, target)
+        return result
+
+
+@pytest.mark.parametrize(
+    "split",
+    [lambda out: (out[:, :3], out[:, 3:]), lambda out: out.chunk(2, 1), lambda out: (out, out)],
+    ids=["slices", "chunks", "whole"],
+)
+def test_averages_of_several_losses_are_added(split: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6))
+    problem = Problem(model, (torch.randn(5, 3),), Parts(split), torch.randint(0, 3, (5,)))
+    averages = recursion([*model], problem)
+    problem.run(KFRA())
+    for layer in layers(problem):
+        oracle.assert_close(layer.weight.kfra[0], averages[layer])
 
 
 def test_kfra_refuses_branches() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from einops import rearrange
@@ -29,6 +29,7 @@ from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.bridge import push
 from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
+from backpack_core.record.call import Call
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
@@ -46,13 +47,20 @@ from backpack_secondorder.residual import (
 )
 
 
+class Average(NamedTuple):
+    """``Ḡ`` at a tensor, ``[D, D]``, and the losses at which its terms started."""
+
+    mat: Tensor
+    losses: frozenset[Call]
+
+
 @dataclass(frozen=True)
 class BatchAveraged(Propagator):
     """One matrix at every tensor: ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` (Botev et al., 2017, eq. 21).
 
     It starts with the loss Hessian, summed over samples. At a tensor of ``D`` entries per sample it
     has shape ``[D, D]``. The matrices of two branches lack the mixed terms between them and cannot
-    be added, so the net must be a chain.
+    be added, so the net must be a chain. There are no such terms between two losses.
 
     With ``modify``, ``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` is added at every nonlinear module. With
     ``"exact"``, a batch of one sample then gives the Hessian (Chen et al., 2018, arXiv:1802.06502,
@@ -68,19 +76,29 @@ class BatchAveraged(Propagator):
     subsampling: tuple[int, ...] | None = None
     modify: Residual | None = None
 
-    def start(self, rule: LossRule, view: View) -> Tensor:
+    def start(self, rule: LossRule, view: View) -> Average:
         """The Hessian of the loss, summed over samples."""
         if self.modify is None:
             warn_of_zero(rule, view)
-        return rule.sum_hessian(view)
+        return Average(rule.sum_hessian(view), frozenset([view.call]))
 
-    def arrive(self, rule: LayerRule, view: View, waiting: Tensor | None) -> Tensor | None:
+    def arrive(self, rule: LayerRule, view: View, waiting: Average | None) -> Average | None:
         """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
-        found: Tensor | None = super().arrive(rule, view, waiting)
-        return None if found is None else found.to(view.dtype)
+        found: Average | None = super().arrive(rule, view, waiting)
+        return None if found is None else found._replace(mat=found.mat.to(view.dtype))
 
-    def propagate(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
+    def merge(self, first: Average, second: Average) -> Average:
+        """The sum, of different losses."""
+        if first.losses & second.losses:
+            super().merge(first, second)
+        return Average(first.mat + second.mat, first.losses | second.losses)
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Average) -> dict[int, Average]:
         """Average ``J_nᵀ Ḡ J_n``; one sample is enough where the Jacobian is constant."""
+        found = self._propagated(rule, view, quantity.mat)
+        return {position: quantity._replace(mat=mat) for position, mat in found.items()}
+
+    def _propagated(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
         if isinstance(rule, ElementwiseRule):
             slope = rule.derivative(view).flatten(1)
             average = quantity * (slope.T @ (slope / max(1, len(slope))))
@@ -110,25 +128,31 @@ class BatchAveraged(Propagator):
         return (vectors * modified(values, self.modify)) @ vectors.mT
 
     def cross(
-        self, node: Node, quantities: dict[int, Tensor], there: Crossing
-    ) -> list[tuple[int, Tensor]]:
+        self, node: Node, quantities: dict[int, Average], there: Crossing
+    ) -> list[tuple[int, Average]]:
         """Multiply with the node's Jacobian from both sides, by calling it under vmap.
 
         Raises:
-            BridgeError: The node has several outputs, or an output without samples on axis 0, or
-                second derivatives that are not known.
+            BridgeError: An output has no samples on axis 0, or second derivatives are not known.
         """
         if self.modify is not None and not is_linear(node):
             raise refuse(node, "it is not known to be linear, and the Hessian is asked for")
-        ((number, quantity),) = quantities.items()
-        batch_size = there.batch_size
+        found: dict[int, Average] = {}
+        for number, quantity in quantities.items():
+            for position, mat in self._crossed(node, number, quantity.mat, there.batch_size):
+                new = quantity._replace(mat=mat)
+                found[position] = self.merge(found[position], new) if position in found else new
+        return [*found.items()]
+
+    def _crossed(
+        self, node: Node, number: int, quantity: Tensor, batch_size: int
+    ) -> Iterator[tuple[int, Tensor]]:
         shape = shape_of(node, number)
         if shape[:1] != (batch_size,) or shape[1:].numel() != len(quantity):
             raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
         chosen = range(batch_size) if self.subsampling is None else self.subsampling
 
         rows = quantity.unsqueeze(1).expand(-1, batch_size, -1)
-        result = []
         for position, half in push(node, {number: rows.reshape(-1, *shape)}).items():
             parent = node.next_functions[position][0]
             if parent is None or is_leaf(parent):
@@ -137,14 +161,13 @@ class BatchAveraged(Propagator):
                 raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
             turned = rearrange(half.flatten(2), "o n i -> i n o")
             full = push(node, {number: turned.reshape(-1, *shape)})[position].flatten(2)
-            result.append((position, full[:, list(chosen)].mean(1)))
-        return result
+            yield position, full[:, list(chosen)].mean(1)
 
     def products(
-        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Tensor
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Average
     ) -> list[AverageReading]:
         """``Ḡ`` at the output, to be read at the parameters."""
-        return [AverageReading(rule, view, name, quantity) for name in names]
+        return [AverageReading(rule, view, name, quantity.mat) for name in names]
 
 
 class AverageReading(Reading):

@@ -272,6 +272,8 @@ class _OfResiduals(_Collecting):
                 "GGNMP or HMP, which exist here."
             )
         is_curved = not (rule.transparent or rule.hessian_is_zero)
+        if is_curved and not rule.is_loss:
+            rule.check(view)
         if rule.is_loss or is_curved:
             view = view.subsample(self._subsampling)
             self._terms += positive_term(rule, view, self._modify)
