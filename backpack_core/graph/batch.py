@@ -71,7 +71,9 @@ def batch_of(survey: Survey) -> int:
     fitting = [n for n in candidates if not any(rows % n for rows in losses)]
     if next(iter(candidates)) not in fitting:  # the first has many for one sample, as graphs have
         fitting = [n for n in fitting if n in sizes]  # nodes, and edges on axis 0 come in pairs
-    possible = [n for n in fitting if losses == {n}] or fitting
+    most = max(outer, default=0)  # more than that are several of each sample, as draws are
+    of_loss = [n for n in fitting if losses == {n} and (n <= most or not most)]
+    possible = of_loss or [n for n in fitting if n in outer] or fitting
     return max(possible or candidates, key=sizes.count)  # the first of several
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import ShapeError
+from backpack_core.errors import BackpackError, ShapeError
 from backpack_core.extensions import GGNMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad
 
 N, D, C = 4, 3, 3
@@ -181,3 +181,31 @@ def test_products_need_no_samples_where_a_loss_has_fewer_rows(rows: int) -> None
     eye = torch.eye(C * D).double()
     found = model.weight.ggnmp(eye.view(-1, C, D))  # type: ignore[operator]
     torch.testing.assert_close(found.view(C * D, -1), expected.reshape(C * D, -1))
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize("samples", [1, 3, 4, 5])
+def test_draws_on_a_new_first_axis_are_no_samples(samples: int, is_module: bool) -> None:
+    """Exact, or refused: the decoder of a model with latent variables."""
+    (encoder, decoder), x = _modules()
+    x, draws = torch.randn(samples, D).double(), torch.randn(5, samples, C).double()
+
+    def outputs(n: int | slice) -> Tensor:
+        rows: Tensor = decoder(encoder(x[n]) + draws[:, n])
+        return rows.flatten(0, 1)
+
+    parameters = [*encoder.parameters(), *decoder.parameters()]
+    rows = [slice(n, n + 1) for n in range(samples)]
+    expected = [torch.autograd.grad(outputs(n).square().sum(), parameters) for n in rows]
+    extend(encoder), extend(decoder)
+    lossfunc: Any = extend(nn.MSELoss(reduction="sum")) if is_module else nn.functional.mse_loss
+    settings = {} if is_module else {"reduction": "sum"}
+    out = outputs(slice(samples))
+    try:
+        with backpack(BatchGrad()):
+            lossfunc(out, torch.zeros_like(out), **settings).backward()
+    except BackpackError:
+        assert samples > 1
+    else:
+        for p, *own in zip(parameters, *expected, strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
