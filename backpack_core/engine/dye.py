@@ -314,7 +314,7 @@ class DyePropagator(Propagator):
             if self._is_readable and is_before:
                 owners = owners_of_rows(node, self._survey, number, self._is_table)
             elif self._is_readable and not self._weights.fit(block[0]):
-                owners = owners_behind_loss(node, self._survey, 0, self._is_table)
+                owners = owners_behind_loss(node, self._survey, number, self._is_table)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -126,11 +126,13 @@ class Walk:
         if is_owned and is_kept and below.node not in self._survey.rows:
             below.owned = above.owned
             return True
-        known = owners_behind_loss(below.node, self._survey, 0, of_tables) if of_loss else None
+        known, number = None, below.place[1]
+        if of_loss:
+            known = owners_behind_loss(below.node, self._survey, number, of_tables)
         if known is None and (above.is_before or is_owned):
             # Of as many, data and what a constant made of a table are not told apart.
             is_table = self._origins.of_constants if is_as_long else of_tables
-            known = owners_of_rows(below.node, self._survey, below.place[1], is_table)
+            known = owners_of_rows(below.node, self._survey, number, is_table)
         # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
         is_needed = below.is_call and not above.is_loss
         is_other = known is not None and len(known.rows) % self._size and is_needed

@@ -87,18 +87,20 @@ def owners_behind_loss(
     """
     samples = survey.batch_size
     rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
-    todo = [] if node is None else [node]
+    todo = [] if node is None else [(node, number)]
     while todo:
-        this = todo.pop()
-        if this in survey.rows or nodes.operation_of(this) in ("Index", "IndexSelect"):
-            found = _of_picked(this, survey, 0, is_table, True)
+        this, number = todo.pop()
+        operation = nodes.operation_of(this)
+        is_picked = operation in nodes.PICKS and not nodes.keeps_rows(this, number, 0)
+        if this in survey.rows or is_picked or operation in ("Index", "IndexSelect"):
+            found = _of_picked(this, survey, number, is_table, True)
             if found is not None and found.fit(rows):
                 return found.spread(rows)
             continue
         for position, edge in edges_behind(this):
             child, behind, _ = edge
             shape = nodes.shape_of(child, behind)
-            if is_table(child) or not nodes.keeps_rows(this, 0, position):
+            if is_table(child) or not nodes.keeps_rows(this, number, position):
                 continue
             merged = _of_merged(survey, edge, rows)
             if merged is not None:
@@ -106,7 +108,7 @@ def owners_behind_loss(
             if rows > samples and shape[:1] == (samples,):
                 own = torch.arange(samples).repeat_interleave(rows // samples)
                 return None if is_doubtful(shape, samples) else Owners(own, True)
-            todo.append(child)
+            todo.append((child, behind))
     return None
 
 
@@ -117,7 +119,8 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     """
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
     node = edge.node if edge is not None and survey.is_readable else None
-    found = owners_behind_loss(node, survey, 0, Origins(survey).of_weights)
+    number = 0 if edge is None else edge.output_nr
+    found = owners_behind_loss(node, survey, number, Origins(survey).of_weights)
     if found is None:
         return rows % entries_of(survey, loss)
     owners = found.rows
@@ -161,7 +164,7 @@ def _of_picked(
     picked, (count, rest) = picked % length, divmod(length, samples)
     find = owners_behind_loss if of_loss else owners_of_rows
     before = None if length == samples else find(child, survey, behind, is_table)
-    are_sure = nodes.operation_of(node) in nodes.GATHERS
+    are_sure = of_loss or nodes.operation_of(node) in nodes.GATHERS
     if before is not None and (rest or before.are_sure):
         return Owners(before.rows.to(picked.device)[picked], are_sure and before.are_sure)
     # A permutation of all may pair them with targets of other samples; a loss has its own targets.

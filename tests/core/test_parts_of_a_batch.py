@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning, SampleMixingError
-from backpack_core.extensions import BatchGrad
+from backpack_core.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagHessian
 from tests import oracle
 from tests.cases import Net
 
@@ -187,3 +187,34 @@ def test_a_part_that_is_known_on_one_way_and_kept_apart_on_another() -> None:
     for parameter in net.parameters():
         oracle.assert_close(parameter.grad_batch[0], parameter.grad)
         assert not parameter.grad_batch[1:].any()
+
+
+EXTENDED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "slices": lambda f, out: f(out[:2], TARGET[:2]) + f(out[2:], TARGET[2:]),
+    "unequal slices": lambda f, out: f(out[:1], TARGET[:1]) + f(out[1:], TARGET[1:]),
+    "every other one": lambda f, out: f(out[::2], TARGET[::2]) + f(out[1::2], TARGET[1::2]),
+    "parts": lambda f, out: sum(map(f, out.split([1, 2, 1]), TARGET.split([1, 2, 1])),
+                                torch.zeros(())),
+    "rows": lambda f, out: sum((f(out[n : n + 1], TARGET[n : n + 1]) for n in range(N)),
+                               torch.zeros(())),
+    "slice and index": lambda f, out: f(out.narrow(0, 1, 2), TARGET[1:3])
+                                      + f(out[[0, 3]], TARGET[[0, 3]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTENDED)
+def test_extended_losses_of_parts_of_one_output(name: str) -> None:
+    net, x = model(3)
+    lossfunc: Any = nn.CrossEntropyLoss(reduction="sum")
+    extend(net), extend(lossfunc)
+    extensions = BatchGrad(), BatchDiagGGNExact(), DiagHessian(), KFLR()
+    expected: list[list[Tensor]] = []
+    for loss in (lambda out: lossfunc(out, TARGET), lambda out: EXTENDED[name](lossfunc, out)):
+        with backpack(*extensions):
+            loss(net(x)).backward()
+        values = [[getattr(p, e.savefield) for e in extensions] for p in net.parameters()]
+        found = [[gradient, batch, *rest, *factors] for gradient, batch, *rest, factors in values]
+        for ours, whole in zip(found, expected or found, strict=True):
+            for value, reference in zip(ours, whole, strict=True):
+                torch.testing.assert_close(value, reference)  # type: ignore[arg-type]
+        expected = expected or found
