@@ -107,7 +107,8 @@ def owners_behind_loss(
                 return merged
             if rows > samples and shape[:1] == (samples,):
                 own = torch.arange(samples).repeat_interleave(rows // samples)
-                return None if is_doubtful(shape, samples) else Owners(own, True)
+                is_known = not is_doubtful(shape, samples) or _is_first(survey, child, behind)
+                return Owners(own, True) if is_known else None
             todo.append((child, behind))
     return None
 
@@ -156,7 +157,7 @@ def _of_picked(
     if child is None or _is_table(node, is_table) or not samples:
         return None
     length, *others = nodes.lengths_of(child, behind) or (0,)
-    if of_loss and samples > 1 and samples in others:
+    if of_loss and samples > 1 and samples in others and not _is_first(survey, child, behind):
         return None  # another axis that is as long may be that of the samples
     picked = _picked(node, number) if length else None
     if picked is None or not len(picked):
@@ -170,6 +171,20 @@ def _of_picked(
     # A permutation of all may pair them with targets of other samples; a loss has its own targets.
     is_turned = not of_loss and len(picked) == length == len(picked.unique())
     return None if rest or is_turned else Owners(picked // count, are_sure)
+
+
+def _is_first(survey: Survey, node: Node, number: int) -> bool:
+    """Whether a module returned the rows of a tensor, with its samples first."""
+    edge: Edge | None = Edge(node, number)
+    while edge is not None:
+        site = survey.site_at(edge)
+        if site is not None and site.call not in survey.opened:
+            place = (site.call, site.index)
+            is_usual = not (survey.axes[place] or declared_axis(site.call))
+            return is_usual and survey.received.get(place) == survey.batch_size
+        node, number, _ = edge
+        edge = next((e for i, e in edges_behind(node) if nodes.keeps_rows(node, number, i)), None)
+    return False
 
 
 def _is_table(node: Node, is_table: Test) -> bool:

@@ -209,3 +209,21 @@ def test_draws_on_a_new_first_axis_are_no_samples(samples: int, is_module: bool)
     else:
         for p, *own in zip(parameters, *expected, strict=True):
             torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rows", [torch.tensor([3, 0]), slice(1, 3), slice(1, 4)])
+def test_widths_that_are_as_long_as_the_batch(rows: Any) -> None:
+    """A module with samples first says that these are on axis 0, whatever the lengths."""
+    trunk, head, x = nn.Linear(D, N).double(), nn.Linear(N, N).double(), torch.randn(N, D).double()
+    parameters, y = [*trunk.parameters(), *head.parameters()], torch.arange(N)
+    expected = [[torch.zeros_like(p) for p in parameters] for _ in range(N)]
+    for n in y[rows]:
+        out = head(torch.tanh(trunk(x[n : n + 1])))
+        loss = nn.functional.cross_entropy(out, y[n : n + 1], reduction="sum")
+        expected[n] = [*torch.autograd.grad(loss, parameters)]
+    lossfunc: Any = extend(nn.CrossEntropyLoss(reduction="sum"))
+    extend(trunk), extend(head)
+    with backpack(BatchGrad(), BatchL2Grad()):
+        lossfunc(head(torch.tanh(trunk(x))[rows]), y[rows]).backward()
+    for p, *own in zip(parameters, *expected, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
