@@ -93,6 +93,7 @@ class Columns:
 
     def merge(self, other: Columns) -> Columns:
         """The sum with what arrived over another branch, root by root."""
+        require_one_form(self, other)
         blocks = dict(self.blocks)
         for root, block in other.blocks.items():
             blocks[root] = blocks[root] + block if root in blocks else block
@@ -206,6 +207,15 @@ def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:
     """
     owned = owned.reshape(*owned.shape, *[1] * (mat.dim() - 2))
     return torch.where(owned, mat.unsqueeze(1), 0)
+
+
+def require_one_form(first: Columns, second: Columns) -> None:
+    """See that both are kept apart by sample, or none: a tensor is one or the other.
+
+    Added up, one would be broadcast, or taken for something else.
+    """
+    are_apart = {isinstance(each, ApartColumns) for each in (first, second) if each.blocks}
+    assert len(are_apart) < 2, "columns of every sample apart met columns of all samples"
 
 
 def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.columns import ApartColumns, Columns, Root
+from backpack_core.contract.columns import ApartColumns, Columns, Root, require_one_form
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct, sum_of
 from backpack_core.contract.regrouping import regrouped
@@ -77,6 +77,7 @@ class FactoredColumns(ApartColumns):
         if isinstance(other, FactoredColumns):
             added = other.products
         else:
+            require_one_form(other, ApartColumns(other.blocks))
             added = {root: [DenseProduct(block)] for root, block in other.blocks.items()}
         roots = {**self.products, **added}
         return FactoredColumns({r: [*self.products.get(r, ()), *added.get(r, ())] for r in roots})

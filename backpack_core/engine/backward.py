@@ -112,7 +112,7 @@ class BackwardPass:
         self._sums: SumCheck | None = None
         if groups or whole:
             self._look_around(roots)
-            if gradients or whole or not (self.is_outermost or is_part):  # else more may come
+            if gradients or whole or not self.is_outermost:  # else more may come
                 refusals.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
             self._begin_measuring(roots, gradients)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
+from backpack_core.discovery import choose
 from backpack_core.plugins.registry import registry
 
 Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
@@ -55,11 +56,17 @@ def group(
 
     Returns:
         The groups, and apart from them what reads the loss as a whole.
+
+    Raises:
+        PluginConflictError: Several plugins provide a propagator of one name.
     """
     groups: dict[object, Group] = {}
     for extension in extensions:
         if isinstance(extension, GraphExtension):
             continue
+        name = type(extension.propagator).__name__
+        if claims := registry.propagators.get(name):
+            choose(claims, name, "propagator")
         alone = bool(extension.carriers) or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
         known = groups.get(key, Group(extension.propagator, has_overrides=alone, watch=watch))

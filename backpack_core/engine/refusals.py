@@ -260,9 +260,10 @@ def refuse_other_terms(
         error = nothing_arrived(View(*next(iter(survey.sites))), name)
         if is_inside:
             error = errors.UnsupportedError(
-                f"{name} does not go through what a hook computes, and autograd was called in a "
-                "hook of this pass, as implicit layers do. Differentiate the steps themselves, "
-                "without the hook, or use first-order extensions, which follow it."
+                f"{name} does not go through what a hook or a function's own backward() computes, "
+                "and autograd was called in one of this pass, as implicit layers and adjoint "
+                "solvers do. Differentiate the steps themselves (odeint, not odeint_adjoint); "
+                "first-order extensions follow a hook."
             )
         place_between(error, survey, extensions[0])
         raise error

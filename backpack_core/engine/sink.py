@@ -206,7 +206,8 @@ class FieldSink(Sink):
                 f"A parameter of shape {list(parameter.shape)} is used in a backward pass of its "
                 "own (of a re-entrant checkpoint, or a function whose backward calls autograd) and "
                 f"elsewhere, so '{extension.savefield}' would miss a part. Use "
-                "torch.utils.checkpoint(use_reentrant=False)."
+                "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
+                "themselves (odeint, not odeint_adjoint)."
             )
         if self.partial:
             before = self.partial.pop((extension, key), None)

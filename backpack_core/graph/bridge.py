@@ -8,7 +8,7 @@ shape of the tensor they belong to (broadcasting), and casts them to its dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from backpack_core.graph import nodes
 from backpack_core.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
+Place: TypeAlias = tuple[Node, int]  # an output of a node
 Formula: TypeAlias = Callable[..., Mats]
 saved_at = unpacking_again  # a block around every reading of what a node saved
 
@@ -49,6 +50,32 @@ def push(node: Node, mats: Mats) -> Mats:
         position: _fit(product, *node.next_functions[position])
         for position, product in push_unsummed(node, mats).items()
     }
+
+
+def push_through(
+    order: Iterable[Node], starts: Mapping[Place, Tensor], ends: Container[Place] = ()
+) -> dict[Place, Tensor]:
+    """Carry columns through several nodes.
+
+    Args:
+        order: The nodes, consumers first.
+        starts: Columns ``[V, *shape]`` at some of their outputs.
+        ends: Outputs at which they stop.
+
+    Returns:
+        Columns there, at leaves, and at outputs of nodes that are not in the order.
+    """
+    found = {**starts}
+    for node in order:
+        places = [(node, number) for number in range(len(node._input_metadata))]
+        arrived = {p[1]: found.pop(p) for p in places if p in found and p not in ends}
+        if arrived and nodes.is_leaf(node):
+            found[node, 0] = arrived[0]
+            continue
+        for position, mat in push(node, arrived).items() if arrived else ():
+            place: Any = node.next_functions[position]
+            found[place] = found[place] + mat if place in found else mat
+    return found
 
 
 def push_unsummed(node: Node, mats: Mats) -> Mats:

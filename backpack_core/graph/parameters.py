@@ -127,16 +127,6 @@ def nonlinear_between(source: Tensor, leaf: Tensor) -> list[Node]:
 
 def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
     """Columns at a leaf, pushed from node to node."""
-    waiting: dict[Node, dict[int, Tensor]] = {edge.node: {edge.output_nr: mat}}
-    for node in ranks(edge.node):  # consumers first
-        arrived = waiting.pop(node, {})
-        if nodes.is_leaf(node):
-            if arrived and node.variable is leaf:  # type: ignore[attr-defined]
-                return arrived[0]
-            continue
-        for position, product in bridge.push(node, arrived).items() if arrived else ():
-            child, number = node.next_functions[position]
-            assert child is not None
-            there = waiting.setdefault(child, {})
-            there[number] = there[number] + product if number in there else product
-    return mat.new_zeros(len(mat), *leaf.shape)
+    found = bridge.push_through(ranks(edge.node), {(edge.node, edge.output_nr): mat})
+    at_leaf = (m for (node, _), m in found.items() if node.variable is leaf)  # type: ignore[attr-defined]
+    return next(at_leaf, mat.new_zeros(len(mat), *leaf.shape))

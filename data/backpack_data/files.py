@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,16 @@ from torch import Tensor
 from backpack_core.errors import UsageError
 
 VERSION = 1
+
+
+def joined(*parts: object) -> str:
+    """The name of a tensor; a part may hold any character, as the path of a module may."""
+    return "|".join(quote(str(part)) for part in parts)
+
+
+def parts_of(name: str) -> list[str]:
+    """The reverse of :func:`joined`."""
+    return [unquote(part) for part in name.split("|")]
 
 
 def write(path: Path, kind: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:

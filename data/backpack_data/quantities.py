@@ -148,15 +148,15 @@ class Quantities(Mapping[Place, Any]):
         return self._map(moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, by path, field and part. Shards are gathered, so all ranks have to call."""
+        """Every tensor, by ``path|field|part``. Shards are gathered, so all ranks have to call."""
         found = {}
         for (path, name), value in self.items():
             if isinstance(value, Tensor):
-                found[f"{path}|{name}|"] = whole(value)
+                found[files.joined(path, name, "")] = whole(value)
             else:
                 over = declaration(_kind(self._kinds[name]))
                 for key, tensor in over.take_apart(value).items():
-                    found[f"{path}|{name}|{key}"] = tensor
+                    found[files.joined(path, name, key)] = tensor
         return found
 
     def save(self, path: str | Path) -> None:
@@ -181,7 +181,7 @@ class Quantities(Mapping[Place, Any]):
         shapes = {key: torch.Size(shape) for key, shape in about["shapes"].items()}
         parts: dict[Place, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
-            parameter, own, key = name.split("|")
+            parameter, own, key = files.parts_of(name)
             parts.setdefault((parameter, own), {})[key] = tensor
         values: dict[Place, Any] = {}
         for place, found in parts.items():
@@ -207,7 +207,7 @@ class Quantities(Mapping[Place, Any]):
     def _by_place(self) -> dict[Place, list[Tensor]]:
         found: dict[Place, list[Tensor]] = {}
         for name, tensor in self.tensors().items():
-            path, own, _ = name.split("|")
+            path, own, _ = files.parts_of(name)
             found.setdefault((path, own), []).append(tensor)
         return found
 

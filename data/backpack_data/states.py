@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core import Extension
 from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError
+from backpack_data import files
 from backpack_data.shards import carriers, in_dtype_of
 from backpack_data.state import State
 from backpack_data.weights import Weights, joint, require_proportional
@@ -131,7 +132,7 @@ class States:
         for (path, name), state in self.table.items():
             for key, tensors in state.tensors.items():
                 for number, tensor in enumerate(tensors):
-                    found["|".join((path, name, key, str(number)))] = tensor.contiguous()
+                    found[files.joined(path, name, key, number)] = tensor.contiguous()
         return found
 
     def numbers(self) -> dict[str, Any]:
@@ -155,7 +156,7 @@ class States:
             self.seen[path, name] = seen
             self.table[path, name] = State(by_field[name], {}, normaliser, samples)
         for key, tensor in sorted(tensors.items(), key=_by_number):
-            path, name, part, _ = key.split("|")
+            path, name, part, _ = files.parts_of(key)
             known = self.table[path, name].tensors
             known.setdefault(part, []).append(tensor.to(devices[path]))
 

@@ -84,6 +84,22 @@ def test_of_the_same_run(tmp_path: Path) -> None:
         assert torch.equal(again.tensors()[name], tensor)
 
 
+def test_names_of_any_characters(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    for name, part in net().eval().named_children():
+        model.add_module(f"a|%7C {name}", part)
+    given: dict[str, Any] = {"model": model, "extensions": (KFAC(savefield="kü"),)}
+    first = begun(tmp_path / "state", (3, 3, 1), **given)
+    again = begun(tmp_path / "state", (3, 3, 1), **given)
+    first.save(tmp_path / "results")
+    loaded = Quantities.load(tmp_path / "results")
+    assert loaded.keys() == first.keys() == again.keys()
+    for name, tensor in first.tensors().items():
+        assert torch.equal(again.tensors()[name], tensor)
+        assert torch.equal(loaded.tensors()[name], tensor)
+    assert "a|%7C 1.weight" in first.summary()
+
+
 def test_files_of_two_kinds(tmp_path: Path) -> None:
     results = begun(tmp_path / "state", (3, 3, 1))
     results.save(tmp_path / "results")

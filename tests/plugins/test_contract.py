@@ -146,6 +146,18 @@ def test_backpack_propagators() -> None:
     assert "Ones" not in registry.propagators
 
 
+def test_two_propagators_of_one_name() -> None:
+    def provider(kind):
+        return provide(backpack_propagators=lambda: [kind])
+
+    own = type(Count().propagator)
+    other = type(own.__name__, (own,), {})
+    with temporary_plugin(provider(own)), temporary_plugin(provider(other)):
+        refused = pytest.raises(PluginConflictError, match="propagator for 'OutputGradient'")
+        with refused, backpack(Count()):
+            pass
+
+
 class Special(Carrier):
     """Has the same value for every parameter, and sends nothing on."""
 

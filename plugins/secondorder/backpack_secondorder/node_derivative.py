@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.autograd.graph import Node
 
 from backpack_core.graph import bridge, nodes
 from backpack_core.graph.alignment import Place
-from backpack_core.graph.order import reached
+from backpack_core.graph.order import consumers_first, reached
 from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
@@ -50,7 +51,9 @@ class SecondDerivative:
             if child is not None and not nodes.is_leaf(child):
                 self.positions.setdefault(_place(node, i), []).append(i)
         # With create_graph=True, the gradients have a graph of their own.
-        self._stops = self._ends | {(g.grad_fn, g.output_nr) for g in grads if g is not None}
+        self._stops: set[Any] = self._ends | {
+            (g.grad_fn, g.output_nr) for g in grads if g is not None
+        }
         self._order = self._consumers_first()
 
     @property
@@ -80,53 +83,29 @@ class SecondDerivative:
             return beside_pass(partial(self._push, mats), self._order, first.device)
 
     def _push(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
-        """Send the columns through the nodes of the formula, one node at a time."""
-        waiting: dict[Node, dict[int, Tensor]] = {}
-        result: dict[Place, Tensor] = {}
-
-        def leave(place: Place, mat: Tensor) -> None:
-            if place in self._ends:
-                result[place] = result[place] + mat if place in result else mat
-            elif place not in self._stops:
-                there = waiting.setdefault(place[0], {})
-                there[place[1]] = there[place[1]] + mat if place[1] in there else mat
-
+        """Send the columns through the nodes of the formula."""
+        starts: dict[Place, Tensor] = {}
         for position, gradient in self._gradients.items():
-            mat = mats.get(_place(self.node, position))
+            mat, origin = mats.get(_place(self.node, position)), _origin(gradient)
             if mat is not None:  # autograd sums to the shape of the operand behind the formula
                 lead = [1] * (gradient.dim() - mat.dim() + 1)
                 mat = mat.reshape(len(mat), *lead, *mat.shape[1:])
-                leave(_origin(gradient), mat.expand(len(mat), *gradient.shape))
-        for node in self._order:
-            waits = waiting.pop(node, {})
-            for position, mat in bridge.push(node, waits).items() if waits else ():
-                leave(_place(node, position), mat)
-        return result
+                mat = mat.expand(len(mat), *gradient.shape)
+                starts[origin] = starts[origin] + mat if origin in starts else mat
+        found = bridge.push_through(self._order, starts, self._stops)
+        return {place: mat for place, mat in found.items() if place in self._ends}
 
     def _consumers_first(self) -> list[Node]:
         """The nodes of the formula in topological order, consumers first."""
-        order: list[Node] = []
-        opened: set[Node] = set()
         origins = map(_origin, self._gradients.values())
-        todo = [(node, False) for node, nr in origins if (node, nr) not in self._stops]
-        while todo:
-            node, is_through = todo.pop()
-            if is_through:
-                order.append(node)
-            elif nodes.is_leaf(node):  # where all ways end but those to operands
-                raise nodes.refuse(
-                    self.node, "its second derivative is not in what it works on alone"
-                )
-            elif node not in opened:
-                opened.add(node)
-                todo.append((node, True))
-                todo += [(child, False) for child, _ in self._behind(node)]
-        return order[::-1]
+        starts = [place[0] for place in origins if place not in self._stops]
+        order = consumers_first(starts, self._behind)
+        if any(map(nodes.is_leaf, order)):  # where all ways end but those to operands
+            raise nodes.refuse(self.node, "its second derivative is not in what it works on alone")
+        return order
 
-    def _behind(self, node: Node) -> Iterator[Place]:
-        for position, (child, _) in enumerate(node.next_functions):
-            if child is not None and _place(node, position) not in self._stops:
-                yield _place(node, position)
+    def _behind(self, node: Node) -> list[Node]:
+        return [c for c, nr in node.next_functions if c is not None and (c, nr) not in self._stops]
 
 
 def _place(node: Node, position: int) -> Place:
