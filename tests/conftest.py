@@ -64,8 +64,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> Iterator[None]:
-    """Double precision, a fixed seed, and the same numbers on every device."""
+def _double_precision() -> Iterator[None]:
+    """With a fixed seed, and the same numbers on every device."""
     before, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float64)
     if device.type == "cpu":
