@@ -80,7 +80,7 @@ class Problem:
         """What an extension stored, for every trained parameter."""
         return [getattr(p, name) for p in self.parameters]
 
-    def expected(self, quantity: Callable[..., Tensor]) -> list[Tensor]:
+    def expected(self, quantity: Callable[..., list[Tensor]]) -> list[Tensor]:
         """An oracle, applied to an untouched copy of model and loss."""
         from backpack_core import unextend
 
@@ -92,11 +92,10 @@ class Problem:
             output: Tensor = model(*inputs)
             return output
 
-        found = [
-            quantity(forward, lambda out: lossfunc(out, self.target), self.inputs, p, self.whole)
-            for p in model.parameters()
-            if p.requires_grad
-        ]
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        found = quantity(
+            forward, lambda out: lossfunc(out, self.target), self.inputs, parameters, self.whole
+        )
         torch.random.set_rng_state(state)
         return found
 

@@ -27,8 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before tests are collected: some make tensors when they are imported."""
-    torch.set_default_device(usable(config.getoption("--device")))
+    """Before tests are collected: some make tensors when they are imported.
+
+    A default device, the host too, is a mode: every call of torch goes through Python.
+    """
+    device = usable(config.getoption("--device"))
+    if device.type != "cpu":
+        torch.set_default_device(device)
 
 
 def pytest_collection_finish() -> None:
@@ -60,21 +65,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _double_precision() -> Iterator[None]:
-    before = torch.get_default_dtype()
+    """With a fixed seed, and the same numbers on every device."""
+    before, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(0)  # that of other devices notes who asks, for long
+        yield
+    else:
+        torch.manual_seed(0)
+        with DrawnOnHost():
+            yield
     torch.set_default_dtype(before)
-
-
-@pytest.fixture(autouse=True)
-def _generators_of_the_host() -> Iterator[None]:
-    """Tests draw the same numbers on every device."""
-    if torch.get_default_device().type == "cpu":
-        yield
-        return
-    with DrawnOnHost():
-        yield
 
 
 _FAILED = pytest.StashKey[bool]()

@@ -46,13 +46,15 @@ def state() -> State:
 def left_behind(before: State) -> dict[str, tuple[int, int]]:
     """What is not as it was: numbers before and now, by name.
 
-    Exceptions hold frames in cycles, so garbage is collected; but only if something is left. And
-    after one, autograd keeps the nodes it did not get to, until the next pass of the thread.
+    Exceptions hold frames in cycles, so garbage is collected; but only if something is left, and
+    first where young objects are. And after one, autograd keeps the nodes it did not get to, until
+    the next pass of the thread.
     """
     if not _changed(before):
         return {}
     torch.zeros((), requires_grad=True).neg().backward()
-    steps = (partial(gc.collect, 0), gc.collect, _cut_circles, gc.collect)
+    young, old = partial(_cut_circles, 1), partial(_cut_circles, 2)
+    steps = (partial(gc.collect, 0), young, partial(gc.collect, 1), old, gc.collect)
     for step in steps:
         if not _changed(before):
             return {}
@@ -60,9 +62,9 @@ def left_behind(before: State) -> dict[str, tuple[int, int]]:
     return _changed(before)
 
 
-def _cut_circles() -> None:
+def _cut_circles(generation: int) -> None:
     """Drop results whose graph holds the parameter that they are stored on, as was asked for."""
-    for thing in gc.get_objects():
+    for thing in gc.get_objects(generation):
         is_parameter = issubclass(type(thing), Tensor) and isinstance(thing, Parameter)
         if is_parameter and any(map(_has_graph, (thing.grad, *vars(thing).values()))):
             thing.grad = None

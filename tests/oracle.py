@@ -1,7 +1,8 @@
 """What the extensions should give, by plain autograd: loops over samples, explicit matrices.
 
 Derivatives are those of the kit's oracle. A *forward* maps input tensors ``[N, *]`` to an output
-``[N, *out]``, a *loss* maps the output to a number.
+``[N, *out]``, a *loss* maps the output to a number. A quantity is that of several parameters, which
+share all forward passes, and each backward pass.
 """
 
 from __future__ import annotations
@@ -42,22 +43,28 @@ def gradient(outputs: Tensor, parameter: Tensor, weights: Tensor) -> Tensor:
 
 
 def individual_gradients(
-    forward: Forward, loss: Loss, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
-) -> Tensor:
+    forward: Forward,
+    loss: Loss,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    whole: bool = False,
+) -> list[Tensor]:
     """Gradient of each sample's part of the loss. Shape ``[N, *θ]``."""
     samples = rows(forward, inputs, whole)
     output = torch.stack(samples).detach().requires_grad_()
     (weights,) = torch.autograd.grad(loss(output), output)
     pairs = zip(samples, weights, strict=True)
-    return torch.stack([gradient(sample, parameter, weight) for sample, weight in pairs])
+    found = [kit.gradients(sample, list(parameters), weight) for sample, weight in pairs]
+    return [torch.stack(each) for each in zip(*found, strict=True)]
 
 
-def jacobians(
-    forward: Forward, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
-) -> Tensor:
+def jacobians(samples: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Jacobian of each sample's output. Shape ``[N, D, P]``; output and parameter flattened."""
-    found = [(y, kit.jacobians(y, {0: parameter})[0]) for y in rows(forward, inputs, whole)]
-    return torch.stack([mat.reshape(y.numel(), parameter.numel()) for y, mat in found])
+    found = [(y.numel(), kit.jacobians(y, dict(enumerate(parameters)))) for y in samples]
+    return [
+        torch.stack([mats[i].reshape(size, p.numel()) for size, mats in found])
+        for i, p in enumerate(parameters)
+    ]
 
 
 def loss_hessians(loss: Loss, output: Tensor) -> Tensor:
@@ -80,20 +87,33 @@ def loss_hessians(loss: Loss, output: Tensor) -> Tensor:
 
 
 def ggn(
-    forward: Forward, loss: Loss, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
-) -> Tensor:
+    forward: Forward,
+    loss: Loss,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    whole: bool = False,
+) -> list[Tensor]:
     """Generalised Gauss-Newton matrix of each sample, ``J_nᵀ ∇²ℓ_n J_n``. Shape ``[N, P, P]``."""
-    jacobian = jacobians(forward, inputs, parameter, whole)
-    hessian = loss_hessians(loss, torch.stack(rows(forward, inputs, whole)))
-    return torch.einsum("nca,ncd,ndb->nab", jacobian, hessian, jacobian)
+    samples = rows(forward, inputs, whole)
+    hessian = loss_hessians(loss, torch.stack(samples))
+    return [
+        torch.einsum("nca,ncd,ndb->nab", jacobian, hessian, jacobian)
+        for jacobian in jacobians(samples, parameters)
+    ]
 
 
 def ggn_diagonals(
-    forward: Forward, loss: Loss, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
-) -> Tensor:
+    forward: Forward,
+    loss: Loss,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    whole: bool = False,
+) -> list[Tensor]:
     """Diagonal of each sample's generalised Gauss-Newton matrix. Shape ``[N, *θ]``."""
-    jacobian = jacobians(forward, inputs, parameter, whole)
-    hessian = loss_hessians(loss, torch.stack(rows(forward, inputs, whole)))
-    jacobian = jacobian.to(hessian.dtype)
-    diagonal = torch.einsum("ncp,ncd,ndp->np", jacobian, hessian, jacobian)
-    return diagonal.reshape(len(diagonal), *parameter.shape).to(parameter.dtype)
+    samples, found = rows(forward, inputs, whole), []
+    hessian = loss_hessians(loss, torch.stack(samples))
+    for parameter, own in zip(parameters, jacobians(samples, parameters), strict=True):
+        jacobian = own.to(hessian.dtype)
+        diagonal = torch.einsum("ncp,ncd,ndp->np", jacobian, hessian, jacobian)
+        found.append(diagonal.reshape(len(diagonal), *parameter.shape).to(parameter.dtype))
+    return found

@@ -1,4 +1,4 @@
-"""Every layer and every loss times every extension, reduction, batch size and frozen parameter."""
+"""Every layer and every loss times extensions, reduction and batch size, or frozen parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from backpack_core.extensions import DiagGGNMC
 from backpack_core.plugins.registry import registry
 from tests import oracle
-from tests.cases import SETTINGS, Problem
+from tests.cases import BATCHES, SETTINGS, Problem
 from tests.layer_cases import LAYERS, LayerCase
 from tests.loss_cases import LOSSES, LossCase
 
@@ -41,6 +41,8 @@ def check_monte_carlo(problem: Problem) -> None:
 
 
 FROZEN = [(case, name) for case in LAYERS for name, _ in case.make().named_parameters()]
+# Of each type of layer. Columns are drawn at the loss: a layer does not know that they are.
+KINDS = list({type(case.make()): case for case in reversed(LAYERS)}.values())
 
 
 @layers
@@ -49,8 +51,9 @@ def test_layer(case: LayerCase, reduction: str, batch: int) -> None:
     case.problem(batch, reduction).check()
 
 
+# Both reductions and both batch sizes; all pairs of them are tried without frozen parameters.
 @pytest.mark.parametrize(("case", "name"), FROZEN, ids=lambda value: getattr(value, "id", value))
-@settings
+@pytest.mark.parametrize(("reduction", "batch"), SETTINGS[:: len(BATCHES) + 1])
 def test_layer_with_frozen(case: LayerCase, name: str, reduction: str, batch: int) -> None:
     problem = case.problem(batch, reduction)
     frozen = problem.model.get_parameter(f"1.{name}")
@@ -70,7 +73,7 @@ def test_loss(case: LossCase, reduction: str, batch: int) -> None:
     case.problem(batch, reduction).check()
 
 
-@layers
+@pytest.mark.parametrize("case", KINDS, ids=lambda case: case.id)
 def test_layer_monte_carlo(case: LayerCase) -> None:
     if case.whole:  # every forward pass is another net: nothing to converge to
         assert isinstance(case.make(), torch.nn.Dropout)

@@ -274,17 +274,13 @@ def beside_others(case: ExtensionCase) -> None:
     """All installed extensions in one pass."""
     given, extension = problem_of(case), case.extension_factory()
     others = [e for e in installed_extensions() if e.savefield != extension.savefield]
-    others = [e for e in others if _runs(given, e)]
-    net, values = given.run([*others, extension])
-    compare_values(case, net, values[extension.savefield], given.reference)
 
+    def judge(refusing: Extension, error: Exception) -> None:
+        if refusing is extension or not isinstance(error, UnsupportedError):
+            raise error
 
-def _runs(given: Problem, extension: Extension) -> bool:
-    try:
-        given.run([extension])
-    except UnsupportedError:
-        return False
-    return True
+    _, values = given.run_usable([*others, extension], judge)
+    compare_values(case, given.reference.net, values[extension.savefield], given.reference)
 
 
 @of_extension("savefield")

@@ -124,7 +124,19 @@ class Problem:
         return net, values_of(net, extensions)
 
     def usable(self, extensions: Sequence[Extension]) -> list[Extension]:
-        """The extensions that have a value on this net; all others raised for a stated need.
+        """The extensions that have a value on this net; all others raised for a stated need."""
+        return self.run_usable(extensions)[0]
+
+    def run_usable(
+        self,
+        extensions: Sequence[Extension],
+        judge: Callable[[Extension, Exception], None] | None = None,
+    ) -> tuple[list[Extension], Values]:
+        """The extensions that have a value on this net, and what they stored.
+
+        Args:
+            extensions: What to compute.
+            judge: Raises unless an extension may refuse with an error; default: for a stated need.
 
         Raises:
             CheckFailure: One fails, or refuses although the net has what it needs.
@@ -132,14 +144,12 @@ class Problem:
         left = list(extensions)
         while left:
             try:
-                self.run(left)
+                return left, self.run(left)[1]
             except Exception as error:
                 culprit = self._culprit(error, left)
-                self._judge(culprit, error)
+                (judge or self._judge)(culprit, error)
                 left.remove(culprit)
-            else:
-                break
-        return left
+        return left, {}
 
     def _culprit(self, error: Exception, extensions: Sequence[Extension]) -> Extension:
         """The extension that an error came from."""

@@ -235,8 +235,7 @@ def _refuses(function: object, what: str) -> None:
 def started_extensions(case: LossCase, reduction: str) -> None:
     """Every installed extension, on a single elementwise layer in front of the loss."""
     given = _problem(case, reduction)
-    found = given.usable(installed_extensions())
-    _, values = given.run(found)
+    found, values = given.run_usable(installed_extensions())
     # Extensions that start at random columns have no exact value here.
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
     given.compare(values, found, case.tolerances.float64, needs=needs)

@@ -144,8 +144,7 @@ def _exact(
     given.compare(values, extensions, case.tolerances.float64, needs=needs, **options)
 
 
-def _compare(case: RuleCase, reduction: str = "mean", samples: int = SAMPLES) -> None:
-    given = problem(case, reduction, samples)
+def _compare(case: RuleCase, given: Problem) -> None:
     extensions = usable(case)
     _, values = given.run(extensions)
     _exact(case, given, values, extensions)
@@ -154,19 +153,19 @@ def _compare(case: RuleCase, reduction: str = "mean", samples: int = SAMPLES) ->
 @of_rule("separate")
 def extensions_mean(case: RuleCase) -> None:
     """A mean loss."""
-    _compare(case)
+    _compare(case, problem(case))
 
 
 @of_rule("separate")
 def extensions_sum(case: RuleCase) -> None:
     """A sum."""
-    _compare(case, "sum")
+    _compare(case, problem(case, reduction="sum"))
 
 
 @of_rule("separate")
 def batch_of_one(case: RuleCase) -> None:
     """A single sample."""
-    _compare(case, samples=1)
+    _compare(case, problem(case, samples=1))
 
 
 @of_rule("separate")
@@ -175,23 +174,20 @@ def subsampling(case: RuleCase) -> None:
     given, chosen = problem(case), (2, 0)
     names = {type(extension) for extension in usable(case)}
     extensions = [e for e in installed_extensions(chosen) if type(e) in names]
-    try:
-        given.run(extensions)
-    except UnsupportedError:
-        extensions = [e for e in extensions if not _refuses(given, e, "subsampling")]
-    _, values = given.run(extensions)
+    extensions, values = given.run_usable(extensions, _because_of("subsampling"))
     reference = given.reference.restricted(chosen)
     _exact(case, given, values, extensions, reference=reference)
 
 
-def _refuses(given: Problem, extension: Extension, word: str) -> bool:
-    """Whether an extension raises on a net because it has no value there."""
-    try:
-        given.run([extension])
-    except UnsupportedError as error:
+def _because_of(word: str) -> Callable[[Extension, Exception], None]:
+    """Raises unless an extension refuses a net, and says why."""
+
+    def judge(extension: Extension, error: Exception) -> None:
+        if not isinstance(error, UnsupportedError):
+            raise error
         require(word in str(error), f"{type(extension).__name__} refuses, but: {error}")
-        return True
-    return False
+
+    return judge
 
 
 def _compare_frozen(case: RuleCase, frozen: Callable[[str], bool]) -> None:
@@ -294,13 +290,14 @@ def called_twice(case: RuleCase) -> None:
     given = problem(case, twice=True)
     # Some quantities do not exist over branches, or for a parameter with two uses.
     given = replace(given, may_refuse=given.may_refuse | {"structure"})
-    extensions = given.usable(usable(case))
-    _, values = given.run(extensions)
+    extensions, values = given.run_usable(usable(case))
     _exact(case, given, values, extensions)
 
 
 def _compare_copy(case: RuleCase, duplicate: Callable[[Module], Module]) -> None:
-    given, extensions = problem(case), representatives(usable(case))
+    # What was copied wrongly is missed by all: one of each that every layer has is enough.
+    given = problem(case)
+    extensions = representatives(_with_needs(usable(case), ("gradient", "curvature")))
     net, arguments, loss = given.extended()
     for original in (net, loss):
         require(type(duplicate(original)) is type(original), "The copy has another type.")
@@ -343,7 +340,8 @@ def mixing_is_refused(case: RuleCase) -> None:
     """Every extension raises SampleMixingError, except those that need no separate samples."""
     given = problem(case)
     for extension in installed_extensions():
-        if not _refuses(given, extension, "sample"):
+        left, values = given.run_usable([extension], _because_of("sample"))
+        if left:
             whole = not extension.propagator.per_sample
             require(whole, f"{type(extension).__name__} gave a value, though samples mix.")
-            _exact(case, given, given.run([extension])[1], [extension])
+            _exact(case, given, values, left)

@@ -177,8 +177,7 @@ def test_every_extension_with_a_shared_parameter(
 ) -> None:
     given = kit_problem(make)
     with budget(size or memory_budget()):
-        extensions = given.usable(installed_extensions(subsampling))
-        _, found = given.run(extensions)
+        extensions, found = given.run_usable(installed_extensions(subsampling))
     reference = given.reference if subsampling is None else given.reference.restricted(subsampling)
     given.compare(found, extensions, 1e-10, reference)
     names = {type(extension).__name__ for extension in extensions}

@@ -131,9 +131,9 @@ def test_weight_norm_by_hooks() -> None:
     def loss(out: Tensor) -> Tensor:
         return F.cross_entropy(out, problem.target)
 
-    arguments = [(forward, loss, problem.inputs, p) for p in problem.parameters]
-    gradients = [oracle.individual_gradients(*a) for a in arguments]
-    diagonals = [oracle.ggn_diagonals(*a).sum(0) for a in arguments]
+    arguments = (forward, loss, problem.inputs, problem.parameters)
+    gradients = oracle.individual_gradients(*arguments)
+    diagonals = [d.sum(0) for d in oracle.ggn_diagonals(*arguments)]
     problem.run(BatchGrad(), DiagGGNExact())
     problem.compare("grad_batch", gradients)
     problem.compare("diag_ggn_exact", diagonals)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -260,26 +261,27 @@ def killed(folder: Path, rank: int, ranks: int, model: Any = None) -> None:
 def start(name: str, folder: Path, ranks: int) -> list[tuple[int, str]]:
     """Run a function on some processes; exit status and error output of each."""
     store = folder / f"store-{name}-{len(list(folder.glob('store-*')))}"
-    command = [sys.executable, "-m", "tests.data.workers", name, str(folder)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(store)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(ranks)
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in processes]
-    return [(p.returncode, error) for p, error in zip(processes, errors, strict=True)]
+    command = [sys.executable, "-m", "tests.data.workers", name, str(folder), str(ranks)]
+    said = subprocess.run([*command, str(store)], stdout=subprocess.PIPE, text=True, check=True)
+    errors = [_errors_of(folder, rank).read_text() for rank in range(ranks)]
+    return list(zip(json.loads(said.stdout), errors, strict=True))
 
 
-if __name__ == "__main__":
-    name, folder, rank, ranks, store = sys.argv[1:]
+def _errors_of(folder: Path, rank: int) -> Path:
+    return folder / f"errors-{rank}"
+
+
+def run_rank(name: str, folder: Path, rank: int, ranks: int, store: str) -> None:
+    """Run a function in this process, and end it."""
+    signal.alarm(200)  # rather than wait for others for ever
+    sys.stdout = sys.stderr = _errors_of(folder, rank).open("w")
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks
     )
     status = 1
     try:
-        globals()[name](Path(folder), int(rank), int(ranks))
+        globals()[name](folder, rank, ranks)
         distributed.barrier()  # nobody closes connections that others still use
         status = 0
     except Exception:
@@ -290,3 +292,18 @@ if __name__ == "__main__":
     # the interpreter, and abort the process where one lets go of a tensor then.
     sys.stderr.flush()
     os._exit(status)
+
+
+def main() -> None:
+    """Import torch once, for all ranks, and print the exit status of each."""
+    name, folder, ranks, store = sys.argv[1:]
+    children = []
+    for rank in range(int(ranks)):
+        children.append(os.fork())
+        if not children[-1]:
+            run_rank(name, Path(folder), rank, int(ranks), store)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children]))
+
+
+if __name__ == "__main__":
+    main()

@@ -46,8 +46,8 @@ def blocks() -> list[Block]:
 BLOCKS = blocks()
 
 
-@pytest.fixture(autouse=True)
-def _as_a_reader_runs_it() -> Iterator[None]:
+@pytest.fixture
+def as_a_reader_runs_it() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     preferred = dict(discovery.preferred)
@@ -59,6 +59,7 @@ def _as_a_reader_runs_it() -> Iterator[None]:
     reset()
 
 
+@pytest.mark.usefixtures("as_a_reader_runs_it")
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a script; a block with tests is run as a file of tests."""

@@ -50,23 +50,18 @@ def entries() -> dict[str, str | None]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def _as_a_reader_runs_it() -> Iterator[None]:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What a page's code is run in, as a reader runs it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     errors.warned.clear()
-    yield
-    torch.set_default_dtype(before)
-    reset()
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """What a page's code is run in."""
     module = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     yield module
     vars(module).clear()  # classes are remembered, and would keep all that their script had
+    torch.set_default_dtype(before)
+    reset()
 
 
 def run(code: str, script: ModuleType) -> None:

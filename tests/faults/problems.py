@@ -23,7 +23,7 @@ from tests.cases import Problem
 KINDS = ("gradients", "curvature", "columns")
 
 # Applies a function of ``tests.oracle`` to every parameter, as ``Problem.expected`` does.
-Oracle = Callable[[Callable[..., Tensor]], list[Tensor]]
+Oracle = Callable[[Callable[..., list[Tensor]]], list[Tensor]]
 
 
 @dataclass

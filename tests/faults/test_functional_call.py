@@ -45,14 +45,14 @@ def unused(problem: Problem, tensors: dict[str, Tensor]) -> list[Tensor]:
 def expect_of_call(problem: Problem, tensors: dict[str, Tensor], kind: str) -> Expectation:
     """By autograd, with the same tensors in an untouched copy of the model."""
 
-    def compute(quantity: Callable[..., Tensor]) -> list[Tensor]:
+    def compute(quantity: Callable[..., list[Tensor]]) -> list[Tensor]:
         model = unextend(copy.deepcopy(problem.model))
-        arguments = (
+        return quantity(
             lambda x: functional_call(model, tensors, (x,)),
             lambda out: F.cross_entropy(out, problem.target),
             problem.inputs,
+            trained(tensors),
         )
-        return [quantity(*arguments, tensor) for tensor in trained(tensors)]
 
     return expect(compute, kind)
 

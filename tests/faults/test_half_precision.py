@@ -62,12 +62,12 @@ class Case:
         self.factor = factor
         exact = copy.deepcopy(self.model).double()
         lossfunc = nn.CrossEntropyLoss()
-        self.gradients = [
-            oracle.individual_gradients(
-                exact, lambda out: factor * lossfunc(out, self.y), [self.x.double()], p
-            )
-            for p in exact.parameters()
-        ]
+        self.gradients = oracle.individual_gradients(
+            exact,
+            lambda out: factor * lossfunc(out, self.y),
+            [self.x.double()],
+            list(exact.parameters()),
+        )
 
     @property
     def norms(self) -> Tensor:

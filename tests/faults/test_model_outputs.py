@@ -91,7 +91,8 @@ def compare(model: nn.Module, loss: Function, kind: str, between: Function = _as
         return result
 
     def compute(quantity: Function) -> list[Tensor]:
-        return [quantity(joined, of_joined, (x,), p) for p in reference.parameters()]
+        found: list[Tensor] = quantity(joined, of_joined, (x,), list(reference.parameters()))
+        return found
 
     expectation = expect(compute, kind)
     value = loss(*between(*extend(model)(x)))

@@ -151,8 +151,8 @@ def begin(where: str, problem: Problem, inner: Callable[[], None]) -> dict[str, 
 def eigenvalues(problem: Problem) -> Tensor:
     """The largest ``(C - 1)·N`` of the Gauss-Newton matrix of all parameters, by autograd."""
 
-    def jacobians(forward: Any, _: Any, *rest: Any) -> Tensor:
-        return oracle.jacobians(forward, *rest)
+    def jacobians(forward: Any, _: Any, inputs: Any, *rest: Any) -> list[Tensor]:
+        return oracle.jacobians(oracle.rows(forward, inputs, rest[1]), rest[0])
 
     jacobian = torch.cat(problem.expected(jacobians), 2)
     with torch.no_grad():

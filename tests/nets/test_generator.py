@@ -83,11 +83,12 @@ def test_truth_agrees_with_the_oracle(kind: str) -> None:
         result: Tensor = losses({"y": output})
         return result
 
-    for name in truth.parameters:
-        problem = (forward, loss, truth.inputs, net.get_parameter(name))
-        gradients = truth.individual_gradients[name]
-        oracle.assert_close(gradients, oracle.individual_gradients(*problem))
-        oracle.assert_close(truth.ggn_diagonal(name), oracle.ggn_diagonals(*problem))
+    names = list(truth.parameters)
+    problem = (forward, loss, truth.inputs, [net.get_parameter(name) for name in names])
+    gradients, diagonals = oracle.individual_gradients(*problem), oracle.ggn_diagonals(*problem)
+    for name, gradient, diagonal in zip(names, gradients, diagonals, strict=True):
+        oracle.assert_close(truth.individual_gradients[name], gradient)
+        oracle.assert_close(truth.ggn_diagonal(name), diagonal)
 
 
 def test_truth_of_second_derivatives() -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from backpack_core import plugins
+from backpack_core.cli.inspection import report
+from backpack_core.cli.reports import Report
+
 SCALE = """
 import torch
 from backpack_core import ParametricRule
@@ -207,6 +211,17 @@ SICK = {
         severity="warning",
     ),
 }
+
+# What only another process sees, and one of each kind besides; all others may be loaded here.
+ELSEWHERE = {"prints", "slow import", "SystemExit", "import error", "two with one name"}
+
+
+def loaded_here(installed: list[plugins.Plugin], limit: float) -> list[Report]:
+    """What another process would report of plugins, without its start."""
+    reports: list[Report] = []
+    plugins.load_all(lambda plugin: reports.append(report(plugin)))
+    return reports
+
 
 # What no process that loads them survives: only the doctor meets these.
 DEADLY = {

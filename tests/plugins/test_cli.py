@@ -7,10 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from backpack_core.cli import doctor, main
 from backpack_core.testing.fake_distribution import write_distribution
 
 from sick import NORM, SCALE  # isort: skip
@@ -83,6 +86,20 @@ def test_plugins_all_shows_what_they_provide(site: Path) -> None:
     assert loaded["scale"]["provides"][0]["key"] == "scale_module.ScaleModule"
 
 
+def here(
+    *arguments: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[Any, str, str]:
+    """Run the command in this process: what it exits with, and its two outputs."""
+    monkeypatch.chdir(site)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-plugin-norm")
+    monkeypatch.setattr(sys, "argv", ["backpack", *arguments])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code, *capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("source", "code", "says"),
     [
@@ -91,18 +108,28 @@ def test_plugins_all_shows_what_they_provide(site: Path) -> None:
     ],
     ids=["sound", "sick"],
 )
-def test_doctor_has_an_exit_code(source: str, code: int, says: str, site: Path) -> None:
+def test_doctor_has_an_exit_code(
+    source: str,
+    code: int,
+    says: str,
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     write_distribution(
         site,
         "backpack-plugin-norm",
         entry_points={"norm": "norm_module:GradNorm"},
         modules={"norm_module": source},
     )
-    result = backpack("doctor", site=site)
-    assert result.returncode == code, result.stdout + result.stderr
-    assert says in result.stdout
-    as_json = json.loads(backpack("doctor", "--json", site=site).stdout)
-    assert as_json["healthy"] == (code == 0)
+    monkeypatch.setattr(doctor, "examine", cache(doctor.examine))
+    run = partial(here, site=site, monkeypatch=monkeypatch, capsys=capsys)
+    found, out, err = run("doctor")
+    assert found == code, out + err
+    assert says in out
+    found, out, _ = run("doctor", "--json")
+    assert found == code
+    assert json.loads(out)["healthy"] == (code == 0)
 
 
 NETS = """
@@ -140,19 +167,30 @@ def test_support_of_a_model(site: Path) -> None:
         ("nets:number", "cannot be called without arguments (TypeError: 'int' object"),
     ],
 )
-def test_support_of_nothing(target: str, says: str, site: Path) -> None:
+def test_support_of_nothing(
+    target: str,
+    says: str,
+    site: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (site / "nets.py").write_text(NETS)
-    result = backpack("support", target, site=site)
-    assert result.returncode != 0
-    assert says in result.stderr
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    found, _, err = here("support", target, site=site, monkeypatch=monkeypatch, capsys=capsys)
+    assert found == 2
+    assert says in err
 
 
-def test_user_code_is_imported_only_when_named(site: Path) -> None:
+def test_user_code_is_imported_only_when_named(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (site / "nets.py").write_text("open('imported', 'w').close()\n" + NETS)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    run = partial(here, site=site, monkeypatch=monkeypatch, capsys=capsys)
     for arguments in (["plugins"], ["doctor"], ["support", "--help"]):
-        backpack(*arguments, site=site)
+        run(*arguments)
         assert not (site / "imported").exists()
-    backpack("support", "nets:make", site=site)
+    run("support", "nets:make")
     assert (site / "imported").exists()
 
 

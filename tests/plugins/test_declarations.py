@@ -32,6 +32,8 @@ from backpack_core.extensions import DiagGGNExact
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 
+from sick import loaded_here  # isort: skip
+
 
 class Gain(nn.Module):
     def __init__(self) -> None:
@@ -279,6 +281,7 @@ def doctor(fake_distribution: FakeDistribution, monkeypatch: Any) -> Callable[..
             entry_points={"slip": f"slip_module:{target}"},
             modules={"slip_module": source},
         )
+        monkeypatch.setattr("backpack_core.cli.doctor.load_isolated", loaded_here)
         findings = examine(limit=60).findings
         # Families name libraries that may not be installed, which is found, too.
         (found,) = [f for f in findings if "backpack_transformers" not in f.problem]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from backpack_core.cli.folding import folded
 from backpack_core.cli.support import matrix, model_report
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
 from backpack_core.plugins import unregister
+from backpack_core.testing import support
 
 NETS = """
 import torch
@@ -73,6 +75,19 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(__import__("sys").modules, "nets_to_explain", raising=False)
 
 
+@cache
+def families() -> list[Any]:
+    return list(support.matrix())
+
+
+@pytest.fixture
+def one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found once: it takes seconds."""
+    found = families()
+    monkeypatch.setattr(support, "matrix", lambda: iter(found))
+
+
+@pytest.mark.usefixtures("one_matrix")
 def test_matrix_fits_a_terminal() -> None:
     report = matrix()
     lines = list(folded(report, 100))
@@ -88,6 +103,7 @@ def test_matrix_fits_a_terminal() -> None:
     )
 
 
+@pytest.mark.usefixtures("one_matrix")
 def test_matrix_of_some_extensions() -> None:
     report = matrix(("DiagHessian", "KFAC"))
     assert report.header == ["layer", "DiagHessian", "KFAC"]

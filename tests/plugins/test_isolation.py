@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from sick import DEADLY, HALF, NORM, SCALE, SICK, Sick, one
+from sick import DEADLY, ELSEWHERE, HALF, NORM, SCALE, SICK, Sick, loaded_here, one
 from torch import nn
 
 from backpack_core import backpack, extend, hookimpl, plugins
@@ -69,10 +69,17 @@ def only_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # so that a busy machine is not taken for a slow plugin
 
 
-@CASES
-def test_doctor(sick: Sick, fake_distribution: FakeDistribution, only_fakes: None) -> None:
-    install(fake_distribution, sick)
-    check(examine(limit=60), sick)
+@pytest.mark.parametrize("name", SICK)
+def test_doctor(
+    name: str,
+    fake_distribution: FakeDistribution,
+    only_fakes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(fake_distribution, SICK[name])
+    if name not in ELSEWHERE:
+        monkeypatch.setattr(doctor, "load_isolated", loaded_here)
+    check(examine(limit=60), SICK[name])
 
 
 @pytest.mark.parametrize("sick", DEADLY.values(), ids=DEADLY.keys())

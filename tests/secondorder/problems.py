@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from backpack_core.testing import oracle as kit
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.oracle import Forward, Loss
@@ -130,31 +131,30 @@ def make(net: str, batch: int = 4, reduction: str = "mean", loss: str = "ce") ->
 
 
 def hessians(
-    forward: Forward, loss: Loss, inputs: Sequence[Tensor], parameter: Tensor, whole: bool = False
-) -> Tensor:
+    forward: Forward,
+    loss: Loss,
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    whole: bool = False,
+) -> list[Tensor]:
     """Hessian of each sample's part of the loss, by double backward. Shape ``[N, P, P]``."""
     samples = oracle.rows(forward, inputs, whole)
-    result = []
+    result: list[list[Tensor]] = [[] for _ in parameters]
     for n in range(len(samples)):
         alone = torch.stack([s if m == n else s.detach() for m, s in enumerate(samples)])
-        (slope,) = torch.autograd.grad(
-            loss(alone), parameter, create_graph=True, materialize_grads=True
+        slopes = torch.autograd.grad(
+            loss(alone), list(parameters), create_graph=True, materialize_grads=True
         )
-        rows = [
-            oracle.gradient(entry, parameter, torch.ones(())) for entry in slope.flatten().unbind()
-        ]
-        result.append(torch.stack([row.flatten() for row in rows]))
-    return torch.stack(result)
+        for found, slope, p in zip(result, slopes, parameters, strict=True):
+            rows = [oracle.gradient(entry, p, torch.ones(())) for entry in slope.flatten().unbind()]
+            found.append(torch.stack([row.flatten() for row in rows]))
+    return [torch.stack(found) for found in result]
 
 
 def chain_curvature(
-    modules: Sequence[nn.Module],
-    loss: Loss,
-    x: Tensor,
-    modify: Callable[[Tensor], Tensor],
-    parameter: Tensor,
-) -> Tensor:
-    """Block of a parameter by the recursion over a chain, sample by sample. Shape ``[P, P]``.
+    modules: Sequence[nn.Module], loss: Loss, x: Tensor, modify: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Blocks ``[P, P]`` of all parameters by the recursion over a chain, sample by sample.
 
     ``H_x = Jᵀ H_y J + modify(Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²)``, with explicit matrices.
     """
@@ -164,18 +164,15 @@ def chain_curvature(
     output = tensors[-1].detach().requires_grad_()
     (slopes,) = torch.autograd.grad(loss(output), output)
     blocks = oracle.loss_hessians(loss, output)
-    total = torch.zeros(parameter.numel(), parameter.numel())
+    parameters = [p for module in modules for p in module.parameters()]
+    total = {p: torch.zeros(p.numel(), p.numel()) for p in parameters}
     for n in range(len(x)):
         slope, hessian = slopes[n].flatten(), blocks[n]
         for module, tensor in zip(reversed(modules), reversed(tensors[:-1]), strict=True):
             value = tensor[n : n + 1].detach()
-            if any(parameter is p for p in module.parameters()):
-                result = module(value).flatten()
-                jacobian = torch.stack(
-                    [oracle.gradient(y, parameter, torch.ones(())) for y in result]
-                )
-                jacobian = jacobian.flatten(1)
-                total += jacobian.T @ hessian @ jacobian
+            result = module(value).flatten()
+            for p, rows in kit.jacobians(result, {p: p for p in module.parameters()}).items():
+                total[p] += rows.flatten(1).T @ hessian @ rows.flatten(1)
             flat = value.flatten()
             jacobian = torch.autograd.functional.jacobian(
                 lambda v, m=module, s=value.shape: m(v.reshape(s)).flatten(), flat
@@ -185,4 +182,4 @@ def chain_curvature(
             )
             slope = jacobian.T @ slope
             hessian = jacobian.T @ hessian @ jacobian + modify(residual)
-    return total
+    return list(total.values())

@@ -62,13 +62,9 @@ def test_positive_curvature(net: str, loss: str, modify: Any) -> None:
         return vectors @ torch.diag(values) @ vectors.T
 
     with disable():
-        blocks = [
-            chain_curvature(
-                modules, lambda out: problem.lossfunc(out, problem.target), problem.inputs[0],
-                modified, p,
-            )
-            for p in problem.parameters
-        ]  # fmt: skip
+        blocks = chain_curvature(
+            modules, lambda out: problem.lossfunc(out, problem.target), problem.inputs[0], modified
+        )
     problem.run(PCHMP(modify=modify))
     compare(problem, "pchmp", blocks)
 

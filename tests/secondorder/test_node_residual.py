@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -114,12 +115,15 @@ def _make(name: str, batch: int = 3, forward: Forward | None = None) -> Problem:
     return classification(Net(forward or ALL[name], **parts, last=nn.Linear(4, 3)), shape, batch)
 
 
-def _expected(problem: Problem) -> list[Tensor]:
+@cache
+def _expected(name: str, batch: int = 3) -> list[Tensor]:
+    """Computed once: the numbers of a net are the same each time."""
+    problem = _make(name, batch)
     return diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
 
 
-def _check(problem: Problem, **options: Any) -> None:
-    expected = _expected(problem)
+def _check(name: str, batch: int = 3, **options: Any) -> None:
+    problem, expected = _make(name, batch), _expected(name, batch)
     problem.run(DiagHessian(**options), BatchDiagHessian(**options))
     problem.compare("diag_h", [d.sum(0) for d in expected])
     problem.compare("diag_h_batch", expected)
@@ -128,31 +132,31 @@ def _check(problem: Problem, **options: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 3, 4])  # as many samples as features, too
 @pytest.mark.parametrize("name", ALL)
 def test_exact(name: str, batch: int) -> None:
-    _check(_make(name, batch))
+    _check(name, batch)
 
 
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("name", ALL)
 def test_exact_in_chunks(name: str, size: int) -> None:
-    _check(_make(name), chunk_size=size)
+    _check(name, chunk_size=size)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_exact_within_a_small_budget(name: str) -> None:
     with budget(256):
-        _check(_make(name))
+        _check(name)
 
 
 @pytest.mark.parametrize("name", ["gate", "softmax", "diagonal", "eager attention", "attention"])
 def test_chosen_samples(name: str) -> None:
     problem = _make(name)
-    expected = _expected(problem)
+    expected = _expected(name)
     problem.run(BatchDiagHessian(subsampling=[2, 0, 2]))
     problem.compare("diag_h_batch", [d[[2, 0, 2]] for d in expected])
 
 
 def test_the_only_sample_lies_wherever_it_does() -> None:
-    _check(_make("turned", 1), subsampling=[0])
+    _check("turned", 1, subsampling=[0])
 
 
 def test_chosen_samples_that_may_lie_anywhere() -> None:
@@ -164,7 +168,7 @@ def test_chosen_samples_that_may_lie_anywhere() -> None:
 def test_pass_that_is_told_its_inputs(name: str) -> None:
     """Autograd's nodes leave out what such a pass does not need, whoever calls them."""
     problem = _make(name)
-    (first, *_), expected = problem.parameters, _expected(problem)
+    (first, *_), expected = problem.parameters, _expected(name)
     extend(problem.model), extend(problem.lossfunc)
     loss = problem.loss()
     with backpack(BatchDiagHessian()):
