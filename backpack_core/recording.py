@@ -152,7 +152,7 @@ def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
     """The forward hook of what was extended as a whole."""
     owner = _owner_of_model(module)
     if owner is not None:
-        owner.end()
+        owner.end(iter_tensors(result))
 
 
 def _owner_of_model(module: Module) -> Owner | None:

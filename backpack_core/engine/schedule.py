@@ -120,12 +120,16 @@ class Schedule(ABC):
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
 
     def _leads_to_readers(self, start: Node, keeps_apart: bool) -> bool:
-        """Whether a call, or a parameter that is read by itself, lies at a node or behind it."""
+        """Whether a call, or a parameter that is read by itself, lies at a node or behind it.
+
+        What does not keep apart goes as far as samples are.
+        """
         known, todo = self._is_read[keeps_apart], [start]
-        leaves = self.survey.alignment.leaves
+        leaves, starts = self.survey.alignment.leaves, self.survey.alignment.starts
         if len(leaves) != self._leaves:  # a later walk found more
             self._leaves = len(leaves)
             self._is_read[True].update((leaf, True) for leaf, _ in leaves)
+            self._is_read[False].update(dict.fromkeys(starts, True))
         while todo:
             node = todo[-1]
             if node not in known:

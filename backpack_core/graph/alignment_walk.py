@@ -55,6 +55,7 @@ class Walk:
         for root in starts:
             root.positions = int(root.length == self._survey.batch_size)
             root.is_before |= not root.positions
+            root.is_outer = not (root.site or root.is_returned)
         tensors = consumers_first(starts, self._tensors.further)
         for tensor in tensors:
             for below, position in tensor.ways:
@@ -78,6 +79,7 @@ class Walk:
     def _derive(self, way: Way) -> None:
         """How many entries of axis 0 each sample has at an operand, as this way tells."""
         above, below, _ = way
+        below.is_outer |= above.is_outer and not (below.site or below.is_returned)
         if below.is_settled():
             return
         if not self._survey.batch_size:  # of no sample, every entry is
@@ -176,6 +178,8 @@ class Walk:
         is_repeated = has_samples and operation in {"Expand", "Repeat"}
         if way.is_broadcast and (is_repeated or operation in nodes.ELEMENTWISE):
             return True
+        if above.is_outer and below.is_returned:
+            return False
         if not (above.is_call or above.is_before) and of_constants(below.node):
             is_picked = operation in nodes.GATHERS and self._origins.has_own_rows(below.node)
             if not has_samples or is_picked or way.is_beside():

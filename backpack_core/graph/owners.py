@@ -7,6 +7,7 @@ saved index knows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from backpack_core.graph import nodes
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.bridge import push
 from backpack_core.graph.of_weights import Origins
+from backpack_core.graph.parameters import beside_pass
 from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge
@@ -211,6 +213,7 @@ def _picked(node: Node, number: int) -> Tensor | None:
         index: Tensor = saved._saved_index
         return None if saved._saved_dim else index
     ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
-    reached = push(node, {number: ones})[0].unsqueeze(-1).flatten(2).any(2)  # [1, length]
-    picked = reached[0].nonzero().flatten()  # in order
+    behind = [child for child, _ in node.next_functions if child is not None]
+    (sent,) = beside_pass(partial(push, node, {number: ones}), behind, ones.device).values()
+    picked = sent[0].unsqueeze(-1).flatten(1).any(1).nonzero().flatten()  # in order
     return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked

@@ -16,6 +16,7 @@ from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Edge
+from backpack_core.record.owner import is_returned
 
 
 class Known:
@@ -27,6 +28,7 @@ class Known:
         site: The call that is recorded there.
         is_call: Whether that is stepped over, and not gone through by nodes.
         is_loss: Whether it is that of a loss.
+        is_returned: Whether it is what a model returned, with samples in front.
         axis: Where an output of a call has its samples: states have them elsewhere than on axis 0.
         operation: The operation; empty where a call is stepped over, or nothing is known.
         shape: The shape.
@@ -35,6 +37,7 @@ class Known:
             ``node.next_functions``, or among the inputs.
         positions: How many entries of axis 0 each sample has; zero where there are no samples.
         owned: Which they are, ``[N, R]``, where they are in no order.
+        is_outer: Functions alone lead from it to what ``backward()`` is called on.
         is_before: Nobody has said yet where samples are: behind it, the loss becomes a number.
         is_picked: Entries of axis 0 are handed out further on, in any order.
         is_sorted: Samples are, by an index.
@@ -44,9 +47,19 @@ class Known:
     """
 
     __slots__ = (
-        *("node", "place", "site", "is_call", "is_loss", "axis", "operation", "shape", "length"),
-        *("ways", "positions", "owned", "is_before", "is_picked", "is_sorted", "is_guessed"),
-        *("is_dropped", "is_apart"),
+        *("node", "place", "site", "is_call", "is_loss", "is_returned", "axis", "operation"),
+        *(
+            "shape",
+            "length",
+            "ways",
+            "positions",
+            "owned",
+            "is_outer",
+            "is_before",
+            "is_picked",
+            "is_sorted",
+        ),
+        *("is_guessed", "is_dropped", "is_apart"),
     )
 
     def __init__(self, place: Place, survey: Survey) -> None:
@@ -57,6 +70,7 @@ class Known:
         self.is_call = site is not None and site.call not in survey.opened
         self.is_loss = site is not None and site.call.rule.is_loss
         self.axis = 0 if site is None else survey.axes.get((site.call, site.index), 0)
+        self.is_returned = is_returned(node, number)
         self.operation = "" if self.is_call else nodes.operation_of(node)
         self.shape = shape = nodes.lengths_of(node, number)
         self.length = shape[0] if shape else None
@@ -64,7 +78,8 @@ class Known:
         found = survey.alignment  # of what was walked before, if any was
         self.positions, self.owned = found.positions.get(place, 0), found.owned.get(place)
         self.is_before, self.is_apart = place in found.before, place in found.apart
-        self.is_picked = self.is_sorted = self.is_guessed = self.is_dropped = False
+        self.is_outer = self.is_picked = self.is_sorted = False
+        self.is_guessed = self.is_dropped = False
 
     def is_settled(self) -> bool:
         """Whether it is known which entries of axis 0 each sample has."""
@@ -104,7 +119,7 @@ class Way(NamedTuple):
         """Whether the result may have its samples from another operand, as far as is known."""
         if self.above.operation == "Stack" or self.keeps_rows:
             return False
-        return self.is_broadcast or self.position > 0
+        return self.is_broadcast or len(self.above.node.next_functions) > 1
 
     def is_handed_out(self, samples: int) -> bool:
         """Whether entries of axis 0 are, as tokens to experts, however many they are.

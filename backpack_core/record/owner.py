@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import has_memory, hold_address, memory_of, running_calls
+from backpack_core._torch import Node, has_memory, hold_address, memory_of, running_calls
 from backpack_core.errors import UsageError
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
@@ -94,6 +94,7 @@ NO_RUN: Final[Run] = Run((), {}, False, [])
 NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
 # The runs of extended models by thread, outermost first.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
+_RETURNED: Final = "backpack_returned"
 _models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 
 
@@ -108,6 +109,12 @@ def _still_running() -> list[tuple[Owner, Run]]:
 def model_runs() -> bool:
     """Whether an extended model runs on this thread, and is recorded."""
     return any(run is not NO_RUN for _, run in _still_running())
+
+
+def is_returned(node: Node, number: int) -> bool:
+    """Whether a tensor is what an extended model made of what came from outside."""
+    noted: Any = node.metadata
+    return number in noted.get(_RETURNED, ())
 
 
 class Owner:
@@ -153,13 +160,22 @@ class Owner:
             run = Run(tuple(sizes), strides, is_distributed, [], is_inner, rows)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
-    def end(self) -> None:
-        """Note that the run has ended, or was left by an exception."""
+    def end(self, results: Iterable[Tensor] = ()) -> None:
+        """Note that the run has ended, or was left by an exception.
+
+        Args:
+            results: What the model returned.
+        """
         thread = get_ident()
         known = _running.get(thread, [])
         places = [i for i, (owner, _) in enumerate(known) if owner is self]
         if places:
+            run = known[places[-1]][1]
             del known[places[-1] :]
+            for tensor in results if run.sizes and not (run.is_inner or self.axes) else ():
+                node: Any = tensor.grad_fn
+                if node is not None:
+                    node.metadata.setdefault(_RETURNED, set()).add(tensor.output_nr)
         if not known:
             _running.pop(thread, None)
 

@@ -14,6 +14,7 @@ from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, U
 from backpack_core.extensions import GGNMP, KFRA, BatchDiagGGNExact, BatchGrad
 from backpack_core.testing import oracle as kit
 from tests import oracle
+from tests.cases import Net
 
 D, C = 3, 2
 INNER: dict[str, Callable[[], nn.Module]] = {
@@ -103,6 +104,49 @@ def test_samples_that_mix(extension: Any, steps: int, samples: int) -> None:
 def test_without_the_declaration_one_sample_is_many() -> None:
     with pytest.raises(BackpackError):
         run(extend(SequenceFirst("gru")), *data(4, 1), BatchGrad())
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
+@pytest.mark.parametrize("inner", ["linear", "tanh"])
+def test_a_view_of_the_input_shows_that_another_axis_is_in_front(
+    inner: str, extension: Any
+) -> None:
+    """As many steps as samples, and nothing is declared: the model turns its input, and back."""
+    middle = nn.Linear(D, D) if inner == "linear" else nn.Tanh()
+    parts = {"first": nn.Linear(D, D), "middle": middle, "last": nn.Linear(D, C)}
+    model = extend(
+        Net(
+            lambda net, x: net.last(net.middle(net.first(x.transpose(0, 1)))).transpose(0, 1),
+            **parts,
+        )
+    )
+    x, lossfunc = torch.randn(4, 4, D), extend(nn.MSELoss(reduction="sum"))
+    with backpack(extension()):
+        lossfunc(model(x), torch.zeros(4, 4, C)).backward()
+    found = [getattr(p, extension().savefield) for p in model.parameters()]
+    for n, sample in enumerate(x):
+        with backpack(extension()):
+            lossfunc(model(sample[None]), torch.zeros(1, 4, C)).backward()
+        for all_samples, p in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(all_samples[n], getattr(p, extension().savefield)[0])
+
+
+def test_an_average_needs_samples_in_front_of_a_view() -> None:
+    model = extend(Net(lambda net, x: net.last(x.transpose(0, 1)).mean(0), last=nn.Linear(D, C)))
+    with pytest.raises(ShapeError, match="another axis in front"):
+        run(model, torch.randn(4, 4, D), torch.zeros(4, dtype=torch.long), KFRA())
+
+
+def test_a_function_as_loss_of_a_model_that_turns_its_input() -> None:
+    parts = {"first": nn.Linear(D, D), "last": nn.Linear(D, C)}
+    turned = Net(lambda net, x: net.last(net.first(x.transpose(0, 1))).transpose(0, 1), **parts)
+    model, x = extend(turned), torch.randn(4, 4, D)
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    for n, sample in enumerate(x):
+        expected = torch.autograd.grad(model(sample[None]).square().sum(), [*model.parameters()])
+        for p, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad_batch[n], gradient)
 
 
 def test_a_loss_of_steps_and_samples_merged() -> None:

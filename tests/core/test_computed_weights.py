@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Net, classification
@@ -126,6 +128,7 @@ USED: dict[str, tuple[int, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
     "picked": (2, lambda x, p, mask: x + p[[2, 0, 2]]),
     "bag": (2, lambda x, p, mask: x + F.embedding_bag(torch.tensor([[2, 0]] * 3), p)),
     "centres": (2, lambda x, p, mask: torch.cdist(x, p)),
+    "solved": (2, lambda x, p, mask: torch.linalg.solve(p, x, left=False)),
 }
 
 
@@ -146,3 +149,12 @@ def test_whatever_uses_it(used: str, made: str) -> None:
     problem.compare("grad_batch", problem.expected(oracle.individual_gradients))
     diagonals = problem.expected(oracle.ggn_diagonals)
     problem.compare("diag_ggn_exact", [d.sum(0) for d in diagonals])
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_rows_of_a_parameter_that_meet_before_each_meets_a_sample() -> None:
+    """They are taken for rows of samples, and no call is behind that would tell."""
+    net = Net(lambda net, x: x * torch.linalg.inv(2 * net.p), p=nn.Parameter(torch.randn(C, C)))
+    model = extend(net)
+    with backpack(BatchGrad()), pytest.raises(SampleMixingError, match="Inv"):
+        model(torch.randn(C, C)).square().sum().backward()

@@ -248,3 +248,39 @@ def test_an_axis_that_is_gone_is_no_axis_of_samples_before_a_function(
     loss = extend(nn.MSELoss(reduction="sum"))
     with backpack(BatchGrad(), check=check), pytest.raises(SampleMixingError, match="depends on"):
         loss(model(torch.randn(3, 3, 2)), torch.randn(3, 4)).backward()
+
+
+def _turned_inside() -> Net:
+    inner = Net(lambda net, x: torch.tanh(x * net.gain), gain=nn.Parameter(torch.randn(3)))
+    return Net(
+        lambda net, x: (net.inner(x.transpose(0, 1)) + net.shift).transpose(0, 1),
+        inner=inner,
+        shift=nn.Parameter(torch.randn(3)),
+    )
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_what_the_last_module_returns_has_samples_in_front() -> None:
+    """One inside of it may have them elsewhere."""
+    model, x = extend(_turned_inside()), torch.randn(3, 3, 3)
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    for n, sample in enumerate(x):
+        expected = torch.autograd.grad(model(sample[None]).square().sum(), [*model.parameters()])
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad_batch[n], gradient)
+
+
+SUMS = {
+    "turned": lambda z: z.transpose(0, 1).square().sum(1).sqrt().sum(),
+    "in parts": lambda z: torch.cat([z[0, :1], z[1, :2], z[2]]).square().mean(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("name", SUMS)
+def test_what_a_function_makes_of_the_last_output_has_other_rows(name: str) -> None:
+    """As many as there are samples, or twice as many; no module behind says where samples are."""
+    model = Net(lambda net, x: torch.tanh(x @ net.weight), weight=nn.Parameter(torch.randn(3, 3)))
+    with backpack(BatchGrad()), pytest.raises(SampleMixingError):
+        SUMS[name](extend(model)(torch.randn(3, 3))).backward()

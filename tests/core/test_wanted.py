@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning, ShapeError, UnsupportedError
 from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian, SumGradSquared
 from tests import oracle
@@ -113,3 +114,17 @@ def test_a_parameter_that_a_layer_was_given_as_an_argument(rows: int) -> None:
     model = Net(lambda net, x: net.c(net.a(x) + net.squash(net.table)), table=table, **parts)
     with pytest.raises((UnsupportedError, ShapeError)):
         classification(model, (3,), batch=5).run(KFRA())
+
+
+@pytest.mark.parametrize("gradient", ["autograd", "none", "skipped"])
+def test_entries_that_were_picked_where_the_pass_does_not_go(gradient: Any) -> None:
+    """The gates of a recurrent layer of one step are picked from one tensor."""
+    cell, head = nn.GRU(3, 2, batch_first=True), nn.Linear(2, 2)
+    net = Net(lambda net, x: net.head(net.cell(x)[0]), cell=cell, head=head)
+    model, x = extend(net), torch.rand(4, 1, 3)
+    with backpack(BatchGrad(), gradient=gradient):
+        model(x).square().sum().backward()
+    for n, sample in enumerate(x):
+        own = torch.autograd.grad(model(sample[None]).square().sum(), list(model.parameters()))
+        for parameter, expected in zip(model.parameters(), own, strict=True):
+            torch.testing.assert_close(parameter.grad_batch[n], expected)
