@@ -48,18 +48,8 @@ class Known:
 
     __slots__ = (
         *("node", "place", "site", "is_call", "is_loss", "is_returned", "axis", "operation"),
-        *(
-            "shape",
-            "length",
-            "ways",
-            "positions",
-            "owned",
-            "is_outer",
-            "is_before",
-            "is_picked",
-            "is_sorted",
-        ),
-        *("is_guessed", "is_dropped", "is_apart"),
+        *("shape", "length", "ways", "positions", "owned", "is_outer", "is_before", "is_picked"),
+        *("is_sorted", "is_guessed", "is_dropped", "is_apart"),
     )
 
     def __init__(self, place: Place, survey: Survey) -> None:
