@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backpack_core import _torch
 from backpack_core._torch import Node
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.graph import nodes
@@ -60,8 +61,8 @@ class Schedule(ABC):
         self._at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
         self._started: set[Node] = set()
         self.hooks: list[Any] = []  # from before autograd began
-        self._is_read: dict[bool, dict[Node, bool]] = {True: {}, False: {}}  # by keeps_apart
-        self._leaves = 0
+        # For those that keep samples apart, and for what is measured; with the number of leaves.
+        self._is_read: dict[tuple[bool, bool], tuple[dict[Node, bool], int]] = {}
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
@@ -108,7 +109,7 @@ class Schedule(ABC):
                     _add(merge, before.wide, wide), _add(merge, before.own, own)
                 )
             return
-        if not self._leads_to_readers(edge.node, propagator.keeps_apart):
+        if not self._leads_to_readers(edge.node, propagator):
             return
         if own is not None:
             widened = propagator.widen(own, self.survey.batch_size)
@@ -119,17 +120,20 @@ class Schedule(ABC):
         waiting = self._at_nodes[edge.node].setdefault(lane, {})
         waiting[edge.output_nr] = _add(propagator.merge, waiting.get(edge.output_nr), wide)
 
-    def _leads_to_readers(self, start: Node, keeps_apart: bool) -> bool:
+    def _leads_to_readers(self, start: Node, propagator: Propagator) -> bool:
         """Whether a call, or a parameter that is read by itself, lies at a node or behind it.
 
-        What does not keep apart goes as far as samples are.
+        What is measured goes as far as samples are.
         """
-        known, todo = self._is_read[keeps_apart], [start]
-        leaves, starts = self.survey.alignment.leaves, self.survey.alignment.starts
-        if len(leaves) != self._leaves:  # a later walk found more
-            self._leaves = len(leaves)
-            self._is_read[True].update((leaf, True) for leaf, _ in leaves)
-            self._is_read[False].update(dict.fromkeys(starts, True))
+        alignment, todo = self.survey.alignment, [start]
+        key = propagator.keeps_apart, propagator.starts_everywhere
+        known, leaves = self._is_read.get(key, ({}, 0))
+        if len(alignment.leaves) != leaves:  # a later walk found more
+            if key[0]:
+                known.update((leaf, True) for leaf, _ in alignment.leaves)
+            elif key[1]:
+                known.update(dict.fromkeys(alignment.starts, True))
+        self._is_read[key] = known, len(alignment.leaves)
         while todo:
             node = todo[-1]
             if node not in known:

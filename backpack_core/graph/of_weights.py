@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, is_noted
+from backpack_core.record.owner import is_parameter
 
 # The four senses, as bits of one number.
 _WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS = 1, 2, 4, 8
@@ -76,7 +76,7 @@ class Origins:
         if calls:  # that are stepped over
             behind = [e.node for call in calls for e in call.edges if e is not None]
             given = [tensor for call in calls for tensor in given_to(call)]
-            is_known = all(isinstance(t, Parameter) for t in given)
+            is_known = all(map(is_parameter, given))
             return _ALL if is_known and (
                 behind or any(t.requires_grad for t in given)
             ) else 0, behind
@@ -94,7 +94,7 @@ class Origins:
 
     def _is_weight(self, leaf: Node) -> bool:
         tensor = leaf.variable  # type: ignore[attr-defined]
-        return id(tensor) in self._survey.uses or isinstance(tensor, Parameter)
+        return id(tensor) in self._survey.uses or is_parameter(tensor)
 
 
 def given_to(call: Call) -> list[Tensor]:
@@ -106,4 +106,4 @@ def given_to(call: Call) -> list[Tensor]:
 
 def has_parameters_given(call: Call) -> bool:
     """Whether a call received parameters that want a gradient as arguments."""
-    return any(isinstance(tensor, Parameter) and tensor.requires_grad for tensor in given_to(call))
+    return any(is_parameter(tensor) and tensor.requires_grad for tensor in given_to(call))

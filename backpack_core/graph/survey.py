@@ -7,6 +7,7 @@ bare functional call as well; calls that disagree about the batch; an operation 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
-from backpack_core.record.owner import owned_by_models
+from backpack_core.record.owner import owned_by_models, results_handed_over
 from backpack_core.record.view import View
 
 Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
@@ -73,6 +74,7 @@ class Survey:
         freed: Parameters of calls that are looked at where operations use them.
         outside: What is used outside of the calls that own it, by ``id``.
         given: Parameters that are results of a computation, of calls that are gone through.
+        handed: Those of all models, as ``functional_call`` hands them over.
         opened: Calls that are gone through node by node, by their rule or in spite of it.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
@@ -106,7 +108,8 @@ class Survey:
     opened: set[Call] = field(default_factory=set)
     freed: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
-    given: dict[Call, dict[tuple[Node, int], Tensor]] = field(default_factory=dict)
+    given: dict[Call, Mapping[tuple[Node, int], Tensor]] = field(default_factory=dict)
+    handed: dict[tuple[Node, int], Tensor] = field(default_factory=results_handed_over)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unusual: list[Site] = field(default_factory=list)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)

@@ -6,10 +6,10 @@ of others a walk knows the calls that it is in, innermost first: a *region*.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
@@ -17,6 +17,7 @@ from backpack_core.graph.batch import batch_of, declared_axis, is_turned, other_
 from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
+from backpack_core.record.owner import is_parameter
 from backpack_core.record.view import View
 
 _Steps = list[tuple[Edge, Region]]
@@ -45,7 +46,7 @@ def _open(survey: Survey, site: Site, region: Region) -> _Steps:
     call = site.call
     survey.opened.add(call)
     survey.disown(call)
-    survey.given[call] = _computed(call)
+    survey.given[call] = ChainMap(_computed(call), survey.handed)
     return [(site.below, (call, *region))]
 
 
@@ -95,12 +96,14 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     # A rule may leave out a parameter, a call does not own one that it was given as an argument,
     # and where nothing was received, nothing says which samples there are.
     is_left = call in survey.freed or not call.edges
-    is_given = has_parameters_given(call) and not call.rule.is_loss
+    is_given = has_parameters_given(call) or any(
+        e is not None and e[:2] in survey.handed for e in call.edges
+    )
     if call.rule.transparent:  # it may be asked for parameters all the same
         survey.opened.add(call)
-        survey.given[call] = _computed(call)
+        survey.given[call] = ChainMap(_computed(call), survey.handed)
         return [(site.below, (call, *region))]
-    if call.is_rewired or is_left or is_given:
+    if call.is_rewired or is_left or (is_given and not call.rule.is_loss):
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
@@ -150,7 +153,7 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
         if nodes.is_leaf(edge.node):
             _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
             continue
-        given = survey.given[region[0]].get(edge[:2]) if region else None
+        given = (survey.given[region[0]] if region else survey.handed).get(edge[:2])
         if given is not None:
             _note_leaf(survey, given, node, position, region)
             continue
@@ -174,7 +177,7 @@ def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: 
     else:
         survey.outside.add(id(leaf))
     use = survey.uses.get(id(leaf))
-    if isinstance(leaf, Parameter) if use is None else use.is_wanted:
+    if is_parameter(leaf) if use is None else use.is_wanted:
         survey.note_bare(node, position, leaf)
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack_core import _torch
 from backpack_core._torch import Node, has_memory, hold_address, memory_of, running_calls
@@ -96,6 +97,8 @@ NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 _RETURNED: Final = "backpack_returned"
 _models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+# Tensors that stood in the place of parameters, by ``id``, with the module that had each.
+_handed: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
 
 
 def _still_running() -> list[tuple[Owner, Run]]:
@@ -124,11 +127,12 @@ class Owner:
         axes: The declared axis of the samples by path of a part, which holds for all inside of it.
     """
 
-    __slots__ = ("__weakref__", "_module", "axes")
+    __slots__ = ("__weakref__", "_module", "_parts", "axes")
 
     def __init__(self, module: Module | None, axes: Mapping[str, int] | None = None) -> None:
         self.axes = axes or {}
         self._module = None if module is None else weakref.ref(module)
+        self._parts: list[weakref.ref[Module]] = []  # that own parameters
         if module is not None:
             _models[id(module)] = module
 
@@ -154,11 +158,29 @@ class Owner:
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
                 )
+            self._note_handed()
             is_inner = all(tensor.grad_fn is not None for tensor in tensors)
             rows = rows_of(tensors[0]) if tensors and not axis else None
             is_distributed = _torch.is_distributed(self.module)
             run = Run(tuple(sizes), strides, is_distributed, [], is_inner, rows)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
+
+    def _note_handed(self) -> None:
+        """Note what stands in the place of parameters, as ``functional_call`` puts it there.
+
+        A part that is never called says nothing of it: a list of parameters, a tied weight.
+        """
+        if not self._parts and self.module is not None:
+            parts = (module for module in self.module.modules() if module._parameters)
+            self._parts = [*map(weakref.ref, parts)]
+        for reference in self._parts:
+            part = reference()
+            own: Mapping[str, Tensor | None] = {} if part is None else part._parameters
+            for name, tensor in own.items():
+                if tensor is not None and not isinstance(tensor, Parameter):
+                    key = id(tensor)
+                    forget = partial(_forget, key)
+                    _handed[key] = weakref.ref(tensor, forget), reference, name
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
         """Note that the run has ended, or was left by an exception.
@@ -221,6 +243,22 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
     return list({id(model): model for model in map(owner_of, by_owner.values())}.values())
 
 
+def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
+    if key in _handed and _handed[key][0] is reference:
+        del _handed[key]
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or stood in the place of one when a model ran."""
+    return isinstance(tensor, Parameter) or id(tensor) in _handed
+
+
+def results_handed_over() -> dict[tuple[Node, int], Tensor]:
+    """Results of a computation that stood in the place of parameters, by the output of a node."""
+    handed = (reference() for reference, *_ in [*_handed.values()])
+    return {(t.grad_fn, t.output_nr): t for t in handed if t is not None and t.grad_fn is not None}
+
+
 def owned_by_models() -> dict[int, tuple[Module, str]]:
     """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
 
@@ -230,7 +268,8 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
     living = (reference() for reference in _models.valuerefs())
     models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
     modules = (module for model in models for module in model.modules())
-    return {
+    handed = [(key, part(), name) for key, (_, part, name) in [*_handed.items()]]
+    return {key: (part, name) for key, part, name in handed if part is not None} | {
         id(own): (module, name)
         for module in modules
         for name, own in module._parameters.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +76,33 @@ def test_functional_call(name: str, made: str, kind: str) -> None:
     make, shape, _ = REPLACED[name]
     problem = classification(make(), shape)
     compare_call(problem, fast_weights(problem.model, made), kind)
+
+
+def _with_a_list(net: Net, x: Tensor) -> Tensor:
+    h = net.first(x) * net.gains[0] + net.gains[1]  # type: ignore[operator, index]
+    return net.last(torch.tanh(F.linear(h, net.unused.weight)))  # type: ignore[operator, union-attr]
+
+
+def _as_argument(net: Net, x: Tensor) -> Tensor:
+    h = net.first(x) @ net.unused(net.table)  # type: ignore[operator]
+    return net.last(torch.tanh(h)) * net.gains[0].sum()  # type: ignore[operator, index]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("made", ["leaves", "results"])
+@pytest.mark.parametrize("forward", [_with_a_list, _as_argument])
+def test_parameters_of_parts_that_are_never_called(forward: Any, made: str, kind: str) -> None:
+    """Of a list, of a module whose weight is used, or given to a module as an argument."""
+    model = Net(forward, first=nn.Linear(3, 4), last=nn.Linear(4, 3))
+    model.gains = nn.ParameterList([torch.randn(4), torch.randn(4)])
+    model.unused, model.table = nn.Linear(4, 4, bias=False), nn.Parameter(torch.randn(4, 4))
+    if forward is _with_a_list:
+        del model.table
+    problem = classification(model, (3,))
+    tensors = fast_weights(problem.model, made)
+    if forward is _as_argument:
+        tensors["gains.1"].detach_()
+    compare_call(problem, tensors, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
