@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.discovery import choose
 from backpack_core.plugins.registry import registry
 
 Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
@@ -64,9 +63,7 @@ def group(
     for extension in extensions:
         if isinstance(extension, GraphExtension):
             continue
-        name = type(extension.propagator).__name__
-        if claims := registry.propagators.get(name):
-            choose(claims, name, "propagator")
+        registry.refuse_rivals(type(extension.propagator))
         alone = bool(extension.carriers) or registry.has_overrides(type(extension))
         key = (extension.propagator, id(extension) if alone else None)
         known = groups.get(key, Group(extension.propagator, has_overrides=alone, watch=watch))

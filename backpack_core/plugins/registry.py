@@ -143,6 +143,11 @@ class Registry:
                 return choose(claims, name, "pair override").value
         return None
 
+    def refuse_rivals(self, kind: type[Propagator]) -> None:
+        """Raise if several plugins provide a propagator of this name, and none is preferred."""
+        if claims := self.propagators.get(kind.__name__):
+            choose(claims, kind.__name__, "propagator")
+
     def saves_under(self, kind: type[Extension]) -> Claim[type[Extension]] | None:
         """Another extension with the same save field that is not related by inheritance."""
         for claim in (c for claims in self.extensions.values() for c in claims):

@@ -42,6 +42,27 @@ class Beside(nn.Module):
         return torch.cat([self.first(x), torch.tanh(self.second(x))], 1)
 
 
+class Times(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(2, width))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight[:, :2] @ self.factor
+
+
+class Twice(nn.Module):
+    """One layer twice, side by side; its weight is computed anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        parametrize.register_parametrization(self.layer, "weight", Times(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * torch.sigmoid(self.layer(x.square()))
+
+
 def diagonals(model: nn.Module, loss: Tensor) -> list[Tensor]:
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(loss, parameters, create_graph=True)
@@ -65,6 +86,8 @@ NETS = {
         nn.Flatten(),
         nn.Linear(4, 2),
     ),
+    "one of several layers": lambda: nn.Sequential(Beside(), nn.Linear(6, 2)),
+    "a layer used twice": lambda: nn.Sequential(Twice(), nn.Linear(3, 2)),
 }
 
 
@@ -104,8 +127,12 @@ def test_nonlinear(computed) -> None:
         loss.backward()
 
 
-def test_used_several_times() -> None:
-    model, lossfunc = extend(nn.Sequential(Beside(), nn.Linear(6, 2))), extend(nn.MSELoss())
-    loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 2))
-    with pytest.raises(UnsupportedError, match=r"used 2 times.*DiagHMP"), backpack(DiagHessian()):
+def test_used_behind_its_own_use() -> None:
+    layer = symmetric(nn.Linear(3, 3, bias=False))
+    model, lossfunc = extend(nn.Sequential(layer, nn.Tanh(), layer)), extend(nn.MSELoss())
+    loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 3))
+    with (
+        pytest.raises(UnsupportedError, match=r"used again on the way to its own use"),
+        backpack(DiagHessian()),
+    ):
         loss.backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class Use(NamedTuple):
 
     Attributes:
         computed: The layer's parameter and the leaf that is asked for, if these are two.
+        formed: What the columns of each root are there, if the computation has lost its graph.
     """
 
     rule: ParametricRule
@@ -39,9 +40,21 @@ class Use(NamedTuple):
     name: str
     hessian: Hessian
     computed: tuple[Tensor, Tensor] | None = None
+    formed: Mapping[Root, SampleProduct] | None = None
+
+    def lasting(self) -> Use:
+        """The use in a form that outlives the graph of the pass."""
+        if self.computed is None:
+            return self
+        hessian = self.hessian.as_columns()
+        formed = {root: self.product(columns).lasting() for root, columns in hessian.by_root()}
+        return self._replace(hessian=hessian, formed=formed)
 
     def product(self, columns: Columns) -> SampleProduct:
         """``J_θᵀ mat`` for the columns of one root."""
+        if self.formed is not None:
+            (root,) = columns.sizes
+            return self.formed[root]
         if isinstance(columns, ApartColumns):
             product = self.rule.apart_product(self.view, self.name, columns)
         else:
@@ -59,6 +72,10 @@ class HessianReading(Reading):
         known = first.computed or (first.view.parameter_itself(first.name),)
         super().__init__(known[-1].shape)
         self._uses = tuple(uses)
+
+    def lasting(self) -> HessianReading:
+        """What is computed from leaves is carried there."""
+        return HessianReading([use.lasting() for use in self._uses]).placed_as(self)
 
     def at_leaf(self, source: Tensor, leaf: Tensor) -> HessianReading:
         """Columns go back to the leaf, where the computation is linear in it.
@@ -80,17 +97,10 @@ class HessianReading(Reading):
 
         Raises:
             UnsupportedError: One use lies behind another on a path, so the net is not linear in
-                the parameter, although each layer is; or a use is of what is computed from it.
+                the parameter, although each layer is.
         """
         uses = [use for reading in (self, *others) for use in reading._uses]
         for use in uses:
-            if use.computed:
-                raise UnsupportedError(
-                    f"The parameter {use.name!r} of {use.view.path} is computed from one that is "
-                    f"used {len(uses)} times, and the Hessian is carried back through one such "
-                    "computation only: use DiagHMP, or the generalised Gauss-Newton matrix "
-                    "(DiagGGNExact), or remove the parametrization."
-                )
             if _leads_to_another(use, uses):
                 raise UnsupportedError(
                     f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
@@ -113,7 +123,7 @@ class HessianReading(Reading):
             UnsupportedError: A layer is not known to be linear in the parameter, or what led here
                 misses a part.
         """
-        for rule, view, name, hessian, _ in self._uses:
+        for rule, view, name, hessian, *_ in self._uses:
             require_linear(rule, view, name)
             for root in () if hessian.columns is None else hessian.columns.sizes:
                 number = id(view.parameter_itself(name))
@@ -187,7 +197,7 @@ def _halves(use: Use) -> tuple[Hessian, Hessian]:
     An affine layer reads a diagonal ``d`` as it is. If it shares no positions, the diagonal of
     every form but the columns is enough.
     """
-    rule, view, _, hessian, _ = use
+    rule, view, _, hessian, *_ = use
     kept = Hessian(hessian.columns, branched=hessian.branched)
     if use.computed or not (hessian.unformed and isinstance(rule, AffineRule)):
         return kept, hessian
