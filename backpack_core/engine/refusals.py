@@ -260,10 +260,9 @@ def refuse_other_terms(
         error = nothing_arrived(View(*next(iter(survey.sites))), name)
         if is_inside:
             error = errors.UnsupportedError(
-                f"{name} does not go through what a hook or a function's own backward() computes, "
-                "and autograd was called in one of this pass, as implicit layers and adjoint "
-                "solvers do. Differentiate the steps themselves (odeint, not odeint_adjoint); "
-                "first-order extensions follow a hook."
+                f"{name} does not go through a hook or a function's own backward() that calls "
+                "autograd, as implicit layers and adjoint solvers do. Differentiate the steps "
+                "(odeint, not odeint_adjoint); first-order extensions follow a hook."
             )
         place_between(error, survey, extensions[0])
         raise error

@@ -16,7 +16,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.of_weights import Origins
-from backpack_core.graph.survey import Survey
+from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 from backpack_core.record.owner import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, rows_of
 
@@ -191,22 +191,27 @@ def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int
 def _pooled(survey: Survey) -> dict[int, int]:
     """Numbers of rows that operations add up into fewer, as nodes into graphs; and of how many.
 
-    An index says which rows belong together, so these are not samples: the fewer may be.
+    An index says which rows belong together, so these are not samples: the fewer may be. But for
+    those that a loss has further on, which are compared with what they add up to.
     """
-    origins, found = Origins(survey), dict[int, int]()
-    for node, (n, *_), (rows, *_) in _changes(survey, nodes.SCATTERS):  # consumers first
-        if rows < n and not origins.of_weights(node):
-            found.setdefault(n, found.get(rows, rows))
+    origins, found, above = Origins(survey), dict[int, int](), _of_losses(survey)
+    between = [node for node, _ in survey.seen]  # consumers first
+    if not any(nodes.operation_of(node) in nodes.SCATTERS for node in between):
+        return found
+    for node in between:
+        rows, *_ = nodes.lengths_of(node, 0) or (0,)
+        if nodes.operation_of(node) in nodes.SCATTERS and not origins.of_weights(node):
+            behind = [nodes.lengths_of(*edge[:2])[:1] for _, edge in edges_behind(node)]
+            for (n,) in filter(None, behind):
+                if n > rows and n not in above:
+                    found.setdefault(n, found.get(rows, rows))
+        above.add(rows)
     return found
 
 
-def _changes(
-    survey: Survey, among: Container[str] = ()
-) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
+def _changes(survey: Survey) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
     """Operations between modules that change the length of axis 0, with shapes before and after."""
     for node, _ in survey.seen:
-        if among and nodes.operation_of(node) not in among:
-            continue
         after = {nodes.lengths_of(node, number) for number in range(len(node._input_metadata))}
         for child, number in node.next_functions:
             before = () if child is None else nodes.lengths_of(child, number)

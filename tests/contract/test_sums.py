@@ -17,6 +17,7 @@ from backpack_core import (
     SumProduct,
     extend,
 )
+from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.operations import dense, square_sum, squared_norm
 from backpack_core.contract.product import PlacedProduct, Reading, sum_of
 from backpack_core.errors import UnsupportedError
@@ -174,3 +175,12 @@ def test_what_has_no_sum_says_so() -> None:
     message = r"'weight' of Linear '0' is used 3 times, and Reading has no meaning there"
     with pytest.raises(UnsupportedError, match=message):
         reading.join([Reading(reading.shape), Reading(reading.shape)])
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_columns_of_all_samples_and_of_each_apart_do_not_meet(is_first: bool) -> None:
+    root = Root("of either")
+    plain, apart = Columns({root: torch.ones(1, 2, 2)}), ApartColumns({root: torch.ones(1, 2, 2)})
+    first, second = (plain, apart) if is_first else (apart, plain)
+    with pytest.raises(AssertionError, match="met columns of all samples"):
+        first.merge(second)

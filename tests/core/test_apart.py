@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.contract.columns import ApartColumns, Columns, Root
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import SampleMixingError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import (
@@ -348,12 +347,3 @@ def test_double_backward(loss: Callable[[nn.Module, Tensor], Tensor], samples: i
         ]
         if parameter.grad is not None:
             oracle.assert_close(parameter.grad_batch, torch.stack(rows))
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_columns_of_all_samples_and_of_each_apart_do_not_meet(is_first: bool) -> None:
-    root = Root("of either")
-    plain, apart = Columns({root: torch.ones(1, 2, 2)}), ApartColumns({root: torch.ones(1, 2, 2)})
-    first, second = (plain, apart) if is_first else (apart, plain)
-    with pytest.raises(AssertionError, match="met columns of all samples"):
-        first.merge(second)

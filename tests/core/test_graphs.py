@@ -128,6 +128,17 @@ def _by_number(parameters: list[nn.Parameter]) -> dict[int, Tensor]:
 
 
 @pytest.mark.parametrize("is_module", [True, False])
+def test_samples_that_a_loss_compares_with_their_sums_mix(is_module: bool) -> None:
+    """Centres of classes are no samples, where the loss has a term for each sample."""
+    model, x, y = extend(nn.Linear(3, 2)), torch.randn(6, 3), torch.tensor([0, 1, 2, 1, 0, 0])
+    lossfunc = extend(nn.MSELoss()) if is_module else F.mse_loss
+    h = model(x)
+    loss = lossfunc(h, _add(h, y, 3)[y])
+    with pytest.raises(errors.SampleMixingError), backpack(BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.parametrize("is_module", [True, False])
 def test_a_matrix_does_not_say_which_rows_belong_together(is_module: bool) -> None:
     batch, y = _batch(COUNTS[0])[:3], torch.randint(3, (3,))
     model, lossfunc = extend(Pooled(_multiply, True)), nn.CrossEntropyLoss()
