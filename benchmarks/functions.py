@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import backpack_core.extensions
 from backpack_core import backpack, extend
-from benchmarks.measure import CLOCKS, alternate
+from benchmarks.measure import CLOCKS, alternate, forget_all
 
 WIDTHS = (784, 512, 256, 10)
 
@@ -41,14 +41,6 @@ class Functions(nn.Module):
 def _layers() -> nn.Sequential:
     pairs = [(nn.Linear(before, after), nn.Sigmoid()) for before, after in pairwise(WIDTHS)]
     return nn.Sequential(*[part for pair in pairs for part in pair][:-1])
-
-
-def _forget(models: dict[str, nn.Module], key: str) -> None:
-    for parameter in models[key].parameters():
-        parameter.grad = None
-        for name in [*parameter.__dict__]:
-            if not name.startswith("_"):
-                delattr(parameter, name)
 
 
 def _step(model: nn.Module, x: Tensor, y: Tensor, extension: str) -> None:
@@ -77,7 +69,8 @@ def main() -> None:
         for step in steps.values():
             step()
             step()
-        times = alternate(steps, options.seconds, options.clock, partial(_forget, models))
+        drop = partial(forget_all, models)
+        times = alternate(steps, options.seconds, options.clock, drop)
         own, other = (1e3 * times.best(key) for key in ("modules", "functions"))
         ratio = times.ratio("functions", "modules")
         print(f"{name:14} {own:12.2f} {other:15.2f} {ratio:6.2f}")

@@ -150,6 +150,15 @@ def resident(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
+def forget_all(models: Mapping[str, nn.Module], name: str) -> None:
+    """Drop gradients of a model, and results of whatever extension."""
+    for parameter in models[name].parameters():
+        parameter.grad = None
+        for field in [*parameter.__dict__]:
+            if not field.startswith("_"):
+                delattr(parameter, field)
+
+
 def forget(model: nn.Module, quantity: Quantity) -> None:
     """Drop the results, so that every peer gets memory in the same state."""
     model.stored = None  # type: ignore[assignment]
