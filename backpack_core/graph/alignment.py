@@ -110,6 +110,10 @@ class Alignment:
             count, rest = divmod(received, self.batch_size)
             return max(2, received) if rest else count  # picked ones may all be of one sample
         place = (site.edge.node, site.edge.output_nr)
+        # What is known is of the tensor that its output is a view of.
+        is_view = site.layout is not None and (call, site.index) not in self.faults
+        if is_view and place not in self.apart and not self.positions.get(place, 1):
+            return 1
         return 1 if place in self.before else self.positions.get(place, 1)
 
     def crossing(self, node: Node) -> Crossing:

@@ -109,7 +109,9 @@ class Way(NamedTuple):
         """Whether the result may have its samples from another operand, as far as is known."""
         if self.above.operation == "Stack" or self.keeps_rows:
             return False
-        return self.is_broadcast or len(self.above.node.next_functions) > 1
+        # Of an unknown one (a view that is changed in place), the first is what it works on.
+        is_several = bool(self.above.operation) and len(self.above.node.next_functions) > 1
+        return self.is_broadcast or self.position > 0 or is_several
 
     def is_handed_out(self, samples: int) -> bool:
         """Whether entries of axis 0 are, as tokens to experts, however many they are.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC, SumGradSquared
 from tests import oracle
@@ -170,3 +171,63 @@ def test_no_rule_warns_once() -> None:
     with pytest.warns(AutodiffFallbackWarning) as caught:
         problem.run(BatchGrad([0]), SumGradSquared([1]))
     assert len(caught) == 1
+
+
+class _WithOffset(nn.Module):
+    """A layer that is called twice, beside a parameter that a function uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.offset = nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.child(torch.sin(self.child(x)) + self.offset)
+        return result
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+@pytest.mark.parametrize("change", [torch.relu_, lambda out: out.add_(0.3)])
+def test_of_outputs_that_are_changed_in_place(change: Any, shape: tuple[int, ...]) -> None:
+    """What a layer returned is then a view of a tensor that has no samples in front."""
+    model, x = _WithOffset(), torch.randn(4, *shape)
+    expected = [
+        torch.autograd.grad(change(model(x[n : n + 1])).square().sum(), list(model.parameters()))
+        for n in (2, 0)
+    ]
+    extend(model)
+    with backpack(BatchGrad(subsampling=[2, 0]), SumGradSquared(subsampling=[2, 0])):
+        change(model(x)).square().sum().backward()
+    for p, *own in zip(model.parameters(), *expected, strict=True):
+        gradients = torch.stack(own)
+        torch.testing.assert_close(p.grad_batch, gradients)  # type: ignore[attr-defined]
+        squares = gradients.square().sum(0)
+        torch.testing.assert_close(p.sum_grad_squared, squares)  # type: ignore[attr-defined]
+
+
+def test_of_an_output_beside_one_without_samples() -> None:
+    mean, spread, table = (
+        nn.Linear(3, 2),
+        nn.Parameter(torch.randn(2)),
+        nn.Parameter(torch.randn(2)),
+    )
+    model = Net(lambda net, x: net.actor(x)[0].add_(0.3) + net.table, actor=_Actor(mean, spread))
+    model.table = table
+    x = torch.randn(3, 3)
+    expected = torch.autograd.grad(model(x[1:2]).square().sum(), mean.weight)[0]
+    extend(model)
+    with backpack(BatchGrad(subsampling=[1])):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(mean.weight.grad_batch[0], expected)  # type: ignore[index]
+    assert len(mean.weight.grad_batch) == 1  # type: ignore[arg-type]
+
+
+class _Actor(nn.Module):
+    """A mean, and a spread that does not depend on the input."""
+
+    def __init__(self, mean: nn.Linear, spread: nn.Parameter) -> None:
+        super().__init__()
+        self.mean, self.spread = mean, spread
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.mean(x)
+        return mean, self.spread.expand_as(mean)
