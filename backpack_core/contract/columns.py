@@ -205,7 +205,7 @@ def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:
     Returns:
         Shape ``[V, N, R, *]``.
     """
-    owned = owned.reshape(*owned.shape, *[1] * (mat.dim() - 2))
+    owned = owned.to(mat.device).reshape(*owned.shape, *[1] * (mat.dim() - 2))
     return torch.where(owned, mat.unsqueeze(1), 0)
 
 

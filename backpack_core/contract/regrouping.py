@@ -103,6 +103,7 @@ def of_owners(product: SampleProduct, owned: Tensor) -> SampleProduct:
 
 @of_owners.register
 def _factors_of_owners(product: FactorProduct, owned: Tensor) -> SampleProduct:
+    owned = owned.to(product.out.device)
     counts = owned.sum(1)
     most = max(1, int(counts.max())) if len(counts) else 1
     rows = owned.int().argsort(dim=1, descending=True, stable=True)[:, :most]

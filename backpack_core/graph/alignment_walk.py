@@ -155,9 +155,9 @@ class Walk:
         if owned is None and above.positions == 1:
             owned = torch.eye(self._size, dtype=torch.bool)
         start = None if owned is None or above.is_call else nodes.start_in(above.node, position)
-        if start is None or owned is None or below.length in (None, above.length):
+        if start is None or owned is None or below.length is None or way.keeps_length:
             return None
-        return owned[:, start : start + len(range(below.length or 0))]
+        return owned[:, start : start + below.length]
 
     def _is_table(self, way: Way) -> bool:
         """Whether an operand may be a table, and no sample is made of it entry by entry."""

@@ -106,9 +106,8 @@ def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
         if run is NO_RUN and not (any(call.edges) or survey.axes[call, index]):
             known, is_first = rows_of(call.stored.inputs[0]), True
         if known is not None:
-            node = (
-                survey.sites[call, index].edge.node if is_first and size == len(known[1]) else None
-            )
+            is_given = is_first and size == len(known[1])
+            node = survey.sites[call, index].edge.node if is_given else None
             (inner if run.is_inner else found)[known[0]].append((known[1], node))
     for memory in found or inner:  # what runs on what others send has their samples
         found[memory] += inner[memory]

@@ -82,7 +82,9 @@ def rows_of(tensor: Tensor) -> tuple[int, range] | None:
     base, memory, count = tensor._base, memory_of(tensor), len(tensor)
     if base is None:
         return memory, range(count)
-    row = base.stride(0) if base.dim() else 0
+    if base.dim() < min(2, tensor.dim()):
+        return None  # a flat one has no rows
+    row = base.stride(0)
     step, rest = divmod(tensor.stride(0), row) if row and row == max(base.stride()) else (0, 1)
     is_single = count == 1 and base.dim() != tensor.dim()
     if rest or not step or (is_single and tensor.stride(0) == base.stride(1)):

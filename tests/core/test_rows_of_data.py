@@ -237,6 +237,17 @@ def test_parts_that_are_one_sample_each_are_refused(first: int, are_copies: bool
             loss.backward(retain_graph=True)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_steps_of_a_view_of_flat_data_are_no_samples(samples: int) -> None:
+    model, x = _model(), torch.randn(3 * samples * D).double().view(3, samples, D)
+    extend(model)
+    with backpack(BatchGrad()):
+        sum((model(step).square().sum() for step in x), torch.zeros(())).backward()
+    for p in model.parameters():
+        assert len(p.grad_batch) == samples  # type: ignore[attr-defined]
+        torch.testing.assert_close(p.grad_batch.sum(0), p.grad)  # type: ignore[attr-defined]
+
+
 def test_tensors_of_their_own_are_views_of_the_same_samples() -> None:
     model, lossfunc = _model(), nn.CrossEntropyLoss(reduction="sum")
     first, second = torch.randn(2, N, D).double().unbind()
