@@ -37,8 +37,7 @@ from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.batch import is_doubtful
-from backpack_core.graph.of_weights import Origins
-from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
+from backpack_core.graph.owners import Owners
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
@@ -74,7 +73,7 @@ class DyePropagator(Propagator):
         # Nodes may at least be called, as other quantities do to cross them.
         self._gives_again = all(call.gives_again for call, _ in survey.sites)
         self._survey, self._is_readable = survey, survey.is_readable
-        self._is_table = Origins(survey).of_weights
+        self._owners = Owners(survey)
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
@@ -310,11 +309,8 @@ class DyePropagator(Propagator):
             # A loss may stack as many terms as there are samples, by chance.
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             # An extended loss has a row for each sample, or several.
-            owners = None
-            if self._is_readable and is_before:
-                owners = owners_of_rows(node, self._survey, number, self._is_table)
-            elif self._is_readable and not self._weights.fit(block[0]):
-                owners = owners_behind_loss(node, self._survey, number, self._is_table)
+            is_asked = self._is_readable and (is_before or not self._weights.fit(block[0]))
+            owners = self._owners.rows(node, number, not is_before) if is_asked else None
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

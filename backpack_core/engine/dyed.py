@@ -14,7 +14,6 @@ from torch import Tensor
 
 from backpack_core.contract.columns import Columns, Root
 from backpack_core.errors import SampleMixingError, UnsupportedError
-from backpack_core.graph.owners import Owners
 
 # Gradients of extended losses: without samples, and once they got some.
 IN_LOSS, OF_LOSS = Root("in an extended loss"), Root("dyed behind an extended loss")
@@ -148,7 +147,7 @@ class Weights:
         return columns
 
     def guess(
-        self, tensor: Tensor, is_first: bool, owners: Owners | None = None
+        self, tensor: Tensor, is_first: bool, owners: Tensor | None = None
     ) -> list[Tensor] | None:
         """Weights to multiply a tensor with, one for each guess of where its samples lie.
 
@@ -164,12 +163,9 @@ class Weights:
             are no samples in it, as far as its axes tell.
         """
         size = len(self)
-        owned = []
         if owners is not None and tensor.dim():
-            values = self._values[owners.rows.to(self._values.device)]
-            owned = [self._shaped(values, tensor, 0)]
-            if owners.are_sure or tensor.numel() == 1:
-                return owned * self.guesses
+            values = self._values[owners.to(self._values.device)]
+            return [self._shaped(values, tensor, 0)] * self.guesses
         if not size or (tensor.numel() == 1 and size != 1):
             return None
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
@@ -180,7 +176,6 @@ class Weights:
             merged = [self._shaped(values, tensor, 0) for values in rows[: min(size, 2)]]
             # Another axis (classes) may be as long. With one sample, both guesses agree.
             found = merged if is_first or not found else [*found, merged[0]]
-        found += owned[: self.guesses - len(found)]
         if not found:
             return None
         if len(found) > self.guesses:

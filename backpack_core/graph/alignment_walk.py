@@ -17,7 +17,7 @@ from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.order import consumers_first, reached
-from backpack_core.graph.owners import owners_behind_loss, owners_of_rows
+from backpack_core.graph.owners import Owners
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.tensors import Known, Tensors, Way
 from backpack_core.record.call import Edge
@@ -46,6 +46,7 @@ class Walk:
         self._size = max(1, survey.batch_size)
         self._origins = Origins(survey, tables)
         self._tensors = Tensors(survey, targets)
+        self._owners = Owners(survey)
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in what is found."""
@@ -128,20 +129,10 @@ class Walk:
         if is_owned and is_kept and below.node not in self._survey.rows:
             below.owned = above.owned
             return True
-        known, number = None, below.place[1]
-        if of_loss:
-            known = owners_behind_loss(below.node, self._survey, number, of_tables)
-        if known is None and (above.is_before or is_owned):
-            # Of as many, data and what a constant made of a table are not told apart.
-            is_table = self._origins.of_constants if is_as_long else of_tables
-            known = owners_of_rows(below.node, self._survey, number, is_table)
-        # A module's rule needs some; where rows are no multiple of samples, nothing else tells.
-        is_needed = below.is_call and not above.is_loss
-        is_other = known is not None and len(known.rows) % self._size and is_needed
-        if known is None or not (known.are_sure or is_other):
+        owners = self._owners.rows(*below.place, of_loss)
+        if owners is None:
             return False
-        owners = known.rows
-        samples = torch.arange(self._size, device=owners.device)
+        samples = torch.arange(self._size)
         is_in_order = torch.equal(owners, samples.repeat_interleave(len(owners) // self._size))
         if is_in_order and not self._survey.is_declared:
             return False

@@ -10,6 +10,7 @@ import re
 from collections.abc import Container, Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ REDUCTIONS = _with("reduction")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
 # Some entries of axis 0 are picked, or else the rows are kept.
 PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
+INDEXED = {"Index", "IndexSelect"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
@@ -198,6 +200,27 @@ def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | N
     if axis:
         return _axes(node)[axis] % count if operation == "Permute" else None
     return 0 if keeps_rows(node, output_nr, position) else None
+
+
+def picks_of(node: Node) -> list[Tensor | None]:
+    """What an operation of :data:`INDEXED` picks along leading axes; ``None`` where it keeps one."""
+    saved: Any = node
+    if operation_of(node) == "Index":
+        return [*saved._saved_indices]
+    child, number = node.next_functions[0]
+    assert child is not None
+    return [*[None] * (_axes(node)[0] % len(lengths_of(child, number))), saved._saved_index]
+
+
+def order_of(node: Node, count: int) -> list[int]:
+    """How an operation of :data:`TURNS` permutes axes, of which there are so many."""
+    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in _axes(node)]
+    order = [*range(count)]
+    if operation_of(node) == "Permute":
+        return axes
+    for axis, other in zip(axes, reversed(axes), strict=True):
+        order[axis] = other
+    return order
 
 
 def start_in(node: Node, position: int) -> int | None:

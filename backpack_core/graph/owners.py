@@ -1,118 +1,131 @@
-"""Tells which sample each entry belongs to, after an operation has picked some of them.
+"""Tells which sample each entry of a tensor belongs to, wherever operations have moved entries.
 
-As ``logits[mask]`` picks tokens: a sample then has any number of entries, in an order that only the
-saved index knows.
+As ``logits[mask]`` picks tokens, or ``hidden.transpose(0, 1).flatten(0, 1)`` puts time first. The
+numbers of the samples are carried from what models received to the tensor in question, by the
+operations themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
 from backpack_core.graph import nodes
+from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.bridge import push
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.parameters import beside_pass
 from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge
+from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.owner import is_parameter
 
-Test = Callable[[Node], bool]
-
-
-class Owners(NamedTuple):
-    """Which sample each entry of axis 0 was picked from.
-
-    Attributes:
-        rows: The number of the sample, one for each entry.
-        are_sure: Whether an index says so; else entries may have been picked from another axis.
-    """
-
-    rows: Tensor
-    are_sure: bool
-
-    def fit(self, rows: int) -> bool:
-        """Whether views may have merged more into as many rows."""
-        return not rows % len(self.rows)
-
-    def spread(self, rows: int) -> Owners:
-        """Those of so many rows, into which views have merged more."""
-        return Owners(self.rows.repeat_interleave(rows // len(self.rows)), self.are_sure)
+# For each entry of a tensor the sample that it belongs to, -1 for none. An axis along which all
+# entries belong to the same has length one.
+Numbers: TypeAlias = Tensor
+Given: TypeAlias = dict[int, Numbers | None]  # by position of the operand; ``None`` if unknown
+Shape: TypeAlias = tuple[int, ...]
+Picks: TypeAlias = Sequence[Tensor | None]
 
 
-def owners_of_rows(node: Node | None, survey: Survey, number: int, is_table: Test) -> Owners | None:
-    """Which sample each entry of axis 0 belongs to; ``None`` if that is unknown.
+class Owners:
+    """Knows the samples that entries of tensors belong to; each tensor is looked at once."""
 
-    The tensor that entries were picked from has its samples one after the other on axis 0, each
-    with one entry or several. Operations behind have kept the rows, or the entries are of one
-    sample.
+    def __init__(self, survey: Survey) -> None:
+        self._survey = survey
+        self._is_table = Origins(survey).of_weights
 
-    Args:
-        node: The node of the tensor.
-        survey: What is known about the graph.
-        number: Which output of the node it is.
-        is_table: Tells whether the tensor of a node has no samples.
-    """
-    rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
-    is_kept = True
-    while node is not None and node not in survey.rows:
-        edges = [(i, e) for i, e in edges_behind(node) if not _is_table(e.node, is_table)]
-        kept = [e for i, e in edges if nodes.keeps_rows(node, number, i)]
-        if not kept and (len(edges) != 1 or nodes.operation_of(node) in nodes.PICKS):
-            break
-        is_kept &= bool(kept)
-        edge = kept[0] if kept else edges[0][1]
-        merged = _of_merged(survey, edge, rows) if is_kept else None
-        if merged is not None:
-            return merged
-        node, number = edge.node, edge.output_nr
-    if node is None or (node not in survey.rows and nodes.operation_of(node) not in nodes.PICKS):
-        return None
-    found = _of_picked(node, survey, number, is_table, False)
-    if found is not None and not is_kept and len(found.rows.unique()) == 1:
-        return Owners(found.rows[:1].expand(rows), False)
-    return found.spread(rows) if found is not None and is_kept and found.fit(rows) else None
+    def rows(self, node: Node | None, number: int, of_loss: bool = True) -> Tensor | None:
+        """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
 
+        Args:
+            node: The node of the tensor.
+            number: Which output of the node it is.
+            of_loss: Whether an extended loss received it, whose terms are those of its rows. A
+                function may pair all samples, in another order, with targets of others.
+        """
+        numbers = None if node is None else self._of((node, number))
+        if node is None or numbers is None or not numbers.dim() or numbers.shape[1:].numel() != 1:
+            return None
+        rows = numbers.flatten().expand(nodes.lengths_of(node, number)[:1])
+        samples = torch.arange(self._survey.batch_size)
+        is_turned = not (of_loss or torch.equal(rows, samples))
+        is_turned = is_turned and torch.equal(rows.sort()[0], samples)
+        return None if is_turned or bool((rows < 0).any()) else rows
 
-def owners_behind_loss(
-    node: Node | None, survey: Survey, number: int, is_table: Test
-) -> Owners | None:
-    """Which sample each entry belongs to that an extended loss received; ``None`` if unknown.
-
-    Its terms are those of its rows. These may be all rows, in another order, or merged.
-    """
-    samples = survey.batch_size
-    rows = 0 if node is None else nodes.shape_of(node, number)[:1].numel()
-    todo = [] if node is None else [(node, number)]
-    while todo:
-        this, number = todo.pop()
-        operation = nodes.operation_of(this)
-        is_picked = operation in nodes.PICKS and not nodes.keeps_rows(this, number, 0)
-        if this in survey.rows or is_picked or operation in ("Index", "IndexSelect"):
-            found = _of_picked(this, survey, number, is_table, True)
-            if found is not None and found.fit(rows):
-                return found.spread(rows)
-            continue
-        for position, edge in edges_behind(this):
-            child, behind, _ = edge
-            shape = nodes.shape_of(child, behind)
-            if is_table(child) or not nodes.keeps_rows(this, number, position):
+    def _of(self, place: Place) -> Numbers | None:
+        known, todo = self._survey.numbers, [place]
+        while todo:
+            behind = {} if todo[-1] in known else self._operands(todo[-1])
+            if new := [operand for operand in behind.values() if operand not in known]:
+                todo += new
                 continue
-            merged = _of_merged(survey, edge, rows)
-            if merged is not None:
-                return merged
-            if rows > samples and shape[:1] == (samples,):
-                own = torch.arange(samples).repeat_interleave(rows // samples)
-                is_known = not is_doubtful(shape, samples) or _is_first(survey, child, behind)
-                return Owners(own, True) if is_known else None
-            todo.append((child, behind))
-    return None
+            this = todo.pop()
+            if this not in known:
+                given = {position: known[operand] for position, operand in behind.items()}
+                known[this] = self._found(this, given)
+        return known[place]
+
+    def _operands(self, place: Place) -> dict[int, Place]:
+        """What tells the numbers at a tensor, by position: what has samples; of calls, an input."""
+        call = self._call(place)
+        if call is None:
+            ways = edges_behind(place[0])
+            return {i: edge[:2] for i, edge in ways if not self._has_none(edge.node)}
+        first = call.call.edges[0] if call.call.edges else None
+        return {} if first is None else {0: first[:2]}
+
+    def _call(self, place: Place) -> Site | None:
+        """The call that returned a tensor, if a rule says what it does with rows."""
+        site = self._survey.site_at(tuple.__new__(Edge, (*place, 0)))  # the quick way
+        return None if site is None or site.call.goes_inside else site
+
+    def _has_none(self, node: Node) -> bool:
+        """Whether a tensor has no samples: it was made, or picked, of parameters alone."""
+        while nodes.operation_of(node) in nodes.PICKS and node.next_functions[0][0] is not None:
+            node = node.next_functions[0][0]
+        if nodes.is_leaf(node):
+            return is_parameter(node.variable) or id(node.variable) in self._survey.uses  # type: ignore[attr-defined]
+        return self._is_table(node)
+
+    def _found(self, place: Place, given: Given) -> Numbers | None:
+        node, number = place
+        shape, rows = nodes.lengths_of(node, number), self._survey.rows.get(node)
+        if rows is not None:
+            return _along(rows.cpu(), 0, shape)
+        if (site := self._call(place)) is not None:
+            return self._of_call(site, given.get(0), shape)
+        return self._of_data(shape, 0) if nodes.is_leaf(node) else _made(node, number, given)
+
+    def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
+        """A module keeps rows where they are, or returns samples where its rule says."""
+        call, axis = site.call, self._survey.axes.get((site.call, site.index), 0)
+        if call.is_released or call.rule.is_loss or not call.stored.inputs:
+            return None
+        received, declared = call.stored.inputs[0], declared_axis(call)
+        if given is None:
+            is_first = call.edges[0] is None and call.receives_input > 1
+            given = self._of_data(tuple(received.shape), declared, is_first)
+        if given is None or given.numel() != max(given.shape, default=0):
+            return None
+        before = next((k for k, length in enumerate(given.shape) if length > 1), declared)
+        axis = axis or (before if before == declared else 0)
+        is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
+        return _along(given.flatten(), axis, shape) if is_there else None
+
+    def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
+        """Of what is known by its lengths only; and the axis that is declared for samples."""
+        samples = self._survey.batch_size
+        is_known = is_sure or axis or not is_doubtful(shape, samples)
+        if not is_known or shape[axis : axis + 1] != (samples,):
+            return None
+        return _along(torch.arange(samples), axis, shape)
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
@@ -120,100 +133,147 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
 
     Rows with one number share a column, as no two of them belong to one sample.
     """
-    edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0])
-    node = edge.node if edge is not None and survey.is_readable else None
-    number = 0 if edge is None else edge.output_nr
-    found = owners_behind_loss(node, survey, number, Origins(survey).of_weights)
-    if found is None:
+    edge, rows, owners = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0]), None
+    if edge is not None and survey.is_readable:
+        owners = Owners(survey).rows(edge.node, edge.output_nr)
+    if owners is None:
         return rows % entries_of(survey, loss)
-    owners = found.rows
     order, counts = owners.argsort(stable=True), owners.bincount()
     turns = torch.empty_like(owners)
-    turns[order] = rows.to(owners.device) - (counts.cumsum(0) - counts)[owners[order]]
+    turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
     return turns
 
 
-def _of_merged(survey: Survey, edge: Edge, rows: int) -> Owners | None:
-    """Whose the rows are that a view merges axes into, one of which is declared as the samples'."""
-    if not survey.is_declared:
+# Through operations ------------------------------------------------------------------------------
+
+
+def _made(node: Node, number: int, given: Given) -> Numbers | None:
+    """What an operation makes of the numbers at its operands; ``None`` where samples may meet."""
+    shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
+    known = {position: n for position, n in given.items() if n is not None}
+    if operation in nodes.ELEMENTWISE and known:
+        return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
+    if operation not in nodes.VIEWS:  # of operands that do not keep rows, the dye will tell
+        kept = [n for i, n in given.items() if nodes.keeps_rows(node, number, i)]
+        rows = [n for n in kept if n is not None and n.shape[1:].numel() == 1]
+        if rows and len(rows) == len(kept) and all(n.equal(rows[0]) for n in rows):
+            return _along(rows[0].flatten(), 0, shape)
+    if not known or len(known) < len(given):
         return None
-    samples, shape = survey.batch_size, nodes.shape_of(edge.node, edge.output_nr)
-    merged = next((shape[:k] for k in range(2, 1 + len(shape)) if shape[:k].numel() == rows), ())
-    axes = [axis for axis, length in enumerate(merged) if length == samples]
-    if len(axes) > 1:  # as many steps
-        site = survey.site_at(edge)
-        axes = [axis for axis in axes if site is not None and axis == declared_axis(site.call)]
-    if not axes:
+    position, first = next(iter(known.items()))
+    if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
+        return _along(first.flatten(), 0, shape)  # all of it is of one sample
+    if operation in nodes.VIEWS or nodes.hands_on(node):
+        return _viewed(first, _behind(node, position), shape)
+    if operation in nodes.INDEXED:
+        return _picked(first, nodes.picks_of(node), _behind(node, position))
+    if operation in nodes.TURNS:
+        return first.permute(nodes.order_of(node, len(shape)))
+    return _carried(node, number, known) if operation in nodes.LINEAR else None
+
+
+def _behind(node: Node, position: int) -> Shape:
+    """The shape of an operand."""
+    child, number = node.next_functions[position]
+    return () if child is None else nodes.lengths_of(child, number)
+
+
+def _along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
+    """The numbers of a tensor that has them along one axis."""
+    return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
+
+
+def _shortened(numbers: Tensor) -> Numbers:
+    """Numbers with length one along each axis where they are all the same."""
+    for axis, length in enumerate(numbers.shape):
+        first = numbers.narrow(axis, 0, min(1, length))
+        if length > 1 and bool((numbers == first).all()):
+            numbers = first
+    return numbers
+
+
+def _viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
+    """In the same order of entries: as many leading axes as have different numbers."""
+    sizes = [torch.Size(after[:count]).numel() for count in range(len(after) + 1)]
+    lead = max((axis + 1 for axis, length in enumerate(numbers.shape) if length != 1), default=0)
+    while torch.Size(before[:lead]).numel() not in sizes:
+        lead += 1
+    count = sizes.index(torch.Size(before[:lead]).numel())
+    whole = numbers.reshape(numbers.shape[:lead]).expand(before[:lead]).reshape(after[:count])
+    return _shortened(whole.reshape(*whole.shape, *[1] * (len(after) - count)))
+
+
+def _met(known: dict[int, Numbers], others: list[Shape], shape: Shape) -> Numbers | None:
+    """What entries have that were computed from one entry of each operand."""
+    wide = [n.reshape(*[1] * (len(shape) - n.dim()), *n.shape) for n in known.values()]
+    parts = torch.broadcast_tensors(*wide)
+    found = torch.stack(parts).amax(0)
+    if any(bool(((part != found) & (part >= 0)).any()) for part in parts):
         return None
-    own = torch.arange(samples).reshape(-1, *[1] * (len(merged) - 1 - axes[0]))
-    return Owners(own.expand(merged).flatten(), True)
+    # What nothing is known of may be anybody's, unless all samples have the same.
+    for other in others:
+        lengths = (*[1] * (len(shape) - len(other)), *other)
+        if any(length != 1 for length, n in zip(lengths, found.shape, strict=True) if n != 1):
+            return None
+    return found
 
 
-def _of_picked(
-    node: Node, survey: Survey, number: int, is_table: Test, of_loss: bool
-) -> Owners | None:
-    """Whose the entries are that an operation has picked, as they come; or who picked data did."""
-    if node in survey.rows:
-        return Owners(survey.rows[node], True)
-    samples, (child, behind) = survey.batch_size, node.next_functions[0]
-    if child is None or _is_table(node, is_table) or not samples:
+def _picked(numbers: Numbers, picks: Picks, before: Shape) -> Numbers:
+    """What indices of leading axes pick; ``None`` among them keeps an axis."""
+    count = sum(pick.dim() if pick is not None and _is_mask(pick) else 1 for pick in picks)
+    lead = numbers.expand(*before[:count], *numbers.shape[count:])
+    chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
+    return _shortened(lead[chosen])
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | None:
+    """What a linear operation makes of numbers, which are sent through it.
+
+    No coefficient of these operations is negative. So where entries of one sample were added up,
+    the number comes as many times as a one does. Other numbers, at random, tell if that is so.
+    """
+    metadata = metadata_of(node, number)
+    if metadata.dtype.is_complex or not all(n.numel() for n in given.values()):
         return None
-    length, *others = nodes.lengths_of(child, behind) or (0,)
-    if of_loss and samples > 1 and samples in others and not _is_first(survey, child, behind):
-        return None  # another axis that is as long may be that of the samples
-    picked = _picked(node, number) if length else None
-    if picked is None or not len(picked):
-        return None
-    picked, (count, rest) = picked % length, divmod(length, samples)
-    find = owners_behind_loss if of_loss else owners_of_rows
-    before = None if length == samples else find(child, survey, behind, is_table)
-    are_sure = of_loss or nodes.operation_of(node) in nodes.GATHERS
-    if before is not None and (rest or before.are_sure):
-        return Owners(before.rows.to(picked.device)[picked], are_sure and before.are_sure)
-    # A permutation of all may pair them with targets of other samples; a loss has its own targets.
-    is_turned = not of_loss and len(picked) == length == len(picked.unique())
-    return None if rest or is_turned else Owners(picked // count, are_sure)
-
-
-def _is_first(survey: Survey, node: Node, number: int) -> bool:
-    """Whether a module returned the rows of a tensor, with its samples first."""
-    edge: Edge | None = Edge(node, number)
-    while edge is not None:
-        site = survey.site_at(edge)
-        if site is not None and site.call not in survey.opened:
-            place = (site.call, site.index)
-            is_usual = not (survey.axes[place] or declared_axis(site.call))
-            return is_usual and survey.received.get(place) == survey.batch_size
-        node, number, _ = edge
-        edge = next((e for i, e in edges_behind(node) if nodes.keeps_rows(node, number, i)), None)
-    return False
-
-
-def _is_table(node: Node, is_table: Test) -> bool:
-    """Whether a tensor has no samples, or was picked from one without any, as a parameter."""
-    if nodes.operation_of(node) in nodes.PICKS:
-        child, _ = node.next_functions[0]
-        return child is not None and _is_table(child, is_table)
-    return nodes.is_leaf(node) or is_table(node)
-
-
-def _picked(node: Node, number: int) -> Tensor | None:
-    """The entries of axis 0 that an operation picked; ``None`` if it may have kept them all."""
-    saved: Any = node
-    operation, shape = nodes.operation_of(node), nodes.shape_of(node, number)
-    if operation == "Index":
-        indices: list[Tensor] = []
-        for given in saved._saved_indices:
-            if given is None:  # an axis that is kept
-                break
-            indices += given.nonzero(as_tuple=True) if given.dtype == torch.bool else [given]
-        picked = torch.broadcast_tensors(*indices)[0] if indices else None
-        return picked if picked is not None and picked.shape == shape[:1] else None
-    if operation == "IndexSelect":
-        index: Tensor = saved._saved_index
-        return None if saved._saved_dim else index
-    ones = torch.ones(1, *shape, device=metadata_of(node, number).device)
+    base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums are exact
+    most = max(int(n.max()) for n in given.values())
+    codes = torch.randint(base, (most + 1,), generator=torch.Generator().manual_seed(0))
+    powers = [base**k for k in range(64) if not k or base**k <= most]
+    marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, codes.__getitem__]
+    marks += [partial(_digit, power, base) for power in powers]
     behind = [child for child, _ in node.next_functions if child is not None]
-    (sent,) = beside_pass(partial(push, node, {number: ones}), behind, ones.device).values()
-    picked = sent[0].unsqueeze(-1).flatten(1).any(1).nonzero().flatten()  # in order
-    return picked.expand(shape[:1].numel()) if operation in nodes.SELECTIONS else picked
+    sent = partial(_sent, node, number, given, marks)
+    ones, checks, *digits = beside_pass(sent, behind, metadata.device)
+    is_some, ones = ones > 0, torch.where(ones > 0, ones, 1)
+    found = torch.zeros_like(ones, dtype=torch.long)
+    for power, digit in zip(powers, digits, strict=True):
+        found += (digit / ones).round().long() * power
+    found = found.clamp(0, most)
+    if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
+        return None
+    return _shortened(torch.where(is_some, found, -1))
+
+
+def _digit(power: int, base: int, numbers: Tensor) -> Tensor:
+    return numbers // power % base
+
+
+def _sent(
+    node: Node, number: int, given: dict[int, Numbers], marks: list[Callable[[Tensor], Tensor]]
+) -> list[Tensor]:
+    """What the operation makes of marks: the transpose of what its node sends back."""
+    metadata, found = metadata_of(node, number), []
+    with torch.enable_grad():
+        w = torch.ones(1, *metadata.shape, dtype=metadata.dtype, device=metadata.device)
+        image = push(node, {number: w.requires_grad_()})
+        ends = {i: mat for i, mat in image.items() if i in given and mat.requires_grad}
+        for mark in marks:
+            shown = [torch.where(given[i] < 0, 0, mark(given[i].clamp(min=0))) for i in ends]
+            full = [m.to(mat).expand_as(mat) for m, mat in zip(shown, ends.values(), strict=True)]
+            (result,) = torch.autograd.grad([*ends.values()], w, full, retain_graph=True)
+            found += (result[0].cpu(),)
+    return found

@@ -88,6 +88,7 @@ class Survey:
         regions: What calls lie in.
         owned: How operations inside of calls use parameters that these own: by nodes and positions.
         seen: Nodes between calls, and what they lie in, in order.
+        numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
 
@@ -121,6 +122,7 @@ class Survey:
     regions: dict[Call, Region] = field(default_factory=dict)
     owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
+    numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""

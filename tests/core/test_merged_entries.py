@@ -86,17 +86,15 @@ def test_of_one_sample_there_is_one_order(order: str) -> None:
 
 @pytest.mark.parametrize("batch", [3, T])
 def test_merged_entries_of_positions_first(batch: int) -> None:
-    """A head takes one position of one sample after the other for entries of one sample."""
+    """A head gets one position of one sample after the other."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
         h = net.a(x).transpose(0, 1).reshape(-1, 4)
         return net.b(torch.tanh(h))  # type: ignore[no-any-return]
 
-    model = extend(Net(forward, a=nn.Linear(2, 4), b=nn.Linear(4, C)))
-    logits = model(torch.randn(batch, T, 2))
-    loss = nn.functional.cross_entropy(logits, torch.randint(0, C, (batch * T,)))
-    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
-        loss.backward()
+    model, x = Net(forward, a=nn.Linear(2, 4), b=nn.Linear(4, C)), torch.randn(batch, T, 2)
+    y = torch.randint(0, C, (T, batch))
+    _see_single_gradients(model, x, lambda m, x, n: (m(x), y[:, n].flatten()))
 
 
 PICKED: dict[str, Callable[[Tensor], Tensor]] = {
