@@ -309,8 +309,9 @@ class DyePropagator(Propagator):
             # A loss may stack as many terms as there are samples, by chance.
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             # An extended loss has a row for each sample, or several.
-            is_asked = self._is_readable and (is_before or not self._weights.fit(block[0]))
-            owners = self._owners.rows(node, number, not is_before) if is_asked else None
+            is_usual = not (is_before or self._owners.are_moved) and self._weights.fit(block[0])
+            is_asked = self._is_readable and not is_usual
+            owners = self._owners.rows(node, number) if is_asked else None
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -14,6 +14,7 @@ from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
 from backpack_core.graph.batch import declared_axis, is_doubtful, is_turned
+from backpack_core.graph.owners import Owners
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_inside
@@ -32,30 +33,34 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
     """
     alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
-    for place, size in survey.received.items():
-        is_other = size != survey.batch_size or _is_declared(survey, place[0])
-        if is_other and place not in alignment.faults:
-            alignment.faults[place] = _fault(survey, *place)
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
         tables = {site.call for site in survey.unusual if _is_table(survey, site)}
         tables -= {call for (call, _), axis in survey.axes.items() if axis}
+    within = (inside(site) for site in survey.unusual if site.call in tables)
+    survey.tables = set().union(*within)
+    survey.numbers.clear()
+    owners = Owners(survey)
+    for place, size in survey.received.items():
+        is_moved = owners.are_moved and owners.received_moved(place[0])
+        is_other = size != survey.batch_size or _is_declared(survey, place[0])
+        if (is_other or is_moved) and place not in alignment.faults:
+            alignment.faults[place] = _fault(survey, *place, is_moved)
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
-            _open(survey, [*alignment.faults, *((call, 0) for call in tables)])
+            _open(survey, [*alignment.faults, *((call, 0) for call in tables)], owners)
             survey.disown_all_of_leaves()
-        within = (inside(site) for site in survey.unusual if site.call in tables)
-        Walk(survey, alignment, set().union(*within), _targets(survey)).run(roots)
+        Walk(survey, alignment, _targets(survey), owners).run(roots)
 
 
-def _fault(survey: Survey, call: Call, index: int) -> BackpackError:
+def _fault(survey: Survey, call: Call, index: int, is_moved: bool) -> BackpackError:
     """Why a call has its samples elsewhere than other calls."""
     first, size = call.stored.inputs[0], survey.batch_size
     received = first.shape[0] if first.dim() else 0
     if received != size:
         return faults.other_batch(call, received, size)
-    if is_turned(call):
+    if is_moved or is_turned(call):
         return faults.turned_batch(call, size)
     if survey.received[call, index] != size:
         return faults.moved_batch(call, size, call.stored.outputs[index])
@@ -123,7 +128,7 @@ def _is_willing(call: Call, index: int) -> bool:
     return True
 
 
-def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
+def _open(survey: Survey, places: list[tuple[Call, int]], owners: Owners) -> None:
     """Handle calls that received something without samples: go through them, node by node.
 
     Not if the rule takes what it received for samples: the products it gives are then added up.
@@ -133,7 +138,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]]) -> None:
             continue
         if call in survey.opened:
             survey.disown(call)
-        elif not _is_willing(call, index):
+        elif owners.received_elsewhere(call) or not _is_willing(call, index):
             look_inside(survey, survey.sites[call, index])
 
 

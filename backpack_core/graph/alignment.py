@@ -108,7 +108,9 @@ class Alignment:
                 return 1
             received = call.stored.inputs[0].shape[:1].numel()
             count, rest = divmod(received, self.batch_size)
-            return max(2, received) if rest else count  # picked ones may all be of one sample
+            edge = call.edges[0]
+            is_picked = count == 1 and edge is not None and self.owned_at(edge) is not None
+            return max(2, received) if rest or is_picked else count  # all may be of one sample
         place = (site.edge.node, site.edge.output_nr)
         # What is known is of the tensor that its output is a view of.
         is_view = site.layout is not None and (call, site.index) not in self.faults

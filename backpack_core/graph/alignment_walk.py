@@ -30,23 +30,23 @@ class Walk:
         self,
         survey: Survey,
         found: Alignment,
-        tables: set[Node],
         targets: Mapping[Node, Mapping[int, Tensor]],
+        owners: Owners,
     ) -> None:
         """Begin.
 
         Args:
             survey: What is known about the graph.
             found: Gets what is found.
-            tables: Nodes inside of calls that returned something that all samples share.
             targets: Parameters that no call reads off, by node and position of their uses.
+            owners: Knows whose the entries of tensors are.
         """
         self._survey = survey
         self._found = found
         self._size = max(1, survey.batch_size)
-        self._origins = Origins(survey, tables)
+        self._origins = Origins(survey)
         self._tensors = Tensors(survey, targets)
-        self._owners = Owners(survey)
+        self._owners = owners
 
     def run(self, roots: list[Edge]) -> None:
         """Fill in what is found."""
@@ -90,18 +90,18 @@ class Walk:
         entries = 1 if below.length is None else below.length
         count, rest = divmod(entries, self._size)
         is_picked = is_owned and above.operation in nodes.GATHERS and not rest
-        if (is_loss or is_before or is_owned) and self._is_owned(way):
+        if (is_loss or is_before or is_owned) and self._is_told(way):
             pass
         elif (is_picked and not self._origins.of_tables(below.node)) or is_loss:
             below.positions = count  # a loss says where samples are
+        elif self._is_elsewhere(way):
+            pass
         elif way.is_handed_out(self._size):
             below.is_picked = True
         elif self._origins.of_weights(below.node) or (not is_before and self._is_table(way)):
             pass
         elif is_before and nodes.is_stack_of_numbers(below.node):
             below.is_before = True
-        elif (part := self._part(way)) is not None:
-            below.owned = part
         elif below.length == self._size and self._is_certain(way):
             below.positions = 1
         elif below.shape and not rest and self._keeps_rows(way):
@@ -115,40 +115,36 @@ class Walk:
             is_sum = is_before and is_reduced
             below.is_guessed |= is_sum or (above.is_guessed and not above.is_call)
 
-    def _is_owned(self, way: Way) -> bool:
-        """Whether rows are in no order, and known to be some sample's all the same."""
-        (above, below, _), of_tables = way, self._origins.of_tables
-        is_owned, of_loss = above.owned is not None, above.is_loss or not above.is_before
-        is_picked = of_loss and above.operation in nodes.GATHERS
-        # As many rows as samples are taken for theirs behind a loss: the dye will tell.
-        is_as_long = below.length == self._size
-        is_usual = is_as_long and (above.is_loss or is_picked)
-        if is_usual or not self._found.is_readable or of_tables(below.node):
+    def _is_told(self, way: Way) -> bool:
+        """Whether it is known which samples rows are of, in order or not."""
+        above, below, _ = way
+        if not self._found.is_readable or self._origins.of_tables(below.node):
             return False
         is_kept = way.keeps_length and (above.is_call or way.keeps_rows)
-        if is_owned and is_kept and below.node not in self._survey.rows:
+        if above.owned is not None and is_kept and below.node not in self._survey.rows:
             below.owned = above.owned
             return True
-        owners = self._owners.rows(*below.place, of_loss)
+        owners = self._owners.rows(*below.place)
         if owners is None:
             return False
-        samples = torch.arange(self._size)
-        is_in_order = torch.equal(owners, samples.repeat_interleave(len(owners) // self._size))
-        if is_in_order and not self._survey.is_declared:
-            return False
-        below.owned = owners == samples[:, None]
+        samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
+        if owners.equal(samples.repeat_interleave(count)):
+            below.positions = count
+        else:
+            below.owned = owners == samples[:, None]
         return True
 
-    def _part(self, way: Way) -> Tensor | None:
-        """Which rows each sample has of one of several tensors that were joined; else ``None``."""
-        above, below, position = way
-        owned = above.owned
-        if owned is None and above.positions == 1:
-            owned = torch.eye(self._size, dtype=torch.bool)
-        start = None if owned is None or above.is_call else nodes.start_in(above.node, position)
-        if start is None or owned is None or below.length is None or way.keeps_length:
-            return None
-        return owned[:, start : start + below.length]
+    def _is_elsewhere(self, way: Way) -> bool:
+        """Whether samples are known to be on another axis, and nothing in front was made of rows.
+
+        Else the dye has to look at it.
+        """
+        owners = self._owners
+        return (
+            owners.are_moved
+            and not self._keeps_rows(way)
+            and owners.are_elsewhere(way.below.place)
+        )
 
     def _is_table(self, way: Way) -> bool:
         """Whether an operand may be a table, and no sample is made of it entry by entry."""

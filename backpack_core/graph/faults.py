@@ -51,8 +51,8 @@ def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
 def turned_batch(call: Call, size: int) -> BackpackError:
     """A call received the samples on another axis, and lengths do not tell."""
     return ShapeError(
-        f"{call.path} received a view of the model's input that has another axis in front, with "
-        f"{size} entries as well: this quantity needs the samples there. Build the model with "
+        f"{call.path} received a tensor that has another axis than that of the samples in front, "
+        f"with {size} entries as well: this quantity needs the samples there. Build the model with "
         "batch_first=True, or keep samples on axis 0 of every module."
     )
 

@@ -49,6 +49,8 @@ _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several"
 # Some entries of axis 0 are picked, or else the rows are kept.
 PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 INDEXED = {"Index", "IndexSelect"}
+# What may put other rows in front; an entry of an axis is one row of several.
+MOVES = TURNS | GATHERS | {"Stack", "Cat"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
@@ -202,6 +204,22 @@ def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | N
     return 0 if keeps_rows(node, output_nr, position) else None
 
 
+def axes_along(node: Node, count: int) -> list[int]:
+    """The axes of an operand that an operation goes along, which leaves the others as they are.
+
+    Empty if that is unknown.
+
+    Args:
+        node: The node.
+        count: How many axes the operand has.
+    """
+    operation = operation_of(node)
+    if operation == "NativeLayerNorm":
+        return [*range(count)][-len(node._saved_normalized_shape) :]  # type: ignore[attr-defined]
+    is_known = operation in SAME_AXES | SELECTIONS and count
+    return [axis % count for axis in _axes(node)] if is_known else []
+
+
 def picks_of(node: Node) -> list[Tensor | None]:
     """What an operation of :data:`INDEXED` picks along leading axes; ``None`` where it keeps one."""
     saved: Any = node
@@ -221,24 +239,6 @@ def order_of(node: Node, count: int) -> list[int]:
     for axis, other in zip(axes, reversed(axes), strict=True):
         order[axis] = other
     return order
-
-
-def start_in(node: Node, position: int) -> int | None:
-    """Where an operand begins that was joined with others along axis 0; ``None`` if unknown.
-
-    Args:
-        node: The node.
-        position: Which operand, as a position in ``node.next_functions``.
-    """
-    if operation_of(node) != "Cat" or _axes(node)[0]:
-        return None
-    edges = node.next_functions
-    lengths = [None if child is None else lengths_of(child, nr)[0] for child, nr in edges]
-    before, after = lengths[:position], lengths[position:]
-    if None in before:  # an operand without an edge
-        found = lengths_of(node, 0)[0] - sum(filter(None, after))
-        return None if None in after else found
-    return sum(filter(None, before))
 
 
 def turns_rows(node: Node) -> bool:

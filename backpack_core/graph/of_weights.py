@@ -5,8 +5,6 @@ Their length says nothing: a table may be as long as the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 
 from backpack_core._torch import Node
@@ -27,15 +25,8 @@ class Origins:
     One walk answers all four, and goes no further than the answer needs.
     """
 
-    def __init__(self, survey: Survey, tables: Iterable[Node] = ()) -> None:
-        """Begin.
-
-        Args:
-            survey: What is known about the graph.
-            tables: Nodes whose outputs are taken for tables.
-        """
+    def __init__(self, survey: Survey) -> None:
         self._survey = survey
-        self._tables = frozenset(tables)
         self._known: dict[Node, int] = {}
 
     def of_weights(self, node: Node) -> bool:
@@ -64,7 +55,7 @@ class Origins:
             if kind and behind:
                 todo += [(this, kind, behind), (behind[-1], *self._begin(behind[-1]))]
             else:
-                known[this] = kind | (_ALL ^ _WEIGHTS if this in self._tables else 0)
+                known[this] = kind | (_ALL ^ _WEIGHTS if this in self._survey.tables else 0)
         return known[node]
 
     def _begin(self, node: Node) -> tuple[int, list[Node]]:

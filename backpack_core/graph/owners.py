@@ -8,8 +8,8 @@ operations themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeAlias
+from functools import cached_property, partial
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ Numbers: TypeAlias = Tensor
 Given: TypeAlias = dict[int, Numbers | None]  # by position of the operand; ``None`` if unknown
 Shape: TypeAlias = tuple[int, ...]
 Picks: TypeAlias = Sequence[Tensor | None]
+# What is unknown, but made of something that had the samples elsewhere than in front.
+_ELSEWHERE: Final[Numbers] = torch.zeros(2, 2, device="cpu")
 
 
 class Owners:
@@ -39,25 +41,51 @@ class Owners:
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
-        self._is_table = Origins(survey).of_weights
+        self._is_table = Origins(survey).of_tables
+        self._samples = torch.arange(survey.batch_size, device="cpu")
 
-    def rows(self, node: Node | None, number: int, of_loss: bool = True) -> Tensor | None:
+    def rows(self, node: Node | None, number: int) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
 
-        Args:
-            node: The node of the tensor.
-            number: Which output of the node it is.
-            of_loss: Whether an extended loss received it, whose terms are those of its rows. A
-                function may pair all samples, in another order, with targets of others.
+        Or if these are all samples in another order: they may be paired with targets of others.
         """
         numbers = None if node is None else self._of((node, number))
-        if node is None or numbers is None or not numbers.dim() or numbers.shape[1:].numel() != 1:
+        if node is None or numbers is None or not numbers.dim() or _are_elsewhere(numbers):
             return None
         rows = numbers.flatten().expand(nodes.lengths_of(node, number)[:1])
-        samples = torch.arange(self._survey.batch_size)
-        is_turned = not (of_loss or torch.equal(rows, samples))
-        is_turned = is_turned and torch.equal(rows.sort()[0], samples)
+        is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
         return None if is_turned or bool((rows < 0).any()) else rows
+
+    @cached_property
+    def are_moved(self) -> bool:
+        """Whether an operation may put something else in front that is as long as the batch."""
+        return self._survey.is_readable and any(map(self._moves, [n for n, _ in self._survey.seen]))
+
+    def _moves(self, node: Node) -> bool:
+        size, (child, _) = self._survey.batch_size, (*node.next_functions, (None, 0))[0]
+        if size < 2 or child is None or nodes.operation_of(node) not in nodes.MOVES:
+            return False
+        is_there = nodes.lengths_of(node, 0)[:1] == (size,)
+        return is_there and not (nodes.keeps_rows(node, 0, 0) or self._has_none(child))
+
+    def received_moved(self, call: Call) -> bool:
+        """Whether it is known that rows that a call received are not the samples."""
+        edge = call.edges[0] if call.edges else None
+        numbers = None if edge is None else self._of(edge[:2])
+        if edge is None or numbers is None or self._is_along(numbers, self._axis(call, 0)):
+            return False
+        rows = self.rows(*edge[:2])
+        return _are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
+
+    def received_elsewhere(self, call: Call) -> bool:
+        """Whether what a call received is known to have samples, and rows to be no single one's."""
+        edge = call.edges[0] if call.edges and self._survey.is_readable else None
+        return edge is not None and self.are_elsewhere(edge[:2])
+
+    def are_elsewhere(self, place: Place) -> bool:
+        """Whether a tensor is known to have samples, and rows to be no single one's."""
+        numbers = self._of(place)
+        return numbers is not None and _are_elsewhere(numbers)
 
     def _of(self, place: Place) -> Numbers | None:
         known, todo = self._survey.numbers, [place]
@@ -74,17 +102,34 @@ class Owners:
 
     def _operands(self, place: Place) -> dict[int, Place]:
         """What tells the numbers at a tensor, by position: what has samples; of calls, an input."""
-        call = self._call(place)
-        if call is None:
+        site = self._call(place)
+        if site is None:
             ways = edges_behind(place[0])
             return {i: edge[:2] for i, edge in ways if not self._has_none(edge.node)}
-        first = call.call.edges[0] if call.call.edges else None
+        first = (site.call.edges or (None,))[0]
         return {} if first is None else {0: first[:2]}
 
     def _call(self, place: Place) -> Site | None:
-        """The call that returned a tensor, if a rule says what it does with rows."""
+        """The call that returned a tensor, if its rule tells where samples are in it.
+
+        It does not where they are on another axis: then the nodes inside do.
+        """
         site = self._survey.site_at(tuple.__new__(Edge, (*place, 0)))  # the quick way
-        return None if site is None or site.call.goes_inside else site
+        if site is None or site.call.goes_inside:
+            return None
+        first = (site.call.edges or (None,))[0]
+        given = None if first is None else self._survey.numbers.get(first[:2])
+        if given is None or not _are_elsewhere(given):
+            return site
+        return site if self._is_along(given, self._axis(*site[:2])) else None
+
+    def _axis(self, call: Call, index: int) -> int:
+        """The axis other than the first on which a call is known to have samples; else zero."""
+        return declared_axis(call) or self._survey.axes.get((call, index), 0)
+
+    @staticmethod
+    def _is_along(numbers: Numbers, axis: int) -> bool:
+        return bool(axis) and numbers.shape[axis : axis + 1] == (numbers.numel(),)
 
     def _has_none(self, node: Node) -> bool:
         """Whether a tensor has no samples: it was made, or picked, of parameters alone."""
@@ -101,7 +146,13 @@ class Owners:
             return _along(rows.cpu(), 0, shape)
         if (site := self._call(place)) is not None:
             return self._of_call(site, given.get(0), shape)
-        return self._of_data(shape, 0) if nodes.is_leaf(node) else _made(node, number, given)
+        if nodes.is_leaf(node):
+            return self._of_data(shape, 0)
+        is_known = all(numbers is not _ELSEWHERE for numbers in given.values())
+        found = _made(node, number, given) if is_known else None
+        # It may be anywhere then. In front, where rules expect it, it is not known to be.
+        is_other = any(n is not None and _are_elsewhere(n) for n in given.values())
+        return _ELSEWHERE if found is None and is_other else found
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""
@@ -125,7 +176,7 @@ class Owners:
         is_known = is_sure or axis or not is_doubtful(shape, samples)
         if not is_known or shape[axis : axis + 1] != (samples,):
             return None
-        return _along(torch.arange(samples), axis, shape)
+        return _along(self._samples, axis, shape)
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
@@ -133,7 +184,7 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
 
     Rows with one number share a column, as no two of them belong to one sample.
     """
-    edge, rows, owners = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0]), None
+    edge, rows, owners = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0], device="cpu"), None
     if edge is not None and survey.is_readable:
         owners = Owners(survey).rows(edge.node, edge.output_nr)
     if owners is None:
@@ -142,6 +193,10 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     turns = torch.empty_like(owners)
     turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
     return turns
+
+
+def _are_elsewhere(numbers: Numbers) -> bool:
+    return numbers.shape[1:].numel() != 1
 
 
 # Through operations ------------------------------------------------------------------------------
@@ -155,12 +210,16 @@ def _made(node: Node, number: int, given: Given) -> Numbers | None:
         return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
     if operation not in nodes.VIEWS:  # of operands that do not keep rows, the dye will tell
         kept = [n for i, n in given.items() if nodes.keeps_rows(node, number, i)]
-        rows = [n for n in kept if n is not None and n.shape[1:].numel() == 1]
+        rows = [n for n in kept if n is not None and not _are_elsewhere(n)]
         if rows and len(rows) == len(kept) and all(n.equal(rows[0]) for n in rows):
             return _along(rows[0].flatten(), 0, shape)
     if not known or len(known) < len(given):
         return None
     position, first = next(iter(known.items()))
+    along = nodes.axes_along(node, first.dim())
+    is_free = all(first.shape[axis] == 1 for axis in along)
+    if along and is_free and all(n.equal(first) for n in known.values()):
+        return first.squeeze(along[0]) if operation in nodes.SELECTIONS else first
     if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
         return _along(first.flatten(), 0, shape)  # all of it is of one sample
     if operation in nodes.VIEWS or nodes.hands_on(node):
@@ -199,13 +258,13 @@ def _viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
     while torch.Size(before[:lead]).numel() not in sizes:
         lead += 1
     count = sizes.index(torch.Size(before[:lead]).numel())
-    whole = numbers.reshape(numbers.shape[:lead]).expand(before[:lead]).reshape(after[:count])
-    return _shortened(whole.reshape(*whole.shape, *[1] * (len(after) - count)))
+    whole = numbers[(..., *[0] * (numbers.dim() - lead))].expand(before[:lead])
+    return _shortened(whole.reshape(after[:count])[(..., *[None] * (len(after) - count))])
 
 
 def _met(known: dict[int, Numbers], others: list[Shape], shape: Shape) -> Numbers | None:
     """What entries have that were computed from one entry of each operand."""
-    wide = [n.reshape(*[1] * (len(shape) - n.dim()), *n.shape) for n in known.values()]
+    wide = [n[(*[None] * (len(shape) - n.dim()), ...)] for n in known.values()]
     parts = torch.broadcast_tensors(*wide)
     found = torch.stack(parts).amax(0)
     if any(bool(((part != found) & (part >= 0)).any()) for part in parts):
@@ -241,7 +300,7 @@ def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | No
         return None
     base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums are exact
     most = max(int(n.max()) for n in given.values())
-    codes = torch.randint(base, (most + 1,), generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(base, (most + 1,), generator=_generator(), device="cpu")
     powers = [base**k for k in range(64) if not k or base**k <= most]
     marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, codes.__getitem__]
     marks += [partial(_digit, power, base) for power in powers]
@@ -256,6 +315,10 @@ def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | No
     if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
         return None
     return _shortened(torch.where(is_some, found, -1))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)
 
 
 def _digit(power: int, base: int, numbers: Tensor) -> Tensor:
