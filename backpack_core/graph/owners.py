@@ -58,14 +58,14 @@ class Owners:
 
     @cached_property
     def are_moved(self) -> bool:
-        """Whether an operation may put something else in front that is as long as the batch."""
+        """Whether an operation may put other rows in front, of which there are as many."""
         return self._survey.is_readable and any(map(self._moves, [n for n, _ in self._survey.seen]))
 
     def _moves(self, node: Node) -> bool:
         size, (child, _) = self._survey.batch_size, (*node.next_functions, (None, 0))[0]
         if size < 2 or child is None or nodes.operation_of(node) not in nodes.MOVES:
             return False
-        is_there = nodes.lengths_of(node, 0)[:1] == (size,)
+        is_there = not (nodes.lengths_of(node, 0) or (1,))[0] % size
         return is_there and not (nodes.keeps_rows(node, 0, 0) or self._has_none(child))
 
     def received_moved(self, call: Call) -> bool:

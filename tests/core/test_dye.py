@@ -33,10 +33,6 @@ def run(model: nn.Module, loss: Loss, *extensions: Any, **options: Any) -> Any:
 # What mixes samples, or looks as if it had some.
 
 
-def _time_first(net: Any, x: Tensor) -> Tensor:
-    return net.b(torch.tanh(net.a(x).transpose(0, 1))).transpose(0, 1)  # type: ignore[no-any-return]
-
-
 def _graph(net: Any, x: Tensor) -> Tensor:
     adjacency = torch.ones(N, N).tril() / N
     return net.b((adjacency @ net.a(x).flatten(1)).view(N, T, 3))  # type: ignore[no-any-return]
@@ -59,7 +55,6 @@ def _turned(net: Any, x: Tensor) -> Tensor:
 NETS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "taken_apart": _taken_apart,
     "turned": _turned,
-    "time_first": _time_first,
     "graph": _graph,
     "centred": _centred,
 }

@@ -125,10 +125,20 @@ def test_one_by_one_with_as_many_entries_as_samples(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_one_by_one_where_entries_are_other_samples(name: str) -> None:
-    x, y = torch.randn(N, N), torch.randn(N, N)
-    out = extend(Scaled(is_turned=True))(x)
-    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
-        torch.stack([LOOPS[name](row, y[n]) for n, row in enumerate(out)]).sum().backward()
+    """An entry of a row is a sample's, and gets what comes to it."""
+    x, y, net = torch.randn(N, N), torch.randn(N, N), Scaled(is_turned=True)
+
+    def total(out: Tensor) -> Tensor:
+        return torch.stack([LOOPS[name](row, y[n]) for n, row in enumerate(out)]).sum()
+
+    single, out = [], net(x)
+    for n in range(N):  # the others are constants
+        own = torch.where(torch.arange(N) == n, out, out.detach())
+        single.append(torch.autograd.grad(total(own), [*net.parameters()], retain_graph=True))
+    with backpack(BatchGrad()):
+        total(extend(net)(x)).backward()
+    for parameter, gradients in zip(net.parameters(), zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(vars(parameter)["grad_batch"], torch.stack(gradients))
 
 
 def test_mixing_behind_a_gradient_that_cancels() -> None:

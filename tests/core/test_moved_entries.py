@@ -1,0 +1,122 @@
+"""Operations between modules that put entries of samples in other places, each known to be whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError
+from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, SumGradSquared
+from tests import oracle
+from tests.cases import Net
+
+D, C = 4, 3
+Move = Callable[[Tensor], Tensor]
+
+# From hidden states [N, T, D].
+MOVES: dict[str, Move] = {
+    "time first, merged": lambda h: h.transpose(0, 1).flatten(0, 1),
+    "time first": lambda h: h.transpose(0, 1),
+    "permuted": lambda h: h.permute(1, 0, 2).contiguous(),
+    "turned": lambda h: h.flatten(1).t().view(h.shape[1], D, len(h)).transpose(1, 2),
+    "steps stacked": lambda h: torch.stack([step.tanh() for step in h.unbind(1)]),
+    "steps joined": lambda h: torch.cat([h[:, t] for t in range(h.shape[1])]),
+    "first and last step": lambda h: torch.cat([h[:, 0], h[:, -1]]),
+    "backwards": lambda h: h.transpose(0, 1).flip(0),
+    "rolled": lambda h: h.roll(1, 1).transpose(0, 1),
+    "some steps": lambda h: h.transpose(0, 1)[1:].flatten(0, 1),
+    "gathered": lambda h: h.transpose(0, 1).gather(0, torch.zeros(1, len(h), D, dtype=torch.long)),
+    "indexed": lambda h: h.transpose(0, 1)[[-1, 0]].flatten(0, 1),
+    "parts exchanged": lambda h: torch.cat(h.transpose(0, 1).flatten(0, 1).chunk(2)[::-1]),
+    "summed over time": lambda h: h.transpose(0, 1).sum(0),
+    "running sums": lambda h: h.transpose(0, 1).cumsum(0),
+    "draws": lambda h: h.mean(1).repeat(2, 1),
+    "normalised": lambda h: F.layer_norm(h.transpose(0, 1), (D,)),
+    "softmax": lambda h: h.transpose(0, 1).softmax(2),
+    "sample after sample": lambda h: torch.cat([sample[: 1 + n % 2] for n, sample in enumerate(h)]),
+}
+
+
+def net(move: Move) -> nn.Module:
+    return Net(
+        lambda net, x: net.c(torch.tanh(net.b(move(torch.tanh(net.a(x)))))).flatten(0, -2),
+        **{"a": nn.Linear(2, D), "b": nn.Linear(D, D), "c": nn.Linear(D, C)},
+    ).double()
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize(("samples", "steps"), [(3, 2), (3, 3), (2, 4), (1, 3)])
+@pytest.mark.parametrize("name", MOVES)
+def test_moved_entries(name: str, samples: int, steps: int, is_module: bool) -> None:
+    move, x = MOVES[name], torch.randn(samples, steps, 2).double()
+    model = net(move)
+    parameters, logits = [*model.parameters()], model(x)
+    y = torch.randint(0, C, (len(logits),))
+    numbers = torch.arange(samples)[:, None, None].double().expand(samples, steps, D)
+    ones = torch.ones_like(numbers)
+    is_value = name in ("normalised", "softmax", "steps stacked")
+    moved = [MOVES["time first"](t) if is_value else move(t) for t in (numbers, ones)]
+    owners = (moved[0] / moved[1])[..., 0].flatten().round().long()
+    p = logits.detach().softmax(1)
+    hessian = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / len(y)
+    weights = (p - F.one_hot(y, C)) / len(y)
+    lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
+    extensions = [BatchGrad(), SumGradSquared()]
+    extensions += [BatchDiagGGNExact(), DiagGGNExact()] if is_module else []
+    with backpack(*extensions, check="always"):
+        lossfunc(extend(model)(x), y).backward()
+    for parameter in parameters:
+        found, zeros = vars(parameter), parameter.new_zeros(samples, *parameter.shape)
+        rows = [torch.autograd.grad(z, parameter, retain_graph=True)[0] for z in logits.flatten()]
+        jacobian = torch.stack(rows).view(len(y), C, *parameter.shape)
+        gradients = torch.einsum("rc,rc...->r...", weights, jacobian)
+        expected = zeros.index_add(0, owners, gradients)
+        oracle.assert_close(found["grad_batch"], expected)
+        oracle.assert_close(found["sum_grad_squared"], expected.square().sum(0))
+        if is_module:
+            diagonals = torch.einsum("rc...,rcd,rd...->r...", jacobian, hessian, jacobian)
+            expected = zeros.index_add(0, owners, diagonals)
+            oracle.assert_close(found["diag_ggn_exact_batch"], expected)
+            oracle.assert_close(found["diag_ggn_exact"], expected.sum(0))
+
+
+MIXED: dict[str, Move] = {
+    "over samples": lambda h: h.transpose(0, 1).softmax(1),
+    "next sample": lambda h: h.transpose(0, 1)[:, 1:] - h.transpose(0, 1)[:, :-1],
+    "sums over samples": lambda h: h.transpose(0, 1).cumsum(1),
+    "one axis and the other": lambda h: h.transpose(0, 1) + h,
+    "normalised": lambda h: F.layer_norm(h.transpose(0, 1), h.shape[::2]),
+    "means of samples": lambda h: h.transpose(0, 1).mean(1),
+    "signs that cancel": lambda h: (h.transpose(0, 1) - h.transpose(0, 1).mean(1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_what_mixes(name: str, is_module: bool, extension: type) -> None:
+    x = torch.randn(3, 3, 2).double()
+    logits = extend(net(MIXED[name]))(x)
+    y = torch.randint(0, C, (len(logits),))
+    if not is_module and extension is DiagGGNExact:
+        return
+    lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
+    with pytest.raises(SampleMixingError), backpack(extension()):
+        lossfunc(logits, y).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_of_many_samples_in_any_precision(dtype: torch.dtype) -> None:
+    model, x = nn.Linear(2, D).to(dtype), torch.randn(300, 2, 2).to(dtype)
+    head = nn.Linear(D, C).to(dtype)
+    both = extend(Net(lambda net, x: net.b(torch.stack(net.a(x).unbind(1)).flatten(0, 1)), a=model, b=head))
+    with backpack(BatchGrad()):
+        both(x).sum().backward()
+    assert (vars(head.bias)["grad_batch"] == 2).all()
+    expected = torch.stack([model(row).sum(0) for row in x])[:, None].expand(-1, C, -1)
+    torch.testing.assert_close(vars(head.weight)["grad_batch"], expected, atol=0.05, rtol=0.02)
