@@ -90,7 +90,8 @@ class Walk:
         entries = 1 if below.length is None else below.length
         count, rest = divmod(entries, self._size)
         is_picked = is_owned and above.operation in nodes.GATHERS and not rest
-        if (is_loss or is_before or is_owned) and self._is_told(way):
+        is_asked = is_loss or is_before or is_owned or self._owners.are_moved
+        if is_asked and self._is_told(way):
             pass
         elif (is_picked and not self._origins.of_tables(below.node)) or is_loss:
             below.positions = count  # a loss says where samples are

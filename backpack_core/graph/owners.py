@@ -160,9 +160,8 @@ class Owners:
         if call.is_released or call.rule.is_loss or not call.stored.inputs:
             return None
         received, declared = call.stored.inputs[0], declared_axis(call)
-        if given is None:
-            is_first = call.edges[0] is None and call.receives_input > 1
-            given = self._of_data(tuple(received.shape), declared, is_first)
+        if given is None and not any(call.edges[:1]):
+            given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
         if given is None or given.numel() != max(given.shape, default=0):
             return None
         before = next((k for k, length in enumerate(given.shape) if length > 1), declared)
