@@ -90,8 +90,7 @@ class Walk:
         entries = 1 if below.length is None else below.length
         count, rest = divmod(entries, self._size)
         is_picked = is_owned and above.operation in nodes.GATHERS and not rest
-        is_asked = is_loss or is_before or is_owned or self._owners.are_moved
-        if is_asked and self._is_told(way):
+        if self._owners.are_moved and self._is_told(way):
             pass
         elif (is_picked and not self._origins.of_tables(below.node)) or is_loss:
             below.positions = count  # a loss says where samples are
@@ -129,10 +128,9 @@ class Walk:
         if owners is None:
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
-        if owners.equal(samples.repeat_interleave(count)):
-            below.positions = count
-        else:
-            below.owned = owners == samples[:, None]
+        if not self._survey.is_declared and owners.equal(samples.repeat_interleave(count)):
+            return False
+        below.owned = owners == samples[:, None]
         return True
 
     def _is_elsewhere(self, way: Way) -> bool:

@@ -49,8 +49,8 @@ _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several"
 # Some entries of axis 0 are picked, or else the rows are kept.
 PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 INDEXED = {"Index", "IndexSelect"}
-# What may put other rows in front; an entry of an axis is one row of several.
-MOVES = TURNS | GATHERS | {"Stack", "Cat"}
+# What may put other rows in front.
+MOVES = TURNS | GATHERS | PICKS | {"Stack", "Cat", "Flip", "Roll", "Repeat", "Expand"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
@@ -164,6 +164,8 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
         return True
     if not out or out[:1] != inp[:1]:
         return False
+    if operation == "Stack":
+        return _axes(node)[0] % len(out) > 0
     if operation in _ALONG:
         axes = [axis % len(inp) for axis in _axes(node)]
         return axes[0] == 0 if operation == "Permute" else 0 not in axes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,8 +32,6 @@ Numbers: TypeAlias = Tensor
 Given: TypeAlias = dict[int, Numbers | None]  # by position of the operand; ``None`` if unknown
 Shape: TypeAlias = tuple[int, ...]
 Picks: TypeAlias = Sequence[Tensor | None]
-# What is unknown, but made of something that had the samples elsewhere than in front.
-_ELSEWHERE: Final[Numbers] = torch.zeros(2, 2, device="cpu")
 
 
 class Owners:
@@ -43,6 +41,7 @@ class Owners:
         self._survey = survey
         self._is_table = Origins(survey).of_tables
         self._samples = torch.arange(survey.batch_size, device="cpu")
+        self._usual: dict[int, Numbers] = {}  # by number of axes
 
     def rows(self, node: Node | None, number: int) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
@@ -58,15 +57,28 @@ class Owners:
 
     @cached_property
     def are_moved(self) -> bool:
-        """Whether an operation may put other rows in front, of which there are as many."""
-        return self._survey.is_readable and any(map(self._moves, [n for n, _ in self._survey.seen]))
+        """Whether rows of anything may be other samples than rows of what the model received."""
+        survey, between = self._survey, [node for node, _ in self._survey.seen]
+        is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
+        return survey.is_readable and (is_other or any(map(self._moves, between)))
 
     def _moves(self, node: Node) -> bool:
-        size, (child, _) = self._survey.batch_size, (*node.next_functions, (None, 0))[0]
-        if size < 2 or child is None or nodes.operation_of(node) not in nodes.MOVES:
+        operation, size = nodes.operation_of(node), self._survey.batch_size
+        child, number = node.next_functions[0] if operation in nodes.MOVES else (None, 0)
+        if child is None or not size or nodes.keeps_rows(node, 0, 0):
             return False
-        is_there = not (nodes.lengths_of(node, 0) or (1,))[0] % size
-        return is_there and not (nodes.keeps_rows(node, 0, 0) or self._has_none(child))
+        if self._are_as_many and operation in nodes.TURNS | nodes.SELECTIONS:
+            # Then an axis of another length is nowhere taken for that of the samples.
+            place = (node, 0) if operation in nodes.TURNS else (child, number)
+            if (nodes.lengths_of(*place) or (1,))[0] % size:
+                return False
+        return not self._has_none(child)
+
+    @cached_property
+    def _are_as_many(self) -> bool:
+        """Whether all modules received as many rows as there are samples."""
+        survey, known = self._survey, self._survey.received.items()
+        return all(size == survey.batch_size for (call, _), size in known if any(call.edges))
 
     def received_moved(self, call: Call) -> bool:
         """Whether it is known that rows that a call received are not the samples."""
@@ -148,11 +160,25 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_data(shape, 0)
-        is_known = all(numbers is not _ELSEWHERE for numbers in given.values())
-        found = _made(node, number, given) if is_known else None
-        # It may be anywhere then. In front, where rules expect it, it is not known to be.
-        is_other = any(n is not None and _are_elsewhere(n) for n in given.values())
-        return _ELSEWHERE if found is None and is_other else found
+        if self._keeps(node, number, given, shape):
+            return self._first(len(shape))
+        return _made(node, number, given)
+
+    def _keeps(self, node: Node, number: int, given: Given, shape: Shape) -> bool:
+        """Whether all operands have the samples in front, and so has the result: the usual case."""
+        is_there = bool(given) and shape[:1] == (self._survey.batch_size,)
+        return is_there and all(
+            n is not None
+            and n is self._usual.get(n.dim())
+            and nodes.keeps_rows(node, number, position)
+            for position, n in given.items()
+        )
+
+    def _first(self, count: int) -> Numbers:
+        """The numbers of a tensor of so many axes that has the samples in front."""
+        if count not in self._usual:
+            self._usual[count] = _along(self._samples, 0, (0,) * count)
+        return self._usual[count]
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""
@@ -167,7 +193,10 @@ class Owners:
         before = next((k for k, length in enumerate(given.shape) if length > 1), declared)
         axis = axis or (before if before == declared else 0)
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
-        return _along(given.flatten(), axis, shape) if is_there else None
+        if not is_there:
+            return None
+        is_usual = not axis and given is self._usual.get(given.dim())
+        return self._first(len(shape)) if is_usual else _along(given.flatten(), axis, shape)
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
@@ -175,7 +204,7 @@ class Owners:
         is_known = is_sure or axis or not is_doubtful(shape, samples)
         if not is_known or shape[axis : axis + 1] != (samples,):
             return None
-        return _along(self._samples, axis, shape)
+        return _along(self._samples, axis, shape) if axis else self._first(len(shape))
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
