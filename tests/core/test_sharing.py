@@ -27,6 +27,23 @@ def test_module_called_twice() -> None:
     classification(model, (3,)).check()
 
 
+@pytest.mark.parametrize("names", [["weight", "bias"], ["weight"], ["bias"]])
+@pytest.mark.parametrize("make", [nn.Linear, lambda size, _: nn.LayerNorm(size)])
+def test_module_frozen_in_one_of_its_calls(make: Any, names: list[str]) -> None:
+    """As a critic is for the actor's part of the loss."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        first = net.a(x)
+        frozen = [net.a.get_parameter(name).requires_grad_(False) for name in names]
+        out: Tensor = net.last(first + net.a(torch.tanh(net.own(x))))
+        for parameter in frozen:
+            parameter.requires_grad_()
+        return out
+
+    parts = {"a": make(3, 3), "own": nn.Linear(3, 3), "last": nn.Linear(3, 3)}
+    classification(Net(forward, **parts), (3,)).check(check="never")
+
+
 def test_module_called_three_times_in_parallel() -> None:
     model = Net(
         lambda net, x: net.a(x) + net.a(2 * x) * net.act(net.a(x - 1)),
