@@ -112,6 +112,9 @@ def begin(
 
     Returns:
         The pass; ``None`` where nothing was asked for, or no extended module is behind the roots.
+
+    Raises:
+        UsageError: In inference mode, no tensor says whether it was changed.
     """
     if not context.extensions:
         return None
@@ -125,6 +128,11 @@ def begin(
     outer = next(iter(context.passes.values()), None)
     graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
     found = BackwardPass(context, edges, graph, outer, gradients=incoming)
+    if found.survey.sites and torch.is_inference_mode_enabled():
+        raise UsageError(
+            "backward() was called inside inference_mode(), where gradients do not note changes in "
+            "place, which quantities rely on. Leave inference_mode() first."
+        )
     return found if found.survey.sites else None
 
 
