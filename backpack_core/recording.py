@@ -251,8 +251,9 @@ def _call(
         owned, parameters, computed = _tensors(module, resolved, of)
     detached = tuple(map(_detach, outputs))
     counts = versions_of((*detached, *owned.values()))
-    noted: Any
-    noted = (args, kwargs, inputs, detached, what.versions, counts, owned, parameters, computed)
+    frozen = [name for name, t in owned.items() if t is not None and not t.requires_grad]
+    noted: Any = (args, kwargs, inputs, detached, what.versions, counts)
+    noted += (owned, parameters, computed, frozen)
     thread, hook = get_ident(), saving_hook()
     run = run_of_model(module, thread)
     if hook is not None:

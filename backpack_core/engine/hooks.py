@@ -58,7 +58,11 @@ class OutputHook:
         # or on its node. A hook that is put on the node now runs after all of them.
         others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
+        task = graph_task_id()
+
         def after(grads: tuple[Tensor | None, ...]) -> None:
+            if graph_task_id() != task:
+                return  # of a pass that a hook has begun in ours, or after ours has failed
             handle.remove()
             # To hold the node, or the pass, would be a cycle, if a hook before us fails.
             edge = tuple.__new__(Edge, (current_node(), self.output_nr, 0))
@@ -76,7 +80,7 @@ def _known_pass(context: Context) -> BackwardPass | None:
     found: BackwardPass | None = context.passes.get(task)
     if found is None and context.announced and not _torch.is_inside_function():
         announced: BackwardPass = context.announced[-1]
-        if not announced.is_running:
+        if not announced.is_running and announced.schedule.is_in(task):
             announced.is_running = True
             found = context.passes[task] = announced
     return found
@@ -91,7 +95,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         found = BackwardPass(context, [edge], outer=outer, is_part=_torch.is_inside_function())
         # Autograd owns it: it ends when autograd is through, or has failed.
         _torch.at_end_of_pass(found.finish)
-        found.is_running = True
+        found.is_running = found.schedule.is_in(graph_task_id())
         context.passes[graph_task_id()] = found
     return found
 
@@ -108,6 +112,9 @@ def begin(
 
     Returns:
         The pass; ``None`` where nothing was asked for, or no extended module is behind the roots.
+
+    Raises:
+        UsageError: In inference mode, no tensor says whether it was changed.
     """
     if not context.extensions:
         return None
@@ -121,6 +128,11 @@ def begin(
     outer = next(iter(context.passes.values()), None)
     graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
     found = BackwardPass(context, edges, graph, outer, gradients=incoming)
+    if found.survey.sites and torch.is_inference_mode_enabled():
+        raise UsageError(
+            "backward() was called inside inference_mode(), where gradients do not note changes in "
+            "place, which quantities rely on. Leave inference_mode() first."
+        )
     return found if found.survey.sites else None
 
 

@@ -261,7 +261,8 @@ def refuse_other_terms(
         if is_inside:
             error = errors.UnsupportedError(
                 f"{name} does not go through a hook or a function's own backward() that calls "
-                "autograd, as implicit layers and adjoint solvers do. Differentiate the steps "
+                "autograd, as implicit layers, solvers and re-entrant checkpoints do. Write "
+                "checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
                 "(odeint, not odeint_adjoint); first-order extensions follow a hook."
             )
         place_between(error, survey, extensions[0])

@@ -218,6 +218,13 @@ class HookSchedule(Schedule):
         """
         super().__init__(chunks.survey, chunks.groups)
         self._chunks, self.passes = chunks, passes
+        self.task = -1  # of autograd's, once that has begun
+
+    def is_in(self, task: int) -> bool:
+        """Whether one of autograd's tasks is that of this pass; the first one is."""
+        if self.task < 0:
+            self.task = task
+        return self.task == task
 
     def _reached(
         self, lane: int, node: Node, grads: Sequence[Tensor | None], there: Crossing
@@ -244,22 +251,22 @@ def when_reached(
     """Have autograd call ``function(owner, gradients)`` when it reaches a node.
 
     It may never get there (``backward(inputs=...)``, an exception), and the hook then stays on the
-    node. So it holds neither the node nor the owner. One from before autograd began is no task's:
-    it goes when the pass is over, whose owner the traceback of an error may hold for longer.
+    node. So it holds neither the node nor the owner. One from before autograd began goes when the
+    pass is over, whose owner the traceback of an error may hold for longer.
     """
-    this, task, passes = weakref.ref(owner), _torch.graph_task_id(), schedule.passes
+    this, waiting = weakref.ref(owner), weakref.ref(schedule)
+    passes = schedule.passes
 
     def reached(grads: Any) -> None:
-        now = _torch.graph_task_id()
-        begun = (t for t, p in passes.items() if p.is_outermost) if task < 0 else (task,)
-        if next(iter(begun), now) != now:  # a pass inside of this one
-            return
+        pending = waiting()
+        if pending is not None and not pending.is_in(_torch.graph_task_id()):
+            return  # a pass inside of this one
         handle.remove()
         if (found := this()) is not None:
             guarded(passes, function, found, grads)
 
     handle = node.register_prehook(reached)
-    if task < 0:
+    if schedule.task < 0:
         schedule.hooks.append(handle)
 
 

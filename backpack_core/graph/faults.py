@@ -80,9 +80,12 @@ def changed_output(call: Call) -> BackpackError:
 
 def uncovered(call: Call) -> BackpackError | None:
     """Some trained parameter inside of a module would never be read; ``None`` if there is none."""
-    behind = {id(leaf) for leaves in call.stored.computed.values() for leaf in leaves}
+    computed = call.stored.computed
+    behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
+    frozen = tuple(f"parametrizations.{n}." for n, leaves in computed.items() if not leaves)
     for name, parameter in call.module.named_parameters():
         is_known = name in call.stored.parameters or id(parameter) in behind
+        is_known |= name.startswith(frozen)  # in this call
         if parameter.requires_grad and not is_known:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "

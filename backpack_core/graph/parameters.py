@@ -43,7 +43,7 @@ def trained_in(call: Call) -> tuple[tuple[Trained, ...], tuple[Trained, ...]]:
     others: list[Trained] = []
     for name in stored.parameters:
         tensor, _ = stored.owned[name]
-        if tensor.requires_grad:
+        if tensor.requires_grad and name not in stored.frozen:
             found = covered if covers(call.module, name) else others
             for parameter in stored.computed.get(name, (tensor,)):
                 # Much faster than Trained(...).

@@ -8,7 +8,7 @@ drops its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
 from types import MappingProxyType
@@ -98,6 +98,7 @@ class Stored(NamedTuple):
         saved: What hooks on saved tensors took, by slot (inputs first); ``None`` for what they
             left. At these slots, the tensors above are stand-ins with a shape and no numbers. Empty
             without such hooks.
+        frozen: Which of those that are owned needed no gradient in this call.
     """
 
     args: tuple[Any, ...]
@@ -109,17 +110,18 @@ class Stored(NamedTuple):
     parameters: tuple[str, ...]
     computed: Mapping[str, tuple[Tensor, ...]] = NOTHING
     saved: tuple[SavedTensor | None, ...] = ()
+    frozen: Sequence[str] = ()
 
 
 def put_in_order(noted: Any) -> Stored:
     """Make the stored form of a call from what its hook noted, which had to be quick."""
-    args, kwargs, inputs, outputs, received, counts, owned, parameters, computed = noted
+    args, kwargs, inputs, outputs, received, counts, owned, parameters, computed, frozen = noted
     if isinstance(parameters, int):  # so many of those that are owned
         parameters = tuple(owned)[:parameters]
     versions, count = (*received, *counts[: len(outputs)]), iter(counts[len(outputs) :])
     there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
     kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])
-    return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed)
+    return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed, (), frozen)
 
 
 _ALIVE: Final = object()  # every call holds it

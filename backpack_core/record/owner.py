@@ -129,12 +129,11 @@ class Owner:
         axes: The declared axis of the samples by path of a part, which holds for all inside of it.
     """
 
-    __slots__ = ("__weakref__", "_module", "_parts", "axes")
+    __slots__ = ("__weakref__", "_module", "axes")
 
     def __init__(self, module: Module | None, axes: Mapping[str, int] | None = None) -> None:
         self.axes = axes or {}
         self._module = None if module is None else weakref.ref(module)
-        self._parts: list[weakref.ref[Module]] = []  # that own parameters
         if module is not None:
             _models[id(module)] = module
 
@@ -172,17 +171,16 @@ class Owner:
 
         A part that is never called says nothing of it: a list of parameters, a tied weight.
         """
-        if not self._parts and self.module is not None:
-            parts = (module for module in self.module.modules() if module._parameters)
-            self._parts = [*map(weakref.ref, parts)]
-        for reference in self._parts:
-            part = reference()
-            own: Mapping[str, Tensor | None] = {} if part is None else part._parameters
+        module = self.module
+        parts = [] if module is None else [module]
+        for part in parts:  # it grows: parts may have come since the last run
+            parts += [inner for inner in part._modules.values() if inner is not None]
+            own: Mapping[str, Tensor | None] = part._parameters
             for name, tensor in own.items():
                 if tensor is not None and not isinstance(tensor, Parameter):
                     key = id(tensor)
                     forget = partial(_forget, key)
-                    _handed[key] = weakref.ref(tensor, forget), reference, name
+                    _handed[key] = weakref.ref(tensor, forget), weakref.ref(part), name
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
         """Note that the run has ended, or was left by an exception.

@@ -135,6 +135,14 @@ def test_reentrant_checkpoint_of_a_part_second_order() -> None:
         loss.backward()
 
 
+def test_reentrant_checkpoint_around_a_model_second_order() -> None:
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    output = checkpoint(model, torch.randn(4, 3, requires_grad=True), use_reentrant=True)
+    loss = lossfunc(output, torch.randn(4, 2))
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"), backpack(DiagGGNExact()):
+        loss.backward()
+
+
 def test_a_reentrant_checkpoint_that_no_gradient_arrives_at_stays_one() -> None:
     """Parameters inside get no gradient, as without ``extend``."""
     model = Net(lambda net, x: net.last(checkpoint(net.block, x, use_reentrant=True)),

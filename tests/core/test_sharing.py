@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 from backpack_core import backpack, extend
 from backpack_core.errors import UncoveredParameterWarning, UnsupportedError
@@ -25,6 +26,26 @@ def test_module_called_twice() -> None:
         last=nn.Linear(3, 3),
     )
     classification(model, (3,)).check()
+
+
+@pytest.mark.parametrize("names", [["weight", "bias"], ["weight"], ["bias"]])
+@pytest.mark.parametrize("kind", ["linear", "layer_norm", "weight_norm"])
+def test_module_frozen_in_one_of_its_calls(kind: str, names: list[str]) -> None:
+    """As a critic is for the actor's part of the loss."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        first = net.a(x)
+        named = net.a.named_parameters()
+        frozen = [p.requires_grad_(False) for name, p in named if any(n in name for n in names)]
+        out: Tensor = net.last(first + net.a(torch.tanh(net.own(x))))
+        for parameter in frozen:
+            parameter.requires_grad_()
+        return out
+
+    a = nn.LayerNorm(3) if kind == "layer_norm" else nn.Linear(3, 3)
+    a = weight_norm(a) if kind == "weight_norm" else a
+    net = Net(forward, a=a, own=nn.Linear(3, 3), last=nn.Linear(3, 3))
+    classification(net, (3,)).check(check="never")
 
 
 def test_module_called_three_times_in_parallel() -> None:

@@ -105,6 +105,22 @@ def test_parameters_of_parts_that_are_never_called(forward: Any, made: str, kind
     compare_call(problem, tensors, kind)
 
 
+def test_a_part_that_came_after_the_first_run() -> None:
+    """It has a parameter that a function uses, and is never called."""
+    model = Net(_with_a_list, first=nn.Linear(3, 4), last=nn.Linear(4, 3))
+    model.gains = nn.ParameterList([torch.randn(4), torch.randn(4)])
+    model.unused = nn.Linear(4, 4, bias=False)
+    problem = classification(model, (3,))
+    problem.run(BatchGrad())
+    model.unused = nn.Linear(4, 4, bias=False)
+    tensors = fast_weights(model, "leaves")
+    expectation = expect_of_call(problem, tensors, "gradients")
+    output = functional_call(model, tensors, problem.inputs)
+    with backpack(*expectation.extensions):
+        problem.lossfunc(output, problem.target).backward()
+    expectation.compare(trained(tensors))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("made", ["leaves", "results"])
 def test_functional_call_with_some_parameters(made: str, kind: str) -> None:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import BackpackError, UnsupportedError
-from backpack_core.extensions import GGNMP, KFLR, BatchGrad, DiagGGNExact, DiagHessian
-from tests.cases import Net, Problem
+from backpack_core.extensions import (
+    GGNMP,
+    KFLR,
+    BatchGrad,
+    DiagGGNExact,
+    DiagHessian,
+    SumGradSquared,
+)
+from tests.cases import Net, Problem, classification, mlp
+from tests.faults.problems import KINDS, expect
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 
@@ -28,6 +40,67 @@ def test_a_pass_that_failed_and_is_still_held_by_its_error() -> None:
     except BackpackError:  # the traceback of which holds the pass, as the frame holds the error
         problem.run(KFLR(fail_mode="block"))
     assert [p.kflr.structure for p in problem.parameters] == ["block", "block"]  # type: ignore[attr-defined]
+
+
+def _with_a_hook(problem: Problem, hook: Callable[[], None]) -> Tensor:
+    """The loss, with a hook on an activation that calls a function once."""
+    todo = [hook]
+
+    def call(_: Tensor) -> None:
+        if todo:
+            todo.pop()()
+
+    def on_output(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(call)
+
+    model: Any = problem.model
+    handle = model[0].register_forward_hook(on_output)
+    loss = problem.loss()
+    handle.remove()
+    return loss
+
+
+def _stop() -> None:
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hook_on_an_activation_that_fails_once(kind: str) -> None:
+    """The next pass over the same graph visits every module once, and a plain one none."""
+    problem = classification(mlp(), (3,))
+    expectation = expect(problem.expected, kind)
+    for later in (True, False):
+        loss = _with_a_hook(problem, _stop)
+        with pytest.raises(InterruptedError), backpack(*expectation.extensions):
+            loss.backward(retain_graph=True)
+        problem.model.zero_grad()
+        for parameter in problem.parameters:
+            parameter.__dict__.clear()
+        with backpack(*expectation.extensions) if later else nullcontext():
+            loss.backward(retain_graph=True)
+        if later:
+            expectation.compare(problem.parameters)
+        assert later or not any(vars(p) for p in problem.parameters)
+
+
+@pytest.mark.parametrize(
+    "block", [None, backpack, partial(backpack, SumGradSquared(savefield="of_inner"))]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_by_the_same_graph_in_a_hook_on_an_activation(kind: str, block: Any) -> None:
+    """That of a multiple of the loss, under a block of its own or none."""
+    problem = classification(mlp(), (3,))
+    expectation = expect(problem.expected, kind)
+
+    def run() -> None:
+        with nullcontext() if block is None else block():
+            torch.autograd.grad(doubled, problem.parameters, retain_graph=True)
+
+    loss = _with_a_hook(problem, run)
+    doubled = 2 * loss
+    with backpack(*expectation.extensions):
+        loss.backward(retain_graph=True)
+    expectation.compare(problem.parameters)
 
 
 def _implicit(net: Net, x: Tensor) -> Tensor:

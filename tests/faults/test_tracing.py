@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from backpack_core import backpack, extend, unextend
-from backpack_core.errors import BackpackError
+from backpack_core.errors import BackpackError, UsageError
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -225,3 +225,16 @@ def test_a_forward_pass_in_inference_mode() -> None:
     with torch.inference_mode():
         problem.model(*problem.inputs)
     problem.check()
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian])
+def test_a_backward_pass_in_inference_mode(extension: Any) -> None:
+    problem = classification(_model(), (3,))
+    loss = problem.loss()
+    with (
+        pytest.raises(UsageError, match="Leave inference_mode"),
+        torch.inference_mode(),
+        backpack(extension()),
+    ):
+        loss.backward()
+    problem.run(extension())

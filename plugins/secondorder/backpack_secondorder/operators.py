@@ -17,7 +17,7 @@ from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.refusals import nothing_arrived
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import UnsupportedError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
@@ -58,7 +58,6 @@ class Operator(ABC):
 
     def __init__(self, graph: LossGraph) -> None:
         """Keep the graph."""
-        self.used: frozenset[int] = frozenset()
         self._graph = graph
         self._places = {id(p): i for i, p in enumerate(graph.parameters)}
         self._is_differentiable = torch.is_grad_enabled()  # with create_graph=True
@@ -76,23 +75,6 @@ class Operator(ABC):
 
     def _place(self, parameter: Tensor) -> int:
         return self._places[id(parameter)]
-
-    def _constant(self, parameter: Tensor, vector: Tensor) -> Tensor:
-        """Zeros, where the gradient in a parameter is a constant.
-
-        Raises:
-            UsageError: The parameter is no part of the graph, though a layer has used it.
-        """
-        roots = self._graph.roots  # tensors, or edges
-        nodes = behind(r.node if isinstance(r, GradientEdge) else r.grad_fn for r in roots)
-        is_there = any(getattr(node, "variable", None) is parameter for node in nodes)
-        if id(parameter) in self.used and parameter.is_leaf and not is_there:
-            raise UsageError(
-                f"A parameter of shape {list(parameter.shape)} was frozen in the forward pass and "
-                "is trained now, so it is a constant in the graph that products are made of. Set "
-                "requires_grad before the forward pass."
-            )
-        return torch.zeros_like(vector)
 
     def __repr__(self) -> str:
         """Kind and number of parameters."""
@@ -132,7 +114,7 @@ class HessianOperator(Operator):
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         gradient = self._gradients[self._place(parameter)]
         if gradient.grad_fn is None:
-            return self._constant(parameter, vector)
+            return torch.zeros_like(vector)  # the gradient is a constant there
         return _grad((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
 
     def diagonal(self, parameter: Tensor, chunk_size: int) -> Tensor:
@@ -199,7 +181,7 @@ class CurvatureOperator(Operator):
         dummies, images = self._transposed
         image = images[self._place(parameter)]
         if image.grad_fn is None and all(image is not dummy for dummy in dummies):
-            return self._constant(parameter, vector)
+            return torch.zeros_like(vector)  # the gradient is a constant there
         # The transposed product is linear in the dummies: its derivative is the product.
         forward = _grad((image,), dummies, (vector,), self._is_differentiable)
         if not all(map(_is_finite, forward)) and _is_finite(vector):

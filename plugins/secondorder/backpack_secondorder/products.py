@@ -17,7 +17,6 @@ from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.merging import Refused
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.graph.nodes import refuse
-from backpack_core.graph.parameters import trained_in
 from backpack_secondorder.operators import (
     CurvatureOperator,
     HessianOperator,
@@ -209,23 +208,19 @@ class _Collecting(GraphReading):
         self._losses: list[View] = []
         self._others: list[View] = []
         self._terms: list[Term] = []
-        self._used: set[int] = set()
 
     def observe(self, view: View) -> None:
-        """Keep losses, and which parameters layers have used."""
+        """Keep losses apart from layers."""
         if view.call.rule.is_loss:
             view.call.rule.check(view)
             self._losses.append(view.subsample(self._subsampling))
         elif view.is_reached:
             self._others.append(view)
-            covered, _ = trained_in(view.call)
-            self._used.update(id(trained.parameter) for trained in covered)
 
     def _require_losses(self, who: str) -> None:
         require_losses(self._losses, self._others, who)
 
     def _stored(self, operator: Operator, graph: LossGraph) -> dict[Tensor, BlockProduct]:
-        operator.used = frozenset(self._used)
         return {parameter: BlockProduct(operator, parameter) for parameter in graph.parameters}
 
 
