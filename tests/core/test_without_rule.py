@@ -339,32 +339,3 @@ def test_differentiable() -> None:
     oracle.assert_close(found, expected)
     for p in problem.parameters:
         del p.grad_batch
-
-
-class Listed(nn.Module):
-    """All of its parameters are in a list or a dictionary, which nobody calls."""
-
-    def __init__(self, is_list: bool) -> None:
-        super().__init__()
-        self.is_list = is_list
-        values = {"w": torch.randn(3, 4), "b": torch.randn(3)}
-        self.values: Any = (
-            nn.ParameterList(values.values()) if is_list else nn.ParameterDict(values)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.values if self.is_list else (self.values["w"], self.values["b"])
-        return torch.tanh(F.linear(x, weight, bias))
-
-
-@fallback_is_expected
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("is_list", [True, False])
-def test_parameters_in_a_list_alone(is_list: bool, depth: int) -> None:
-    model, x = nn.Sequential(Listed(is_list)) if depth else Listed(is_list), torch.randn(5, 4)
-    parameters = [*model.parameters()]
-    own = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), parameters) for n in range(5)]
-    with backpack(BatchGrad()):
-        extend(model)(x).square().sum().backward()
-    for parameter, *gradients in zip(parameters, *own, strict=True):
-        torch.testing.assert_close(parameter.grad_batch, torch.stack(gradients))  # type: ignore[attr-defined]
