@@ -10,7 +10,7 @@ from inspect import isroutine
 from reprlib import repr as abridged
 from typing import TypeVar
 
-from torch.nn import Module
+from torch.nn import Module, ParameterDict, ParameterList
 
 import backpack_core.recording as recording
 from backpack_core import _hooks
@@ -112,7 +112,10 @@ def _parts(module: Module) -> tuple[bool, list[tuple[str, Module]]]:
     resolved = registry.resolve(module)
     children, computing = list(module.named_children()), parametrizations_of(module)
     has_rule = not resolved.is_fallback
-    is_operation = bool(has_rule or module._parameters or computing or not children)
+    # Nobody calls a list of parameters, so what it holds is the module's own.
+    holders = [module, *(c for _, c in children if isinstance(c, ParameterList | ParameterDict))]
+    has_own = any(holder._parameters for holder in holders)
+    is_operation = bool(has_rule or has_own or computing or not children)
     if not resolved.rule.transparent:
         return is_operation, []
     if computing:

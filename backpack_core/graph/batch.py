@@ -153,7 +153,7 @@ def _for_each(survey: Survey) -> tuple[Call, int] | None:
     known: dict[Module, int] = {}
     for (call, _), size in survey.received.items():
         is_part = call.run is NO_RUN and not any(call.edges)
-        is_first = not call.rule.is_loss and (is_part or bool(call.receives_input))
+        is_first = not call.rule.is_loss and (is_part or call.receives_input > 1)
         if is_first and {size, known.setdefault(call.module, size)} > {1}:
             return call, max(size, known[call.module])
     return None
@@ -172,9 +172,9 @@ def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int
 
     Returns:
         How many rows were picked of more, or several axes merged into; and how many were handed
-        out to more.
+        out to more, unless these are made into as many again (tokens of a sample, of its own).
     """
-    origins, found, handed = Origins(survey), set(), set()
+    origins, found, handed, made = Origins(survey), set(), set(), set()
     for node, before, after in _changes(survey):
         (n, *inner), (rows, *others), name = before, after, nodes.operation_of(node)
         is_merged = 1 < n < rows and n in outer and rows not in outer
@@ -182,8 +182,9 @@ def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int
         is_known = name in nodes.PICKS and (rows < n or is_merged)
         if is_known or (is_merged and name in ("View", "UnsafeView", "Repeat")):
             found |= set() if origins.of_weights(node) else {rows}
-        elif name in nodes.SCATTERS and n < rows:
+        elif name in nodes.SCATTERS and n < rows and n not in made:
             handed.add(n)
+        made |= {rows} if name in ("View", "UnsafeView") else set()  # consumers come first
     return found, handed
 
 

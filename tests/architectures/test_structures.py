@@ -1,4 +1,4 @@
-"""Modules that return what they found in dictionaries, dataclasses, and distributions."""
+"""Modules that return dictionaries, dataclasses and distributions, or keep parameters in lists."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
+from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad, DiagGGNExact
@@ -85,3 +86,31 @@ def test_a_frozen_dataclass_stays_what_it_is() -> None:
     assert found.name == "same"
     assert found.features is None
     assert torch.equal(found.logits, x)
+
+
+class Listed(nn.Module):
+    """All of its parameters are in a list or a dictionary, which nobody calls."""
+
+    def __init__(self, is_list: bool) -> None:
+        super().__init__()
+        self.is_list = is_list
+        values = {"w": torch.randn(3, 4), "b": torch.randn(3)}
+        self.values: Any = (
+            nn.ParameterList(values.values()) if is_list else nn.ParameterDict(values)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.values if self.is_list else (self.values["w"], self.values["b"])
+        return torch.tanh(F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("is_list", [True, False])
+def test_parameters_in_a_list_alone(is_list: bool, depth: int) -> None:
+    model, x = nn.Sequential(Listed(is_list)) if depth else Listed(is_list), torch.randn(5, 4)
+    parameters = [*model.parameters()]
+    own = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), parameters) for n in range(5)]
+    with backpack(BatchGrad()):
+        extend(model)(x).square().sum().backward()
+    for parameter, *gradients in zip(parameters, *own, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(gradients))  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ class Mixture(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way = way
+        self.embed: nn.Module
         self.embed, self.gate = nn.Linear(D, D), nn.Linear(D, E, bias=False)
         self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
         self.tables = nn.Parameter(torch.randn(E, D, D))
@@ -92,6 +93,26 @@ def test_individual_gradients_and_diagonals(way: str, is_chance: bool) -> None:
         expected = torch.stack([d[i] for d in diagonals])
         oracle.assert_close(parameter.diag_ggn_exact_batch, expected)
         oracle.assert_close(parameter.diag_ggn_exact, expected.sum(0))
+
+
+@pytest.mark.parametrize("way", ["index", "select", "put", "parameters"])
+def test_a_loss_that_is_a_function(way: str) -> None:
+    """Two samples, and experts of two and of four tokens: as many as samples are handed out."""
+    for seed in range(1000):
+        torch.manual_seed(seed)
+        model, x = Mixture(way), torch.randn(2, T, D)
+        model.embed = nn.Identity()  # so that the gate receives data, with samples merged
+        if sorted(counts(model, x)) == [0, 2, 4]:
+            break
+    own, parameters = [], [*model.parameters()]
+    for n in range(2):
+        loss = model(x[n : n + 1]).square().sum()
+        own.append(torch.autograd.grad(loss, parameters, materialize_grads=True, allow_unused=True))
+    with backpack(BatchGrad()):
+        extend(model)(x).square().sum().backward()
+    for parameter, *gradients in zip(parameters, *own, strict=True):
+        if parameter.grad is not None:
+            oracle.assert_close(parameter.grad_batch, torch.stack(gradients))  # type: ignore[attr-defined]
 
 
 def _hessian(logits: Tensor) -> Tensor:

@@ -223,6 +223,34 @@ def test_steps_of_a_sequence_are_no_samples(axis: int, samples: int) -> None:
         torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
 
 
+class _TimeFirst(nn.Module):
+    """Runs one layer on a sequence with time in front, and on what belongs to no step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each, self.head = nn.Linear(D, 5), nn.Linear(5, C)
+
+    def forward(self, x: Tensor, start: Tensor) -> Tensor:
+        result: Tensor = self.head(
+            torch.tanh(self.each(x.transpose(0, 1)).sum(0) + self.each(start))
+        )
+        return result
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_time_in_front_and_one_entry_for_each_sample(samples: int) -> None:
+    model = _TimeFirst().double()
+    x, start = torch.randn(samples, 3, D).double(), torch.randn(samples, D).double()
+    rows = []
+    for n in range(samples):
+        loss = model(x[n : n + 1], start[n : n + 1]).square().sum()
+        rows.append(torch.autograd.grad(loss, list(model.parameters())))
+    with backpack(BatchGrad()):
+        extend(model)(x, start).square().sum().backward()
+    for p, *own in zip(model.parameters(), *rows, strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(own))
+
+
 @pytest.mark.parametrize("are_copies", [False, True])
 @pytest.mark.parametrize("first", [1, 2, 3])
 def test_parts_that_are_one_sample_each_are_refused(first: int, are_copies: bool) -> None:
