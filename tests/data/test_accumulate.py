@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core import is_extended
+from backpack_core import FirstOrderExtension, is_extended
 from backpack_core.errors import NotAnExtensionError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
@@ -238,3 +239,59 @@ def test_model_and_loss_that_are_swapped():
         accumulate(loss(), net(), [data(3)], DiagGGNExact(), progress=False)
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module.* Got function"):
         accumulate(lambda x: x, loss(), [data(3)], DiagGGNExact(), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch": 1}, r"accumulate\(\.\.\., batch\) takes a function"),
+        ({"batch": lambda item: item[0]}, r"return \(inputs, targets\)\. Got Tensor"),
+        ({"batch": lambda item: [*item, 0]}, r"return \(inputs, targets\)\. Got list of 3"),
+        ({"normaliser": "mean"}, r"lambda inputs, targets: len\(targets\)\. Got 'mean'"),
+        ({"normaliser": lambda inputs, targets: "mean"}, "a positive number .* Got 'mean'"),
+        ({"normaliser": lambda inputs, targets: -1.0}, r"a positive number .* Got -1\.0"),
+        ({"normaliser": lambda inputs, targets: 0}, "a positive number .* Got 0"),
+        ({"every": "1"}, "every must be a positive number of batches"),
+        ({"every": 1.5}, "every must be a positive number of batches"),
+        ({"state_file": "."}, "is a folder"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], said: str):
+    with pytest.raises(UsageError, match=said):
+        run(DiagGGNExact(), **options)
+
+
+def test_what_is_no_loss_and_no_loader():
+    for wrong in (None, "loss"):
+        with pytest.raises(UsageError, match=r"lossfunc\) takes a loss module"):
+            accumulate(net(), wrong, batches(*data(), 4, 3), DiagGGNExact())
+    for wrong in (None, 3):
+        with pytest.raises(UsageError, match="The loader is something that can be iterated"):
+            accumulate(net(), loss(), wrong, DiagGGNExact())
+
+
+def test_numbers_of_numpy_and_places_of_any_kind():
+    found = run(KFLR(), DiagGGNExact())
+    for place, value in (np.float64(2.0) * found).items():
+        assert_same(value, 2.0 * found[place])
+    for wrong in (0, None, "0.weight", (0, 1)):
+        with pytest.raises(KeyError, match="There is no value at"):
+            found[wrong]
+
+
+class AsNumber(FirstOrderExtension):
+    """The number of samples, as a number."""
+
+    savefield = "as_number"
+    degree = 0
+    over_batches = "sum"
+
+    def read(self, product):
+        return product.samples
+
+
+def test_values_that_are_no_tensors():
+    with pytest.raises(
+        UnsupportedError, match=r"AsNumber stores a value of type int, .* from read\(\), or"
+    ):
+        run(AsNumber())

@@ -44,6 +44,11 @@ class Added(Gradient):
     over_batches = staticmethod(lambda first, second: first + second)
 
 
+class AddedByFunction(Gradient):
+    def over_batches(first, second):
+        return first + second
+
+
 class Undeclared(Gradient):
     degree = None
     over_batches = FirstOrderExtension.over_batches
@@ -57,6 +62,7 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name).sum(0))
     [
         (Gradient, ()),
         (Added, ()),
+        (AddedByFunction, ()),
         (Undeclared, ()),
         (Twice, ("degree", "two_halves_mean")),
         (Averaged, ("two_halves_mean", "two_halves_sum")),
