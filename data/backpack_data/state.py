@@ -89,9 +89,9 @@ class State:
         for name, tensor in over.take_apart(value).items():
             if not isinstance(tensor, Tensor):
                 raise UnsupportedError(
-                    f"{type(extension).__name__} stores a value of type {type(tensor).__name__}, and "
-                    "its over_batches combines tensors: return a tensor from read(), or declare an "
-                    "OverBatches that takes the value apart."
+                    f"{type(extension).__name__} stores a value of type {type(tensor).__name__}, "
+                    "and its over_batches combines tensors: return a tensor from read(), or "
+                    "declare an OverBatches that takes the value apart."
                 )
             part = over.part(name)
             factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)

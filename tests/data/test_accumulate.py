@@ -292,6 +292,6 @@ class AsNumber(FirstOrderExtension):
 
 def test_values_that_are_no_tensors():
     with pytest.raises(
-        UnsupportedError, match=r"AsNumber stores a value of type int, .* from read\(\), or"
+        UnsupportedError, match=r"AsNumber stores a value of type int, .* read\(\), or"
     ):
         run(AsNumber())
