@@ -88,9 +88,10 @@ class Operator(ABC):
         is_there = any(getattr(node, "variable", None) is parameter for node in nodes)
         if id(parameter) in self.used and parameter.is_leaf and not is_there:
             raise UsageError(
-                f"A parameter of shape {list(parameter.shape)} was frozen in the forward pass and "
-                "is trained now, so it is a constant in the graph that products are made of. Set "
-                "requires_grad before the forward pass."
+                f"A parameter of shape {list(parameter.shape)} is no part of the graph that "
+                "products are made of, though a layer has used it: it was frozen in the forward "
+                "pass and is trained now (set requires_grad before), or it enters only outputs of "
+                "the layer that the loss does not depend on (freeze it)."
             )
         return torch.zeros_like(vector)
 
