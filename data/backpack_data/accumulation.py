@@ -94,6 +94,7 @@ def accumulate(
     """
     _require_model(model, lossfunc)
     _require_kinds(lossfunc, loader, batch, normaliser, every)
+    _require_result(device, dtype)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
     backpack(*extensions)  # refuses what is no extension
@@ -159,6 +160,16 @@ def _require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, ever
     ):
         if not callable(value) and (value is not None or name == "lossfunc"):
             raise UsageError(f"accumulate(..., {name}) takes {what}. Got {value!r}.")
+
+
+def _require_result(device: Any, dtype: Any) -> None:
+    """Raise before the pass, and not after it, where results cannot be stored."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"dtype is that of results, such as torch.float64. Got {dtype!r}.")
+    try:
+        torch.empty(0, device=device, dtype=dtype)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UsageError(f"No tensor can be on the device {device!r}: {error}") from error
 
 
 class _Run:

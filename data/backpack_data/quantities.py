@@ -123,9 +123,13 @@ class Quantities(Mapping[Place, Any]):
         """``decay · self + (1 - decay) · new``, value by value.
 
         Raises:
-            UsageError: The decay is not between 0 and 1.
+            UsageError: The decay is not between 0 and 1, or there are no new quantities.
         """
-        if not 0 <= decay <= 1:
+        given: object = new
+        if not isinstance(given, Quantities):
+            raise UsageError(f"The average is of Quantities and new ones. Got {new!r:.80}.")
+        number: Any = decay
+        if not isinstance(number, (int, float)) or not 0 <= number <= 1:
             raise UsageError(f"decay lies between 0 and 1. Got {decay!r}.")
         return decay * self + (1 - decay) * new
 

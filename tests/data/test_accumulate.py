@@ -254,6 +254,10 @@ def test_model_and_loss_that_are_swapped():
         ({"every": "1"}, "every must be a positive number of batches"),
         ({"every": 1.5}, "every must be a positive number of batches"),
         ({"state_file": "."}, "is a folder"),
+        ({"dtype": "float64"}, r"such as torch\.float64\. Got 'float64'"),
+        ({"dtype": torch.int64}, r"such as torch\.float64\. Got torch\.int64"),
+        ({"device": "nowhere"}, "No tensor can be on the device 'nowhere'"),
+        ({"device": object()}, "No tensor can be on the device"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str):
@@ -274,6 +278,9 @@ def test_numbers_of_numpy_and_places_of_any_kind():
     found = run(KFLR(), DiagGGNExact())
     for place, value in (np.float64(2.0) * found).items():
         assert_same(value, 2.0 * found[place])
+    for new, decay in ((1, 0.5), ([found], 0.5), (found, None), (found, 1.5)):
+        with pytest.raises(UsageError, match=r"The average is of|between 0 and 1"):
+            found.moving_average(new, decay)
     for wrong in (0, None, "0.weight", (0, 1)):
         with pytest.raises(KeyError, match="There is no value at"):
             found[wrong]

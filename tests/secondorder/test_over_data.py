@@ -309,5 +309,8 @@ def test_wrong_arguments_of_conjugate_gradients() -> None:
             conjugate_gradients(operator, wrong, 0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"preconditioner is a function .* Got GGN"):
         conjugate_gradients(operator, rhs, 0.1, operator)  # type: ignore[arg-type]
+    for wrong in (None, lambda vector: operator @ vector):
+        with pytest.raises(UsageError, match="take a matrix that multiplies"):
+            conjugate_gradients(wrong, rhs, 0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="one number"):
         conjugate_gradients(operator, rhs, "0.1")  # type: ignore[arg-type]

@@ -64,6 +64,11 @@ def conjugate_gradients(
         UsageError: The matrix is not positive definite, or an argument is none of its kind.
     """
     damping = check_damping(damping)
+    if not hasattr(operator, "shape") or not hasattr(operator, "__matmul__"):
+        raise UsageError(
+            "Conjugate gradients take a matrix that multiplies vectors, operator @ vector, and has "
+            f"a shape: a GGN, a BlockDiagonal, a tensor. Got {operator!r:.80}."
+        )
     if not isinstance(rhs, Tensor) or rhs.dim() != 1 or len(rhs) != operator.shape[0]:
         found = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
         raise ShapeError(
