@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack_core import Extension, backpack
 from backpack_core.contract.merging import OverBatches, Part, declaration
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError
 
 
 def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
@@ -102,13 +102,23 @@ class State:
         return state
 
     def add(self, other: State) -> None:
-        """Merge another state into this one; sums are changed in place."""
+        """Merge another state into this one; sums are changed in place.
+
+        Raises:
+            ShapeError: Values that are added have several shapes.
+        """
         over = declaration(self.extension)
         for name, others in other.tensors.items():
             part, own = over.part(name), self.tensors[name]
             if part.way == "concatenate":
                 own += others
             elif part.way in ("sum", "mean"):
+                if own[0].shape != others[0].shape:  # it might broadcast
+                    raise ShapeError(
+                        f"Values of {type(self.extension).__name__} are added over batches, and "
+                        f"have the shapes {list(own[0].shape)} and {list(others[0].shape)}: with "
+                        "an axis of samples, declare over_batches = 'concatenate'."
+                    )
                 own[0] += others[0]
             elif not isinstance(part.way, str):
                 own[0] = part.way(own[0], others[0])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_core import FirstOrderExtension, is_extended
-from backpack_core.errors import NotAnExtensionError, UnsupportedError, UsageError
+from backpack_core.errors import NotAnExtensionError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -302,3 +302,20 @@ def test_values_that_are_no_tensors():
         UnsupportedError, match=r"AsNumber stores a value of type int, .* read\(\), or"
     ):
         run(AsNumber())
+
+
+class Counted(FirstOrderExtension):
+    """A one for each sample, which is declared to be added."""
+
+    savefield = "counted"
+    degree = 0
+    over_batches = "sum"
+
+    def read(self, product):
+        return torch.ones(product.samples)
+
+
+def test_shapes_that_do_not_add():
+    for sizes in ((3, 3, 1), (3, 4)):  # one sample would broadcast
+        with pytest.raises(ShapeError, match=r"Values of Counted are added .* 'concatenate'"):
+            run(Counted(), sizes=sizes)
