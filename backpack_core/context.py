@@ -200,6 +200,7 @@ def _check_extension(extension: object) -> None:
                 f"{kind.__name__}.__init__ (of {kind.__module__}), before anything else."
             )
         _refuse(type(extension))
+        _refuse(type(extension.propagator))
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(

@@ -154,10 +154,12 @@ def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConfli
         rivals: The plugins.
     """
     who = sorted(rivals, key=str)
-    first = who[0].distribution or who[0].plugin
+    first, wanted = who[0].distribution or who[0].plugin, preference(key)
+    undecided = f" ({wanted!r} is preferred, which does not tell them apart.)" if wanted else ""
     return PluginConflictError(
-        f"Several plugins {claim} {key!r}: {' and '.join(map(str, who))}. Uninstall all but one, "
-        f"call backpack_core.prefer({first!r}, {key!r}), or set BACKPACK_PREFER={key}={first}."
+        f"Several plugins {claim} {key!r}: {' and '.join(map(str, who))}.{undecided} Uninstall "
+        f"all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
+        f"BACKPACK_PREFER={key}={first}."
     )
 
 

@@ -49,7 +49,7 @@ class Quantities(dict[str, Fields]):
     """The quantities of all trained parameters, by name."""
 
     def __missing__(self, name: str) -> Fields:
-        near = nearest(name, self) or "."
+        near = nearest(str(name), self) or "."
         raise KeyError(f"No trained parameter is named {name!r}{near}")
 
 

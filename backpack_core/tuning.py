@@ -6,6 +6,7 @@ Imports ``errors`` only.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Final
 
 from backpack_core.errors import UsageError
@@ -52,7 +53,8 @@ def set_memory_budget(size: int) -> None:
         UsageError: It is no number, or not positive.
     """
     global _budget
-    if not isinstance(size, (int, float)) or size <= 0:
+    given: object = size
+    if isinstance(given, bool) or not isinstance(given, Real) or not size > 0:
         raise UsageError(f"The memory budget is a positive number of bytes. Got {size!r}.")
     _budget = size
 

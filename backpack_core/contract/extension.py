@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -115,10 +115,11 @@ class Extension(ABC):
                 f"{type(self).__name__} would hide torch.Tensor.{self.savefield} of the "
                 "parameters: give it another savefield."
             )
-        if not (isinstance(propagator, Propagator) and isinstance(propagator, Hashable)):
+        if not isinstance(propagator, Propagator) or not _has_hash(propagator):
             raise UsageError(
                 f"{type(self).__name__} needs a propagator: an instance of a frozen dataclass "
-                f"derived from Propagator. Got {propagator!r}."
+                "derived from Propagator, with fields that can be hashed (a tuple in the place of "
+                f"a list). Got {propagator!r}."
             )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode
@@ -208,6 +209,14 @@ class SecondOrderExtension(Extension):
     To write:
         ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.
     """
+
+
+def _has_hash(propagator: Propagator) -> bool:
+    try:
+        hash(propagator)
+    except TypeError:
+        return False
+    return True
 
 
 def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:

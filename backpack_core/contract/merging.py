@@ -119,6 +119,8 @@ Declaration: TypeAlias = (
 def declaration(extension: Extension) -> OverBatches:
     """What an extension declares; it may be a refusal."""
     found = extension.over_batches
+    if getattr(found, "__self__", None) is extension:  # a function in the class is no method
+        found = found.__func__  # type: ignore[union-attr]
     if isinstance(found, OverBatches):
         return found
     return _WORDS[found] if isinstance(found, str) else OverBatches({"": Part(found)})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from reprlib import repr as abridged
 from typing import Any, ClassVar
 
 import torch
@@ -201,7 +202,10 @@ class AffinePairsRule(ProductRule):
         pair: Any = self.affine_pair(view, name, mat)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             who, of = f"{type(self).__name__}.affine_pair", f"{name!r} of {view.path}"
-            raise ShapeError(f"{who} returned {pair!r} for {of}, expected columns and inputs.")
+            raise ShapeError(
+                f"{who} returned {abridged(pair)} for {of}, expected a pair: columns "
+                "[V, N, S, G, O] and inputs [N, S, G, I], or None for a bias."
+            )
         shape = view.parameter_itself(name).shape
         return AffineProduct(pair[0], pair[1], shape, self.arrangement(view, name))
 

@@ -10,7 +10,7 @@ from backpack_core._torch import class_of
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.product import SampleProduct
+from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.active import Context
@@ -40,7 +40,10 @@ class RuleCarrier(Carrier):
 
     def arrive(self, view: View, waiting: Any) -> Any:
         """By the propagator."""
-        return self._propagator.arrive(view.call.rule, view, waiting)
+        arrived = self._propagator.arrive(view.call.rule, view, waiting)
+        if arrived is None and view.call.rule.is_loss:
+            raise self._wrong("start", None, view, "the quantity at its input")
+        return arrived
 
     def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
         """By the propagator."""
@@ -59,11 +62,9 @@ class RuleCarrier(Carrier):
         """What the propagator finds at parameters, each with where it stands."""
         rule, module, readings = view.call.rule, view.call.module, {}
         found = self._products(rule, view, names, quantity)
-        if not isinstance(found, (list, tuple)) or len(found) != len(names):
-            raise errors.ShapeError(
-                f"{type(self._propagator).__name__}.products returned {found!r} at {view.path}, "
-                f"expected a list with a reading for each of {names}."
-            )
+        is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
+        if not is_list or not all(isinstance(reading, Reading) for reading in found):
+            raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
         for name, reading in zip(names, found, strict=True):
             if view.positions > 1 and isinstance(reading, SampleProduct):
                 roots, samples = reading.roots, self._survey.batch_size
@@ -79,8 +80,18 @@ class RuleCarrier(Carrier):
         rule = view.call.rule
         if rule.is_loss:
             return {0: quantity}
-        found: dict[int, Any] = self._propagate(rule, view, quantity)
-        return found
+        found: Any = self._propagate(rule, view, quantity)
+        count = len(view.stored.inputs)
+        if isinstance(found, dict) and all(place in range(count) for place in found):
+            return found
+        expected = f"a dictionary from positions of its {count} inputs to quantities"
+        raise self._wrong("propagate", found, view, expected)
+
+    def _wrong(self, method: str, found: Any, view: View, expected: str) -> errors.ShapeError:
+        return errors.ShapeError(
+            f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
+            f"{view.path}, expected {expected}."
+        )
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:

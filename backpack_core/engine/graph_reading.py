@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from reprlib import repr as abridged
 from typing import Any
 
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension, LossGraph
+from backpack_core.contract.graph_extension import GraphExtension, GraphReading, LossGraph
 from backpack_core.engine.groups import Watch
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import UsageError
+from backpack_core.errors import PluginCodeError, UsageError
 from backpack_core.graph.parameters import complex_parameter
 from backpack_core.graph.paths import nonlinear
 from backpack_core.graph.survey import Survey
@@ -38,7 +39,7 @@ class GraphPass:
             roots: What ``backward()`` was called on; none if that was not seen.
             gradients: What came in at each of them.
         """
-        self._readings = [(extension, extension.begin()) for extension in extensions]
+        self._readings = [(extension, _begun(extension)) for extension in extensions]
         self._roots = roots
         self._gradients = gradients or (None,) * len(roots)
         if extensions and not roots:
@@ -67,10 +68,33 @@ class GraphPass:
         for extension, reading in self._readings:
             try:
                 values = watch(None, type(extension), "graph", reading.results, graph)
+                see_values(values, f"{type(extension).__name__}.results")
             except Exception as error:
                 place_between(error, survey, extension)
                 raise
             yield extension, values
+
+
+def see_values(values: Any, who: str) -> None:
+    """Raise unless these are values by parameter.
+
+    Raises:
+        PluginCodeError: They are something else.
+    """
+    is_mapping = isinstance(values, Mapping)
+    if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
+        raise PluginCodeError(
+            f"{who} has to return a mapping from parameters to values. Got {abridged(values)}."
+        )
+
+
+def _begun(extension: GraphExtension) -> GraphReading:
+    reading: object = extension.begin()
+    if not isinstance(reading, GraphReading):
+        raise PluginCodeError(
+            f"{type(extension).__name__}.begin has to return a GraphReading. Got {reading!r:.80}."
+        )
+    return reading
 
 
 def _parameters(survey: Survey) -> tuple[Tensor, ...]:

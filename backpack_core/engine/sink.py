@@ -18,6 +18,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.gradient import PlainGradient
+from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import ShapeError, UnsupportedError
@@ -243,7 +244,9 @@ class FieldSink(Sink):
         found = []
         for extension, values in self.deferred.items():
             try:
-                found.append((extension, extension.finish(values)))
+                finished = extension.finish(values)
+                see_values(finished, f"{type(extension).__name__}.finish")
+                found.append((extension, finished))
             except Exception as error:
                 place_between(error, self.survey, extension)
                 raise

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import lru_cache
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any
 
 from torch.nn import Module
@@ -21,6 +21,7 @@ from torch.nn import Module
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
+from backpack_core.contract.merging import OverBatches
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.parametric import AffinePairsRule, ParametricRule
 from backpack_core.contract.propagator import Propagator
@@ -213,5 +214,11 @@ def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
             yield f"{name} must be a tuple of {what}. Got {value!r}{alone}"
     elif isinstance(default, (bool, str)) and not isinstance(value, type(default)):
         yield f"{name} must be a {type(default).__name__}. Got {value!r}"
+    elif name == "degree" and not isinstance(value, (int, float, NoneType)):
+        yield f"degree must be a number, or None. Got {value!r}"
+    elif name == "over_batches" and value not in ("sum", "concatenate"):
+        if not isinstance(value, OverBatches) and not callable(value):
+            what = "'sum', 'concatenate', a function of two tensors, or an OverBatches"
+            yield f"over_batches must be {what}. Got {value!r}"
     elif name == "savefield" and value and not value.isidentifier():
         yield f"savefield must be a Python identifier. Got {value!r}"

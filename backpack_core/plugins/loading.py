@@ -14,7 +14,13 @@ from typing import Any
 from torch.nn import Module
 
 from backpack_core.discovery import Plugin, discover, preferred, settle, spelled_out
-from backpack_core.errors import BrokenPluginWarning, MissingPluginError, PluginLoadError, warn
+from backpack_core.errors import (
+    BrokenPluginWarning,
+    MissingPluginError,
+    PluginLoadError,
+    UsageError,
+    warn,
+)
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
 
@@ -169,7 +175,15 @@ def prefer(distribution: str, *keys: Any) -> None:
             was registered by hand.
         keys: What it is preferred for: a module class or its qualified name, the name of an
             extension, or the name of an entry point. Default: everything.
+
+    Raises:
+        UsageError: A name is no string, or a key is neither a name nor a class.
     """
+    if not isinstance(distribution, str) or not all(isinstance(k, (str, type)) for k in keys):
+        raise UsageError(
+            "prefer(...) takes the name of a distribution, and classes or names that it is "
+            f"preferred for. Got {(distribution, *keys)!r:.80}."
+        )
     with lock:
         preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
         registry.forget()

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.errors import MissingPluginError
+from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.structure import map_tensors
@@ -90,6 +90,25 @@ class Case:
     name: str = ""
     expected_failures: Mapping[str, str] = field(default_factory=dict)
     tolerances: Tolerances = field(default_factory=Tolerances)
+
+    def __post_init__(self) -> None:
+        """Look at what was given.
+
+        Raises:
+            UsageError: Something that was made stands in the place of what makes it, or a quantity
+                is none.
+        """
+        for name, value in vars(self).items():
+            is_made = isinstance(value, (Module, Extension, LayerRule)) or not callable(value)
+            if name.endswith("_factory") and is_made:
+                wanted = f"{name} is a class or function that makes one each time: lambda: ..."
+            elif name == "rule" and value is not None and not isinstance(value, type):
+                wanted = "rule is a class"
+            elif name == "quantity" and not isinstance(value, (Quantity, type(None))):
+                wanted = "quantity is a Quantity: Quantity(lambda reference, name: ...)"
+            else:
+                continue
+            raise UsageError(f"{type(self).__name__}: {wanted}. Got {value!r:.80}.")
 
     def label(self) -> str:
         """The name of this case."""

@@ -107,6 +107,11 @@ def _whole(part: Part, degree: float | None, tensors: list[Tensor], sizes: list[
     if part.way == "concatenate":
         whole = torch.cat(scaled, part.axis)
     elif isinstance(part.way, str):
+        shapes = [list(tensor.shape) for tensor in tensors]
+        require(
+            part.way == "same" or shapes[0] == shapes[1],
+            f"over_batches adds values of two batches, and they have the shapes {shapes}.",
+        )
         whole = scaled[0] if part.way == "same" else torch.stack(scaled).sum(0)
     else:
         whole = part.way(*scaled)

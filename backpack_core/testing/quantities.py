@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -47,6 +47,21 @@ class Quantity:
     needs: Needs = "gradient"
     cancels: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Look at what was given.
+
+        Raises:
+            UsageError: The oracle is no function, or nothing has such needs: then an extension
+                could raise on every net, and pass.
+        """
+        if not callable(self.expected):
+            raise UsageError(
+                "A quantity takes a function of reference and name that returns a tensor. Got "
+                f"{self.expected!r:.80}."
+            )
+        if self.needs not in get_args(Needs):
+            raise UsageError(f"needs must be one of {get_args(Needs)}. Got {self.needs!r}.")
 
     def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
         """The tensor to compare."""

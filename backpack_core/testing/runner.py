@@ -72,6 +72,12 @@ def check_extension(case: ExtensionCase, checks: Iterable[str] | None = None) ->
 
 
 def _check(case: Case, names: Iterable[str] | None) -> list[CheckResult]:
+    given: object = case
+    if not isinstance(given, Case):
+        raise UsageError(
+            "One case is checked at a time: a RuleCase(...), a LossCase(...) or an "
+            f"ExtensionCase(...). Got {given!r:.80}."
+        )
     own = {check.name: check for check in checks_of(case)}
     wanted = list(own) if names is None else list(names)
     unknown = set(wanted) - set(own)

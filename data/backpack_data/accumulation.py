@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, filterwarnings
@@ -21,7 +22,7 @@ from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
 from backpack_core.record.structure import map_tensors
-from backpack_data.batches import Batch, Kept, output_of, split
+from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.checkpoint import Checkpoint
 from backpack_data.processes import Heartbeat, InStep, reduce
 from backpack_data.quantities import Quantities
@@ -92,13 +93,13 @@ def accumulate(
         LostProcessError: Another process has ended before it was through its part of the data.
     """
     _require_model(model, lossfunc)
+    _require_kinds(lossfunc, loader, batch, normaliser, every)
+    _require_result(device, dtype)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
     backpack(*extensions)  # refuses what is no extension
     for extension in extensions:
         over_batches(extension, "its value over a data set")
-    if every < 1:
-        raise UsageError(f"every must be positive. Got {every!r}.")
     if isinstance(model, DistributedDataParallel):
         model = model.module
     is_sharded = has_shards(model, process_group)
@@ -143,6 +144,34 @@ def _require_model(model: object, lossfunc: object) -> None:
         )
 
 
+def _require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, every: Any) -> None:
+    """Raise where an argument is something else than a loader, a function or a count."""
+    if not isinstance(every, Integral) or int(every) < 1:
+        raise UsageError(f"every must be a positive number of batches. Got {every!r}.")
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise UsageError(
+            "The loader is something that can be iterated several times, as a DataLoader or a list "
+            f"of (inputs, targets). Got {loader!r:.80}."
+        )
+    for name, value, what in (
+        ("lossfunc", lossfunc, "a loss module, CrossEntropyLoss(), or a function of both"),
+        ("batch", batch, "a function of what the loader gives: lambda item: (inputs, targets)"),
+        ("normaliser", normaliser, "a function of both: lambda inputs, targets: len(targets)"),
+    ):
+        if not callable(value) and (value is not None or name == "lossfunc"):
+            raise UsageError(f"accumulate(..., {name}) takes {what}. Got {value!r}.")
+
+
+def _require_result(device: Any, dtype: Any) -> None:
+    """Raise before the pass, and not after it, where results cannot be stored."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"dtype is that of results, such as torch.float64. Got {dtype!r}.")
+    try:
+        torch.empty(0, device=device, dtype=dtype)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise UsageError(f"No tensor can be on the device {device!r}: {error}") from error
+
+
 class _Run:
     """The passes over the data."""
 
@@ -161,7 +190,7 @@ class _Run:
         check: Check,
     ) -> None:
         self.model, self.lossfunc, self.loader = model, lossfunc, loader
-        self.batch = batch or split
+        self.batch = partial(made_by, batch) if batch else split
         self.normaliser, self.progress, self.check = normaliser, progress, check
         self.trained = [p for p in model.parameters() if p.requires_grad]
         # Hooks that step an optimizer must not run in this pass.

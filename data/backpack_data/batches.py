@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -34,6 +34,19 @@ def split(item: Any) -> Batch:
         "A batch is (inputs, targets), or a dictionary with 'labels'. Got "
         f"{type(item).__name__}: give batch=, a function that makes (inputs, targets) of it."
     )
+
+
+def made_by(batch: Callable[[Any], Batch], item: Any) -> Batch:
+    """What a user's function makes of an item of the loader.
+
+    Raises:
+        UsageError: It is no pair.
+    """
+    made: Any = batch(item)
+    if isinstance(made, (tuple, list)) and len(made) == 2:
+        return made[0], made[1]
+    size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+    raise UsageError(f"batch= has to return (inputs, targets). Got {type(made).__name__}{size}.")
 
 
 def output_of(model: Module, inputs: Any) -> Any:

@@ -14,9 +14,9 @@ from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_data.processes import reduce
 from backpack_data.shards import carriers, has_shards, placed
-from backpack_data.state import over_batches
+from backpack_data.state import listed, over_batches
 from backpack_data.states import States
-from backpack_data.weights import Weights
+from backpack_data.weights import Weights, joint
 
 
 class combined:
@@ -65,9 +65,13 @@ class combined:
         """
         if not extensions:
             raise UsageError("combined(...) needs an extension: what should be computed?")
+        if not isinstance(model, Module):
+            raise UsageError(f"combined(model, ...) takes a torch.nn.Module. Got {model!r:.80}.")
         if "observer" in options:
             raise UsageError("combined(...) observes passes itself: it takes no observer.")
-        backpack(*extensions)  # refuses what is no extension
+        if normaliser != "loss":
+            joint((normaliser,))  # refuses what is no number
+        backpack(*extensions, **options)  # refuses what is no extension, or no option
         for extension in extensions:
             if over_batches(extension, "its value over several batches").first_pass(extension):
                 raise UnsupportedError(
@@ -137,7 +141,12 @@ def all_reduce(
         LostProcessError: Another process has ended.
     """
     group = distributed.group.WORLD if group is None else group
-    asked = [extensions] if isinstance(extensions, Extension) else list(extensions)
+    if not isinstance(weights, Weights):
+        raise UsageError(
+            "all_reduce(model, extensions, weights) takes what has observed the pass: weights = "
+            f"Weights(), backpack(..., observer=weights). Got {weights!r:.80}."
+        )
+    asked = listed(extensions)
     for extension in asked:
         over = over_batches(extension, "its value over several processes")
         if over.reader(extension) is not extension or over.first_pass(extension) is not None:

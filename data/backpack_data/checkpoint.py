@@ -41,7 +41,8 @@ class Checkpoint:
             loader: The data; its own generator is restored, too.
 
         Raises:
-            UsageError: The folder is missing, or the file holds something else.
+            UsageError: The folder is missing, or the path is that of one, or the file holds
+                something else.
         """
         self._path, self._every, self._model = path, every, model
         self._generator = getattr(loader, "generator", None)
@@ -49,6 +50,8 @@ class Checkpoint:
         self._about: dict[str, Any] = {}
         if not path.parent.is_dir():
             raise UsageError(f"There is no folder {str(path.parent)!r} for the state file.")
+        if path.is_dir():
+            raise UsageError(f"state_file is a file, and {str(path)!r} is a folder: add a name.")
         if path.exists():
             self._tensors, self._about = files.read(path, "state")
         self._print = {"model": _fingerprint(model)}

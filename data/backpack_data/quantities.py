@@ -34,6 +34,8 @@ class Quantities(Mapping[Place, Any]):
         normaliser: What the loss of all samples divides by; ``None`` for a sum.
     """
 
+    __array_ufunc__ = None  # so that ``numpy_scalar * quantities`` calls __rmul__
+
     def __init__(
         self,
         values: Mapping[Place, Any],
@@ -60,7 +62,7 @@ class Quantities(Mapping[Place, Any]):
         """The value of a parameter in a field: ``found["0.weight", "kfac"]``."""
         if place not in self._values:
             known = {f"{path}, {field}": None for path, field in self._values}
-            asked = place if isinstance(place, str) else ", ".join(map(str, place))
+            asked = ", ".join(map(str, place if isinstance(place, tuple) else (place,)))
             near = get_close_matches(asked, known, 1, 0.6)
             hint = f"did you mean {near[0]}?" if near else f"there are {'; '.join(known)}."
             raise KeyError(f"There is no value at {place!r}: {hint}")
@@ -121,9 +123,13 @@ class Quantities(Mapping[Place, Any]):
         """``decay · self + (1 - decay) · new``, value by value.
 
         Raises:
-            UsageError: The decay is not between 0 and 1.
+            UsageError: The decay is not between 0 and 1, or there are no new quantities.
         """
-        if not 0 <= decay <= 1:
+        given: object = new
+        if not isinstance(given, Quantities):
+            raise UsageError(f"The average is of Quantities and new ones. Got {new!r:.80}.")
+        number: Any = decay
+        if not isinstance(number, (int, float)) or not 0 <= number <= 1:
             raise UsageError(f"decay lies between 0 and 1. Got {decay!r}.")
         return decay * self + (1 - decay) * new
 

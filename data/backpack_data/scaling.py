@@ -12,6 +12,7 @@ from backpack_core import Extension
 from backpack_core.contract.merging import Refused, declaration
 from backpack_core.errors import UsageError
 from backpack_data.shards import carriers
+from backpack_data.state import listed
 
 
 class Scaler(Protocol):
@@ -33,18 +34,27 @@ def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scal
         scaler: A gradient scaler, or the scale.
 
     Raises:
-        UsageError: An extension has no degree in the loss, or the scale is not positive.
+        UsageError: An extension has no degree in the loss, the scale is not positive, or there is
+            no value.
     """
+    if not isinstance(scaler, (int, float)) and not hasattr(scaler, "get_scale"):
+        raise UsageError(f"scaler is a torch.amp.GradScaler, or the scale. Got {scaler!r:.80}.")
     factor = float(scaler) if isinstance(scaler, (int, float)) else float(scaler.get_scale())
     if not 0 < factor < inf:
         raise UsageError(f"The scale has to be positive and finite. Got {factor!r}.")
-    asked = [extensions] if isinstance(extensions, Extension) else list(extensions)
+    asked = listed(extensions)
     new = []
     for parameters in carriers(model).values():
         for extension in asked:
             value = getattr(parameters[0], extension.savefield, None)
             if value is not None:
                 new.append((parameters, extension, value))
+    if not new:
+        fields = ", ".join(extension.savefield for extension in asked)
+        raise UsageError(
+            f"No parameter of the model has {fields or 'a value'}: call unscale(...) after the "
+            "backward pass, with the extensions of its block."
+        )
     # Compute all before storing any: if one has no degree, nothing is changed.
     results = [_rescaled(e, value, 1 / factor, ps[0].shape) for ps, e, value in new]
     for (parameters, extension, _), result in zip(new, results, strict=True):

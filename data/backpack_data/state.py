@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core import Extension
+from backpack_core import Extension, backpack
 from backpack_core.contract.merging import OverBatches, Part, declaration
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError
 
 
 def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
@@ -31,6 +31,17 @@ def over_batches(extension: Extension, what: str = "values of several batches") 
         raise UnsupportedError(
             f"{type(extension).__name__} was asked for {what}, but {found.refusal}"
         )
+    return found
+
+
+def listed(extensions: Any) -> list[Extension]:
+    """One extension, or several, as a list.
+
+    Raises:
+        NotAnExtensionError: Something is no extension.
+    """
+    found = [*extensions] if isinstance(extensions, (list, tuple)) else [extensions]
+    backpack(*found)
     return found
 
 
@@ -70,11 +81,18 @@ class State:
             is_given_up: Whether the caller no longer needs the value, so it may be scaled in place.
 
         Raises:
-            UnsupportedError: The extension refuses, or has no degree and the loss is a mean.
+            UnsupportedError: The extension refuses, has no degree and the loss is a mean, or its
+                value does not consist of tensors.
         """
         state = cls(extension, {}, normaliser, samples)
         over = over_batches(extension)
         for name, tensor in over.take_apart(value).items():
+            if not isinstance(tensor, Tensor):
+                raise UnsupportedError(
+                    f"{type(extension).__name__} stores a value of type {type(tensor).__name__}, "
+                    "and its over_batches combines tensors: return a tensor from read(), or "
+                    "declare an OverBatches that takes the value apart."
+                )
             part = over.part(name)
             factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)
             if factor != 1:
@@ -84,13 +102,23 @@ class State:
         return state
 
     def add(self, other: State) -> None:
-        """Merge another state into this one; sums are changed in place."""
+        """Merge another state into this one; sums are changed in place.
+
+        Raises:
+            ShapeError: Values that are added have several shapes.
+        """
         over = declaration(self.extension)
         for name, others in other.tensors.items():
             part, own = over.part(name), self.tensors[name]
             if part.way == "concatenate":
                 own += others
             elif part.way in ("sum", "mean"):
+                if own[0].shape != others[0].shape:  # it might broadcast
+                    raise ShapeError(
+                        f"Values of {type(self.extension).__name__} are added over batches, and "
+                        f"have the shapes {list(own[0].shape)} and {list(others[0].shape)}: with "
+                        "an axis of samples, declare over_batches = 'concatenate'."
+                    )
                 own[0] += others[0]
             elif not isinstance(part.way, str):
                 own[0] = part.way(own[0], others[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf, isclose
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -117,7 +118,8 @@ def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[floa
     """The normaliser of the first of several losses, and the ratios of all to it.
 
     Raises:
-        UsageError: There is no loss, or some losses are sums and some are means.
+        UsageError: There is no loss, some losses are sums and some are means, or a number is not
+            positive.
     """
     found = list(normalisers)
     if not found:
@@ -126,7 +128,7 @@ def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[floa
             "known: extend(lossfunc), or give normaliser=, what the loss divides by (the number "
             "of samples for a mean, None for a sum)."
         )
-    numbers = [number for number in found if number is not None]
+    numbers = [_positive(number) for number in found if number is not None]
     if not numbers:
         return None, ()
     if len(numbers) < len(found):
@@ -135,6 +137,19 @@ def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[floa
             "common: give all of them one reduction."
         )
     return numbers[0], tuple(number / numbers[0] for number in numbers)
+
+
+def _positive(normaliser: Any) -> float:
+    try:
+        number = float(normaliser)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < inf:
+        raise UsageError(
+            "normaliser= is what the loss of a batch divides by, a positive number (the number of "
+            f"samples for a mean), or None for a sum. Got {normaliser!r:.80}."
+        )
+    return number
 
 
 def require_proportional(known: tuple[float, ...], new: tuple[float, ...]) -> None:

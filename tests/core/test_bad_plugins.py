@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,14 @@ from backpack_core import (
     Columns,
     ElementwiseRule,
     FirstOrderExtension,
+    GraphExtension,
+    GraphReading,
+    LayerRule,
     LookupProduct,
     LossRule,
     ParametricRule,
     ProductRule,
+    Propagator,
     SampleProduct,
     ScaleProduct,
     SecondOrderExtension,
@@ -27,6 +32,7 @@ from backpack_core import (
     backpack,
 )
 from backpack_core.contract.operations import dense, square_sum
+from backpack_core.contract.product import Reading
 from backpack_core.errors import (
     PluginCodeError,
     PluginError,
@@ -83,7 +89,7 @@ def test_factors_that_do_not_fit_are_the_rule_s(form: Any, factors: Any, found: 
         assert "at Shift '1', rule OfFactors" in message(error)
 
 
-@pytest.mark.parametrize("pair", [None, 1, (1, 2, 3)])
+@pytest.mark.parametrize("pair", [None, 1, (1, 2, 3), torch.zeros(1, 5, 1, 1, 999)])
 def test_a_pair_that_is_none(pair: Any) -> None:
     class OfPairs(OfShift, AffinePairsRule):
         def affine_pair(self, view: View, name: str, mat: Tensor) -> Any:
@@ -92,9 +98,12 @@ def test_a_pair_that_is_none(pair: Any) -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
     with (
         temporary_plugin(OfPairs),
-        pytest.raises(ShapeError, match=r"OfPairs\.affine_pair returned .* expected columns and"),
+        pytest.raises(
+            ShapeError, match=r"OfPairs\.affine_pair returned .* expected a pair"
+        ) as error,
     ):
         problem.run(BatchGrad())
+    assert len(str(error.value)) < 500
 
 
 def test_a_rule_with_a_wrong_jacobian_is_among_the_causes() -> None:
@@ -255,3 +264,86 @@ def test_a_propagator_is_a_value() -> None:
             UsageError, match=r"OfRoot needs a propagator: .*frozen dataclass.* Got "
         ):
             OfRoot(wrong)  # type: ignore[arg-type]
+
+
+# What a propagator that carries something of its own returns.
+
+
+@dataclass(frozen=True)
+class Depth(Propagator):
+    per_sample = False
+    subsampling: tuple[int, ...] | None = None
+    field: Any = None
+
+    def start(self, rule: LossRule, view: View) -> Any:
+        return 0
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Any) -> Any:
+        return {position: quantity for position, _ in enumerate(view.inputs)}
+
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Any
+    ) -> Any:
+        return [Reading(view.parameter_itself(name).shape) for name in names]
+
+
+class DepthOf(SecondOrderExtension):
+    savefield = "depth"
+
+    def read(self, product: Any) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "said"),
+    [
+        ("start", None, r"Slip\.start returned None at .*, expected the quantity"),
+        ("propagate", None, r"Slip\.propagate returned None at Linear '2', expected a dictionary"),
+        ("propagate", [0], r"Slip\.propagate returned \[0\] at"),
+        ("propagate", {7: 0}, r"Slip\.propagate returned {7: 0} at .* of its 1 inputs"),
+        ("propagate", {"a": 0}, r"Slip\.propagate returned {'a': 0} at"),
+        ("products", None, r"Slip\.products returned None at"),
+        ("products", [1, 2], r"Slip\.products returned \[1, 2\] at .* a reading for each"),
+    ],
+)
+def test_what_a_propagator_returns(method: str, value: Any, said: str) -> None:
+    kind = type("Slip", (Depth,), {method: lambda *given: value})
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    with pytest.raises(ShapeError, match=said) as error:
+        classification(model, (3,)).run(DepthOf(kind()))
+    assert "DepthOf" in message(error)
+
+
+def test_propagators_are_looked_at() -> None:
+    with pytest.raises(UsageError, match="fields that can be hashed"):
+        DepthOf(Depth(field=[1]))
+    kind = type("Slip", (Depth,), {"products": lambda self, rule: []})
+    with pytest.raises(PluginError, match=r"products is called as products\(self, rule"):
+        backpack(DepthOf(kind()))
+
+
+class Late(FirstOrderExtension):
+    savefield = "late"
+    is_deferred = True
+
+    def read(self, product: SampleProduct) -> int:
+        return 1
+
+
+class Whole(GraphExtension):
+    savefield = "whole"
+
+    def begin(self) -> GraphReading:
+        return GraphReading()
+
+
+@pytest.mark.parametrize("value", [None, [1], {"weight": 1}, {nn.Linear(1, 1).weight: None}])
+def test_values_that_are_no_mapping_of_parameters(value: Any) -> None:
+    reading = type("Reads", (GraphReading,), {"results": lambda *_: value})()
+    whole = type("Slip", (Whole,), {"begin": lambda self: reading})
+    late = type("Slip", (Late,), {"finish": lambda *_: value})
+    begun = type("Slip", (Whole,), {"begin": lambda self: value})
+    wanted = "a mapping from parameters to values"
+    for kind, said in ((whole, wanted), (late, wanted), (begun, "a GraphReading")):
+        with pytest.raises(PluginCodeError, match=rf"Slip\.\w+ has to return {said}"):
+            classification(nn.Linear(3, 3), (3,)).run(kind())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,10 @@ from backpack_core import (
     backpack,
     disable,
     extend,
+    memory_budget,
+    prefer,
     quantities,
+    set_memory_budget,
 )
 from backpack_core.contract.operations import dense
 from backpack_core.errors import (
@@ -158,6 +163,31 @@ def test_integers_of_others(four: Any) -> None:
 def test_quantities_of_what_is_no_module(wrong: Any) -> None:
     with pytest.raises(UsageError, match=r"quantities\(model\) takes a torch\.nn\.Module\. Got"):
         quantities(wrong)
+
+
+def test_quantities_of_a_parameter_that_is_not_there() -> None:
+    for name in ("wieght", 0, None):
+        with pytest.raises(KeyError, match="No trained parameter is named"):
+            quantities(nn.Linear(1, 1))[name]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("size", [0, -1, None, "64", True, math.nan])
+def test_memory_budgets_that_are_none(size: Any) -> None:
+    with pytest.raises(UsageError, match="a positive number of bytes"):
+        set_memory_budget(size)
+
+
+def test_memory_budgets_of_numpy() -> None:
+    before = memory_budget()
+    set_memory_budget(np.int64(2**20))  # type: ignore[arg-type]
+    assert memory_budget() == 2**20
+    set_memory_budget(before)
+
+
+@pytest.mark.parametrize("given", [(None,), (nn.Linear,), ("plugin", 3), ("plugin", nn.ReLU())])
+def test_what_cannot_be_preferred(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"prefer\(\.\.\.\) takes the name of a distribution"):
+        prefer(*given)
 
 
 def test_inside_disable() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core import is_extended
-from backpack_core.errors import NotAnExtensionError, UnsupportedError, UsageError
+from backpack_core import FirstOrderExtension, is_extended
+from backpack_core.errors import NotAnExtensionError, ShapeError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -238,3 +239,83 @@ def test_model_and_loss_that_are_swapped():
         accumulate(loss(), net(), [data(3)], DiagGGNExact(), progress=False)
     with pytest.raises(UsageError, match=r"takes a torch.nn.Module.* Got function"):
         accumulate(lambda x: x, loss(), [data(3)], DiagGGNExact(), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch": 1}, r"accumulate\(\.\.\., batch\) takes a function"),
+        ({"batch": lambda item: item[0]}, r"return \(inputs, targets\)\. Got Tensor"),
+        ({"batch": lambda item: [*item, 0]}, r"return \(inputs, targets\)\. Got list of 3"),
+        ({"normaliser": "mean"}, r"lambda inputs, targets: len\(targets\)\. Got 'mean'"),
+        ({"normaliser": lambda inputs, targets: "mean"}, "a positive number .* Got 'mean'"),
+        ({"normaliser": lambda inputs, targets: -1.0}, r"a positive number .* Got -1\.0"),
+        ({"normaliser": lambda inputs, targets: 0}, "a positive number .* Got 0"),
+        ({"every": "1"}, "every must be a positive number of batches"),
+        ({"every": 1.5}, "every must be a positive number of batches"),
+        ({"state_file": "."}, "is a folder"),
+        ({"dtype": "float64"}, r"such as torch\.float64\. Got 'float64'"),
+        ({"dtype": torch.int64}, r"such as torch\.float64\. Got torch\.int64"),
+        ({"device": "nowhere"}, "No tensor can be on the device 'nowhere'"),
+        ({"device": object()}, "No tensor can be on the device"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], said: str):
+    with pytest.raises(UsageError, match=said):
+        run(DiagGGNExact(), **options)
+
+
+def test_what_is_no_loss_and_no_loader():
+    for wrong in (None, "loss"):
+        with pytest.raises(UsageError, match=r"lossfunc\) takes a loss module"):
+            accumulate(net(), wrong, batches(*data(), 4, 3), DiagGGNExact())
+    for wrong in (None, 3):
+        with pytest.raises(UsageError, match="The loader is something that can be iterated"):
+            accumulate(net(), loss(), wrong, DiagGGNExact())
+
+
+def test_numbers_of_numpy_and_places_of_any_kind():
+    found = run(KFLR(), DiagGGNExact())
+    for place, value in (np.float64(2.0) * found).items():
+        assert_same(value, 2.0 * found[place])
+    for new, decay in ((1, 0.5), ([found], 0.5), (found, None), (found, 1.5)):
+        with pytest.raises(UsageError, match=r"The average is of|between 0 and 1"):
+            found.moving_average(new, decay)
+    for wrong in (0, None, "0.weight", (0, 1)):
+        with pytest.raises(KeyError, match="There is no value at"):
+            found[wrong]
+
+
+class AsNumber(FirstOrderExtension):
+    """The number of samples, as a number."""
+
+    savefield = "as_number"
+    degree = 0
+    over_batches = "sum"
+
+    def read(self, product):
+        return product.samples
+
+
+def test_values_that_are_no_tensors():
+    with pytest.raises(
+        UnsupportedError, match=r"AsNumber stores a value of type int, .* read\(\), or"
+    ):
+        run(AsNumber())
+
+
+class Counted(FirstOrderExtension):
+    """A one for each sample, which is declared to be added."""
+
+    savefield = "counted"
+    degree = 0
+    over_batches = "sum"
+
+    def read(self, product):
+        return torch.ones(product.samples)
+
+
+def test_shapes_that_do_not_add():
+    for sizes in ((3, 3, 1), (3, 4)):  # one sample would broadcast
+        with pytest.raises(ShapeError, match=r"Values of Counted are added .* 'concatenate'"):
+            run(Counted(), sizes=sizes)

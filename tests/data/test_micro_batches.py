@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from backpack_core import backpack, extend
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import NotAnExtensionError, UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
     KFLR,
@@ -17,7 +17,7 @@ from backpack_core.extensions import (
     SqrtGGNExact,
     Variance,
 )
-from backpack_data import combined, unscale
+from backpack_data import Weights, all_reduce, combined, unscale
 from tests.data.problems import DETERMINISTIC, assert_same, batches, data, expected, loss, net
 
 
@@ -115,3 +115,27 @@ def test_a_scaler():
     unscale(model, BatchGrad(), Scaler())
     for p in model.parameters():
         assert_same(SCALE * p.grad_batch.sum(0), p.grad)
+
+
+def test_wrong_arguments():
+    model, weights = net(), Weights()
+    with pytest.raises(TypeError, match="bogus"):
+        combined(model, BatchGrad(), bogus=1)
+    with pytest.raises(UsageError, match=r"gradient is one of"):
+        combined(model, BatchGrad(), gradient="no")
+    for wrong in (-1, "mean", len):
+        with pytest.raises(UsageError, match="a positive number"):
+            combined(model, BatchGrad(), normaliser=wrong)
+    with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module"):
+        combined(None, BatchGrad())
+    with pytest.raises(UsageError, match="takes what has observed the pass"):
+        all_reduce(model, [BatchGrad()], None)
+    for wrong in (None, BatchGrad, "grad_batch"):
+        with pytest.raises(NotAnExtensionError, match="takes extension"):
+            all_reduce(model, wrong, weights)
+        with pytest.raises(NotAnExtensionError, match="takes extension"):
+            unscale(model, wrong, 2.0)
+    with pytest.raises(UsageError, match=r"a torch\.amp\.GradScaler, or the scale"):
+        unscale(model, BatchGrad(), None)
+    with pytest.raises(UsageError, match=r"has grad_batch: call unscale\(\.\.\.\) after"):
+        unscale(model, BatchGrad(), 2.0)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from backpack_core.errors import UsageError
+from backpack_core.extensions import BatchGrad
 from backpack_core.testing import (
     ExtensionCase,
     LossCase,
+    Quantity,
     RuleCase,
     check_extension,
     check_loss,
@@ -123,3 +126,23 @@ def test_losses_and_extensions_have_results_too() -> None:
     results = check_extension(ExtensionCase(BatchGrad))
     assert len(results) == len(CHECKS["extension"])
     assert all(result.ok for result in results)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: RuleCase(Gain(), torch.randn), "module_factory is a class or function"),
+        (lambda: RuleCase(lambda: Gain(), torch.ones(3)), "input_factory is a class or function"),
+        (lambda: RuleCase(lambda: Gain(), torch.randn, rule=GainRule()), "rule is a class"),
+        (lambda: LossCase(nn.MSELoss(), torch.randn), "loss_factory is a class or function"),
+        (lambda: ExtensionCase(BatchGrad()), "extension_factory is a class or function"),
+        (lambda: ExtensionCase(BatchGrad, lambda r, name: r), "quantity is a Quantity"),
+        (lambda: Quantity(lambda r, name: r, needs="curvatur"), "needs must be one of"),
+        (lambda: Quantity(1), "takes a function of reference and name"),
+        (lambda: check_rule(GainRule), "One case is checked at a time"),
+        (lambda: check_rule([case_of(Gain, GainRule)]), "One case is checked at a time"),
+    ],
+)
+def test_cases_that_are_none(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()

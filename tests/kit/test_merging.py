@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from backpack_core import FirstOrderExtension
 from backpack_core.contract.merging import OverBatches, Part, Refused
@@ -36,12 +37,22 @@ class BesideEachOther(Gradient):
     over_batches = "concatenate"
 
 
+class PerSample(Gradient):
+    def read(self, product):
+        return torch.ones(product.samples)
+
+
 class Unexplained(Gradient):
     over_batches = Refused("no")
 
 
 class Added(Gradient):
     over_batches = staticmethod(lambda first, second: first + second)
+
+
+class AddedByFunction(Gradient):
+    def over_batches(first, second):
+        return first + second
 
 
 class Undeclared(Gradient):
@@ -57,6 +68,7 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name).sum(0))
     [
         (Gradient, ()),
         (Added, ()),
+        (AddedByFunction, ()),
         (Undeclared, ()),
         (Twice, ("degree", "two_halves_mean")),
         (Averaged, ("two_halves_mean", "two_halves_sum")),
@@ -68,3 +80,10 @@ def test_declarations_are_checked(kind, failed):
     results = check_extension(ExtensionCase(kind, QUANTITY), CHECKS)
     found = tuple(result.check for result in results if not result.ok)
     assert found == failed, results
+
+
+def test_values_of_several_shapes_are_not_added():
+    results = check_extension(
+        ExtensionCase(PerSample, Quantity(lambda r, name: torch.ones(r.samples))), CHECKS[2:]
+    )
+    assert "adds values of two batches, and they have the shapes [[1], [2]]" in results[0].message

@@ -117,6 +117,16 @@ AT_REGISTRATION = {
         "savefield 'grad_batch' is that of BatchGrad of backpack-plugin-firstorder",
     ),
     "a field that is no name": (derived(Field, savefield="a b"), "must be a Python identifier"),
+    "a degree that is no number": (
+        derived(Field, degree="1"),
+        "degree must be a number, or None. Got '1'",
+    ),
+    "a way to combine that nobody knows": (
+        derived(Field, over_batches="average"),
+        "over_batches must be 'sum', 'concatenate', a function of two tensors, or an OverBatches. "
+        "Got 'average'",
+    ),
+    "no way to combine": (derived(Field, over_batches=None), "or an OverBatches. Got None"),
     "a parameter of a method too few": (
         derived(GainRule, _param_jac_t_mat_prod=lambda self, view, mat: mat),
         "is called as _param_jac_t_mat_prod(self, view: 'View', name: 'str', mat: 'Tensor')",

@@ -228,7 +228,11 @@ def test_order_changes_nothing(
         claims = registry.rules[f"torch.nn.Layer{i}"]
         assert {c.provenance.plugin for c in claims} == {f"p{2 * i}_rule", f"p{2 * i + 1}_rule"}
         key = f"torch.nn.Layer{i}"
-        with pytest.raises(PluginConflictError):
+        with pytest.raises(PluginConflictError, match="Several plugins") as caught:
+            choose(claims, key, "layer rule")
+        assert "is preferred" not in str(caught.value)
+        backpack_core.prefer("backpack-plugin-misspelt", key)
+        with pytest.raises(PluginConflictError, match="'backpack-plugin-misspelt' is preferred"):
             choose(claims, key, "layer rule")
         backpack_core.prefer(f"backpack-plugin-p{2 * i}", key)
         assert choose(claims, key, "layer rule").provenance.plugin == f"p{2 * i}_rule"

@@ -228,3 +228,39 @@ def test_what_is_refused() -> None:
         as_matrix("kfac")
     with pytest.raises(UsageError, match="not the state of a curvature matrix"):
         matrix_from_state({"weight": torch.ones(1)})
+
+
+def test_a_damping_is_one_number(matrix: CurvatureMatrix) -> None:
+    vectors, last = vectors_for(matrix), matrix.order.shape[-1]
+    for damping in (torch.ones(last), "0.1", None, [0.1] * last):
+        for method in (
+            matrix.logdet,
+            lambda d: matrix.solve(vectors, d),
+            matrix.eigenbasis().damped,
+        ):
+            with pytest.raises(UsageError, match="The damping is one number"):
+                method(damping)  # type: ignore[arg-type]
+    one = torch.full((1,), 0.3, requires_grad=True)
+    assert_close(matrix.solve(vectors, one).detach(), matrix.solve(vectors, 0.3))
+    assert matrix.logdet(one).shape == ()
+
+
+@pytest.mark.parametrize("vectors", [[1.0], "x", None, np.ones((3, 4, 2))])
+def test_vectors_are_tensors(vectors: Any) -> None:
+    with pytest.raises(ShapeError, match=r"shape \[3, 4, 2\].* Got (list|str|NoneType|ndarray)"):
+        cases()["two"].solve(vectors, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_up_to_rounding(dtype: torch.dtype) -> None:
+    """Of K classes, the factor of a layer's outputs has rank K - 1."""
+    root, inputs = torch.randn(5, 20, dtype=dtype), torch.randn(4, 9, dtype=dtype)
+    root -= root.mean(0)
+    order = ParameterOrder(torch.Size([5, 4]))
+    singular = KroneckerFactors([root @ root.T, inputs @ inputs.T], order)
+    vector = torch.randn(5, 4, dtype=dtype)
+    for method in (lambda: singular.solve(vector), lambda: singular.sample(2)):
+        with pytest.raises(UsageError, match=r"singular with a damping of 0\.0"):
+            method()
+    assert singular.logdet() == -torch.inf
+    assert singular.solve(vector, 0.1).isfinite().all()

@@ -96,6 +96,13 @@ def test_what_is_refused(blocks: BlockDiagonal) -> None:
         blocks + 1.0  # type: ignore[operator]
     with pytest.raises(ShapeError):
         blocks.solve(torch.ones(3))
+    for vectors in ("x", dict(blocks), [1.0] * len(blocks), 2.0):
+        with pytest.raises(ShapeError, match=r"one for each parameter. Got .* of type"):
+            blocks.solve(vectors, 0.1)  # type: ignore[arg-type]
+    found = {(name, "kflr"): block for name, block in blocks.items()}
+    for given in (found, [*blocks.values()]):
+        with pytest.raises(UsageError, match=r"take one field, BlockDiagonal\(found\.field"):
+            BlockDiagonal(given)  # type: ignore[arg-type]
 
 
 def test_a_damping_for_each_parameter(blocks: BlockDiagonal) -> None:

@@ -284,3 +284,33 @@ def test_bad_vectors() -> None:
         Fisher(*make(), kind="exact")
     with pytest.raises(UsageError, match="mc_samples"):
         Fisher(*make(), mc_samples=0)
+
+
+def test_wrong_arguments() -> None:
+    model, lossfunc, loader = make()
+    for wrong in (None, "model", nn.Linear):
+        with pytest.raises(UsageError, match=r"The model is a torch\.nn\.Module"):
+            GGN(wrong, lossfunc, loader)  # type: ignore[arg-type]
+    for wrong in (None, "loss", nn.CrossEntropyLoss):
+        with pytest.raises(UsageError, match="The loss is a module"):
+            GGN(model, wrong, loader)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match='normaliser is "sum", "mean"'):
+        GGN(model, lossfunc, loader, normaliser="average")  # type: ignore[arg-type]
+    ignored = [(inputs, torch.full_like(target, -100)) for inputs, target in loader]
+    with pytest.raises(UsageError, match="not all ignored"):
+        GGN(model, nn.CrossEntropyLoss(), ignored).gradient()
+
+
+def test_wrong_arguments_of_conjugate_gradients() -> None:
+    operator = GGN(*make())
+    rhs = torch.ones(operator.shape[0])
+    for wrong in ([rhs], rhs[:3], rhs[:, None], rhs.numpy()):
+        with pytest.raises(ShapeError, match="one flat vector"):
+            conjugate_gradients(operator, wrong, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"preconditioner is a function .* Got GGN"):
+        conjugate_gradients(operator, rhs, 0.1, operator)  # type: ignore[arg-type]
+    for wrong in (None, lambda vector: operator @ vector):
+        with pytest.raises(UsageError, match="take a matrix that multiplies"):
+            conjugate_gradients(wrong, rhs, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="one number"):
+        conjugate_gradients(operator, rhs, "0.1")  # type: ignore[arg-type]

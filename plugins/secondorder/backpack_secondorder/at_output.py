@@ -74,7 +74,20 @@ class LossAtOutput:
             normaliser: What the loss of a batch divides by, as a function of output and target;
                 ``"sum"`` for nothing, ``"mean"`` for the number of samples; ``None`` to ask the
                 rule of the loss.
+
+        Raises:
+            UsageError: One of both is nothing of that.
         """
+        if not callable(lossfunc) or isinstance(lossfunc, type):
+            raise UsageError(
+                "The loss is a module, such as CrossEntropyLoss(), or a function of output and "
+                f"target. Got {lossfunc!r}."
+            )
+        if normaliser not in (None, "sum", "mean") and not callable(normaliser):
+            raise UsageError(
+                f'normaliser is "sum", "mean", or a function of output and target. Got '
+                f"{normaliser!r}."
+            )
         self._normaliser = normaliser
         self.function = lossfunc
         self._has_rule = False

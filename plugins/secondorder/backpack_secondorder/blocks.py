@@ -32,10 +32,17 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             blocks: A matrix for each parameter, or a tensor in its shape for a diagonal.
 
         Raises:
-            UsageError: There are no blocks, or a block is neither a matrix nor a tensor.
+            UsageError: There are no blocks, their keys are no names, or a block is neither a matrix
+                nor a tensor.
         """
         if not blocks:
             raise UsageError("A block-diagonal matrix has one block at least. Got none.")
+        if not isinstance(blocks, Mapping) or not all(isinstance(name, str) for name in blocks):
+            raise UsageError(
+                "A block-diagonal matrix takes a mapping from names of parameters to their "
+                f"matrices. Got {type(blocks).__name__}: of what accumulate found, take one field, "
+                "BlockDiagonal(found.field(...))."
+            )
         self._blocks = {name: as_matrix(value) for name, value in blocks.items()}
         self.shapes = tuple(block.order.shape for block in self._blocks.values())
 
@@ -109,7 +116,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
         if isinstance(vectors, Tensor):
             return self._flat(vectors, solved)
-        return self._lists(list(vectors), solved)
+        return self._lists(vectors, solved)
 
     def map(self, function: Callable[[Any], CurvatureMatrix | Tensor]) -> BlockDiagonal:
         """A function of every block: ``blocks.map(lambda block: block.inverse(0.1))``."""

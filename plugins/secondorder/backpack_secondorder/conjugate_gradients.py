@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from backpack_core.errors import BackpackError, UsageError
+from backpack_core.errors import BackpackError, ShapeError, UsageError
 from backpack_secondorder.linear import LinearOperator
-from backpack_secondorder.matrix import check_damping
+from backpack_secondorder.matrix import Number, check_damping
 
 
 class ConvergenceError(BackpackError, ArithmeticError):
@@ -34,7 +34,7 @@ class Solution:
 def conjugate_gradients(
     operator: LinearOperator,
     rhs: Tensor,
-    damping: float = 0.0,
+    damping: Number = 0.0,
     preconditioner: Callable[[Tensor], Tensor] | None = None,
     rtol: float = 1e-5,
     max_iterations: int | None = None,
@@ -60,9 +60,26 @@ def conjugate_gradients(
 
     Raises:
         ConvergenceError: ``rtol`` is not reached.
-        UsageError: The matrix is not positive definite.
+        ShapeError: ``rhs`` is no flat vector of the matrix's size.
+        UsageError: The matrix is not positive definite, or an argument is none of its kind.
     """
-    check_damping(damping)
+    damping = check_damping(damping)
+    if not hasattr(operator, "shape") or not hasattr(operator, "__matmul__"):
+        raise UsageError(
+            "Conjugate gradients take a matrix that multiplies vectors, operator @ vector, and has "
+            f"a shape: a GGN, a BlockDiagonal, a tensor. Got {operator!r:.80}."
+        )
+    if not isinstance(rhs, Tensor) or rhs.dim() != 1 or len(rhs) != operator.shape[0]:
+        found = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
+        raise ShapeError(
+            f"Conjugate gradients take the right side as one flat vector "
+            f"[{operator.shape[0]}]: torch.cat([part.flatten() for part in parts]). Got {found}."
+        )
+    if preconditioner is not None and not callable(preconditioner):
+        raise UsageError(
+            "preconditioner is a function of a flat vector, lambda v: factors.solve(v, damping). "
+            f"Got {type(preconditioner).__name__}."
+        )
     precondition = preconditioner or (lambda vector: vector)
     x, residual = rhs.new_zeros(rhs.shape), rhs.clone()
     bound = rtol * float(rhs.norm())

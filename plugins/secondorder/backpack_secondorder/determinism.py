@@ -58,8 +58,9 @@ class Passes:
         yield losses.append
         if not losses:
             raise UsageError(
-                "The loader gave no batch: pass something that can be iterated several times, as a "
-                "DataLoader or a list can."
+                "The loader gave no batch with a sample that counts: pass something that can be "
+                "iterated several times, as a DataLoader or a list can, and whose targets are not "
+                "all ignored."
             )
         versions = tuple(p._version for p in self._parameters)
         found = torch.stack([loss.reshape(()) for loss in losses])

@@ -108,6 +108,12 @@ class EKFAC(MatrixExtension):
         self.fallback, mode = split_mode(fail_mode)
         super().__init__(propagator, savefield, mode)
         self.weight_sharing = as_weight_sharing(weight_sharing)
+        if basis is not None and not _is_basis(basis):
+            raise UsageError(
+                "basis maps parameters to matrices with eigenvectors, {p: factors[name] for name, "
+                f"p in model.named_parameters()}}. Got {basis!r:.80} of type "
+                f"{type(basis).__name__}."
+            )
         self.basis = None if basis is None else {id(p): (p, m) for p, m in basis.items()}
 
     def read(self, product: SampleProduct) -> KroneckerEigenbasis:
@@ -143,3 +149,10 @@ class EKFAC(MatrixExtension):
                 f"{list(product.shape)}."
             )
         return basis
+
+
+def _is_basis(basis: Any) -> bool:
+    return isinstance(basis, Mapping) and all(
+        isinstance(key, Tensor) and isinstance(value, CurvatureMatrix)
+        for key, value in basis.items()
+    )

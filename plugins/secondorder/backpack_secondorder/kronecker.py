@@ -198,7 +198,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         Raises:
             UsageError: There are more than two factors, or the damping is negative.
         """
-        check_damping(damping)
+        damping = check_damping(damping)
         if len(self) == 1:
             return self.with_factors([self._shifted(self[0], damping)])
         if len(self) != 2:

@@ -13,9 +13,13 @@ from backpack_core.values import at_least_single, without_autocast
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype.
 
-    Computed in single precision at least: torch has no decomposition in half precision.
+    Computed in single precision at least: torch has no decomposition in half precision. What cannot
+    be told from zero is zero, so that a singular matrix is seen to be one.
     """
     values, vectors = torch.linalg.eigh(at_least_single(matrix))
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps
+    bound = rounding * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
+    values = torch.where(values.abs() > bound, values, 0.0)
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 

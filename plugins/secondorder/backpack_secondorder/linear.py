@@ -8,7 +8,7 @@ several, ``[V, *θ]``. Imports torch; scipy only in ``to_scipy``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, overload
 
@@ -71,7 +71,7 @@ class LinearOperator(ABC):
         """
         if isinstance(vectors, Tensor):
             return self._flat(vectors, self.products)
-        return self._lists(list(vectors), self.products)
+        return self._lists(vectors, self.products)
 
     def dense(self) -> Tensor:
         """The matrix, ``[P, P]``: for tests and small models."""
@@ -115,8 +115,15 @@ class LinearOperator(ABC):
         found = torch.cat([part.reshape(len(rows), shape.numel()) for part, shape in parts], 1)
         return found.T.reshape(vectors.shape)
 
-    def _lists(self, vectors: list[Tensor], function: Any) -> list[Tensor]:
+    def _lists(self, given: Sequence[Tensor], function: Any) -> list[Tensor]:
         """A function of lists ``[V, *θ]``, for lists of ``[*θ]`` or ``[V, *θ]``."""
+        vectors = list(given) if isinstance(given, Iterable) else [given]
+        if isinstance(given, Mapping) or not all(isinstance(v, Tensor) for v in vectors):
+            raise ShapeError(
+                f"Expected a tensor [{self.shape[0]}] or [{self.shape[0]}, V], or a list of "
+                f"tensors, one for each parameter. Got {given!r:.80} of type "
+                f"{type(given).__name__}."
+            )
         shapes = tuple(vector.shape for vector in vectors)
         if shapes == self.shapes:
             self._check(vectors)

@@ -44,11 +44,12 @@ class ParameterOrder:
         Raises:
             ShapeError: The vectors do not have the parameter's shape.
         """
-        single = vectors.shape == self.shape
-        if not single and vectors.shape[1:] != self.shape:
+        shape = vectors.shape if isinstance(vectors, Tensor) else None
+        single = shape == self.shape
+        if not single and (shape is None or shape[1:] != self.shape):
             raise ShapeError(
                 f"Expected a vector of the parameter's shape {list(self.shape)}, or several as "
-                f"[V, *shape]. Got {list(vectors.shape)}."
+                f"[V, *shape]. Got {type(vectors).__name__ if shape is None else list(shape)}."
             )
         flat = vectors.reshape(1 if single else len(vectors), self.shape.numel())
         return flat if self.positions is None else flat[:, self.positions]
@@ -322,29 +323,28 @@ def check_scalar(scalar: Any) -> Number:
     Raises:
         UsageError: It is no number, or is negative.
     """
-    if isinstance(scalar, Tensor) and scalar.dim() == 0:
-        return scalar
-    try:
-        number = float(scalar) if not isinstance(scalar, (Tensor, str)) else None
-    except (TypeError, ValueError):
-        number = None
-    if number is None:
-        raise UsageError(
-            f"A curvature matrix is multiplied by a number; for vectors, use @. Got {scalar!r}."
-        )
-    if not number >= 0:
-        raise UsageError(f"Curvature is scaled by numbers that are not negative. Got {number}.")
-    return number
+    kind = "A curvature matrix is multiplied by a number; for vectors, use @."
+    return _number(scalar, kind, "Curvature is scaled by numbers that are not negative.")
 
 
 def check_damping(damping: Any) -> Number:
-    """Check that the damping is not negative, and return it.
+    """Check that the damping is one number that is not negative, and return it.
 
     Raises:
         UsageError: It is negative, or no number.
     """
-    if isinstance(damping, Mapping):
-        raise UsageError(f"The damping is one number; of several, go by blocks. Got {damping!r}.")
-    if not isinstance(damping, Tensor) and not damping >= 0:
-        raise UsageError(f"The damping must not be negative. Got {damping}.")
-    return damping  # type: ignore[no-any-return]
+    kind = "The damping is one number; of several, go by blocks."
+    return _number(damping, kind, "The damping must not be negative.")
+
+
+def _number(value: Any, kind: str, sign: str) -> Number:
+    """A number, or a tensor that is one; the value of a tensor is not looked at."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    try:
+        number = float(value) if not isinstance(value, (Tensor, str)) else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None or not number >= 0:
+        raise UsageError(f"{kind if number is None else sign} Got {value!r}.")
+    return number

@@ -82,6 +82,8 @@ class DataOperator(LinearOperator):
             UsageError: A parameter is not one of the model, or is not trained; modules are in train
                 mode that behave at random there; parameters have several precisions.
         """
+        if not isinstance(model, Module):
+            raise UsageError(f"The model is a torch.nn.Module. Got {model!r:.80}.")
         names = {id(p): name for name, p in model.named_parameters()}
         chosen = [p for p in model.parameters() if p.requires_grad]
         self.parameters = chosen if parameters is None else [*parameters]
