@@ -101,8 +101,10 @@ class DyePropagator(Propagator):
         place, survey = (view.call, view.index), self._survey
         owned = None if view.positions else survey.alignment.owned_at(survey.sites[place].edge)
         positions = view.positions if owned is None else owned
-        if owned is None and not positions:  # what arrives is kept apart
-            self.settled.add(place)
+        if owned is None and not positions:
+            if waiting is not None and not survey.alignment.is_apart(survey.sites[place].edge):
+                return waiting  # samples are on another axis: it goes on to where they are in front
+            self.settled.add(place)  # what arrives is kept apart
             if waiting is None or not self._goes_apart((waiting,)):
                 return OPEN
             self._judge.compare(f"{view.path} and what uses its output", waiting, gradient, 0)

@@ -86,13 +86,11 @@ class Walk:
         if not self._survey.batch_size:  # of no sample, every entry is
             below.positions = int(below.length == 0)
             return
-        is_before, is_loss, is_owned = above.is_before, above.is_loss, above.owned is not None
-        entries = 1 if below.length is None else below.length
-        count, rest = divmod(entries, self._size)
-        is_picked = is_owned and above.operation in nodes.GATHERS and not rest
-        if self._owners.are_moved and self._is_told(way):
+        is_before = above.is_before
+        count, rest = divmod(1 if below.length is None else below.length, self._size)
+        if self._owners.are_moved and self._is_told(below):
             pass
-        elif (is_picked and not self._origins.of_tables(below.node)) or is_loss:
+        elif above.is_loss:
             below.positions = count  # a loss says where samples are
         elif self._is_elsewhere(way):
             pass
@@ -115,22 +113,16 @@ class Walk:
             is_sum = is_before and is_reduced
             below.is_guessed |= is_sum or (above.is_guessed and not above.is_call)
 
-    def _is_told(self, way: Way) -> bool:
-        """Whether it is known which samples rows are of, in order or not."""
-        above, below, _ = way
-        if not self._found.is_readable or self._origins.of_tables(below.node):
-            return False
-        is_kept = way.keeps_length and (above.is_call or way.keeps_rows)
-        if above.owned is not None and is_kept and below.node not in self._survey.rows:
-            below.owned = above.owned
-            return True
-        owners = self._owners.rows(*below.place)
+    def _is_told(self, this: Known) -> bool:
+        """Whether it is known which samples the rows of a tensor are of, in another order."""
+        is_table = self._origins.of_tables(this.node)
+        owners = None if is_table else self._owners.rows(*this.place)
         if owners is None:
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
         if not self._survey.is_declared and owners.equal(samples.repeat_interleave(count)):
             return False
-        below.owned = owners == samples[:, None]
+        this.owned = owners == samples[:, None]
         return True
 
     def _is_elsewhere(self, way: Way) -> bool:
@@ -140,9 +132,7 @@ class Walk:
         """
         owners = self._owners
         return (
-            owners.are_moved
-            and not self._keeps_rows(way)
-            and owners.are_elsewhere(way.below.place)
+            owners.are_moved and not self._keeps_rows(way) and owners.are_elsewhere(way.below.place)
         )
 
     def _is_table(self, way: Way) -> bool:
@@ -180,8 +170,6 @@ class Walk:
             return not has_samples and way.shows_none(self._size)
         if operation in nodes.TURNS:
             return has_samples
-        if above.is_guessed and below.site is not None and not below.axis:
-            return False  # a module's output, one sample after the other
         return way.loses_samples(self._size)
 
     def _keeps_rows(self, way: Way) -> bool:

@@ -223,7 +223,7 @@ def axes_along(node: Node, count: int) -> list[int]:
 
 
 def picks_of(node: Node) -> list[Tensor | None]:
-    """What an operation of :data:`INDEXED` picks along leading axes; ``None`` where it keeps one."""
+    """What an operation of :data:`INDEXED` picks of leading axes; ``None`` where it keeps one."""
     saved: Any = node
     if operation_of(node) == "Index":
         return [*saved._saved_indices]

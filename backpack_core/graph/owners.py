@@ -7,31 +7,21 @@ operations themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import TypeAlias
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, metadata_of
+from backpack_core._torch import Node
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.bridge import push
+from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_core.graph.of_weights import Origins
-from backpack_core.graph.parameters import beside_pass
 from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import is_parameter
-
-# For each entry of a tensor the sample that it belongs to, -1 for none. An axis along which all
-# entries belong to the same has length one.
-Numbers: TypeAlias = Tensor
-Given: TypeAlias = dict[int, Numbers | None]  # by position of the operand; ``None`` if unknown
-Shape: TypeAlias = tuple[int, ...]
-Picks: TypeAlias = Sequence[Tensor | None]
 
 
 class Owners:
@@ -49,7 +39,7 @@ class Owners:
         Or if these are all samples in another order: they may be paired with targets of others.
         """
         numbers = None if node is None else self._of((node, number))
-        if node is None or numbers is None or not numbers.dim() or _are_elsewhere(numbers):
+        if node is None or numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
         rows = numbers.flatten().expand(nodes.lengths_of(node, number)[:1])
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
@@ -87,7 +77,7 @@ class Owners:
         if edge is None or numbers is None or self._is_along(numbers, self._axis(call, 0)):
             return False
         rows = self.rows(*edge[:2])
-        return _are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
+        return are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
 
     def received_elsewhere(self, call: Call) -> bool:
         """Whether what a call received is known to have samples, and rows to be no single one's."""
@@ -97,7 +87,7 @@ class Owners:
     def are_elsewhere(self, place: Place) -> bool:
         """Whether a tensor is known to have samples, and rows to be no single one's."""
         numbers = self._of(place)
-        return numbers is not None and _are_elsewhere(numbers)
+        return numbers is not None and are_elsewhere(numbers)
 
     def _of(self, place: Place) -> Numbers | None:
         known, todo = self._survey.numbers, [place]
@@ -131,7 +121,7 @@ class Owners:
             return None
         first = (site.call.edges or (None,))[0]
         given = None if first is None else self._survey.numbers.get(first[:2])
-        if given is None or not _are_elsewhere(given):
+        if given is None or not are_elsewhere(given):
             return site
         return site if self._is_along(given, self._axis(*site[:2])) else None
 
@@ -155,14 +145,14 @@ class Owners:
         node, number = place
         shape, rows = nodes.lengths_of(node, number), self._survey.rows.get(node)
         if rows is not None:
-            return _along(rows.cpu(), 0, shape)
+            return along(rows.cpu(), 0, shape)
         if (site := self._call(place)) is not None:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_data(shape, 0)
         if self._keeps(node, number, given, shape):
             return self._first(len(shape))
-        return _made(node, number, given)
+        return made(node, number, given)
 
     def _keeps(self, node: Node, number: int, given: Given, shape: Shape) -> bool:
         """Whether all operands have the samples in front, and so has the result: the usual case."""
@@ -177,7 +167,7 @@ class Owners:
     def _first(self, count: int) -> Numbers:
         """The numbers of a tensor of so many axes that has the samples in front."""
         if count not in self._usual:
-            self._usual[count] = _along(self._samples, 0, (0,) * count)
+            self._usual[count] = along(self._samples, 0, (0,) * count)
         return self._usual[count]
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
@@ -196,7 +186,7 @@ class Owners:
         if not is_there:
             return None
         is_usual = not axis and given is self._usual.get(given.dim())
-        return self._first(len(shape)) if is_usual else _along(given.flatten(), axis, shape)
+        return self._first(len(shape)) if is_usual else along(given.flatten(), axis, shape)
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
@@ -204,7 +194,7 @@ class Owners:
         is_known = is_sure or axis or not is_doubtful(shape, samples)
         if not is_known or shape[axis : axis + 1] != (samples,):
             return None
-        return _along(self._samples, axis, shape) if axis else self._first(len(shape))
+        return along(self._samples, axis, shape) if axis else self._first(len(shape))
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
@@ -212,7 +202,8 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
 
     Rows with one number share a column, as no two of them belong to one sample.
     """
-    edge, rows, owners = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0], device="cpu"), None
+    edge, owners = loss.edges[0], None
+    rows = torch.arange(loss.stored.inputs[0].shape[0], device="cpu")
     if edge is not None and survey.is_readable:
         owners = Owners(survey).rows(edge.node, edge.output_nr)
     if owners is None:
@@ -221,150 +212,3 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     turns = torch.empty_like(owners)
     turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
     return turns
-
-
-def _are_elsewhere(numbers: Numbers) -> bool:
-    return numbers.shape[1:].numel() != 1
-
-
-# Through operations ------------------------------------------------------------------------------
-
-
-def _made(node: Node, number: int, given: Given) -> Numbers | None:
-    """What an operation makes of the numbers at its operands; ``None`` where samples may meet."""
-    shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
-    known = {position: n for position, n in given.items() if n is not None}
-    if operation in nodes.ELEMENTWISE and known:
-        return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
-    if operation not in nodes.VIEWS:  # of operands that do not keep rows, the dye will tell
-        kept = [n for i, n in given.items() if nodes.keeps_rows(node, number, i)]
-        rows = [n for n in kept if n is not None and not _are_elsewhere(n)]
-        if rows and len(rows) == len(kept) and all(n.equal(rows[0]) for n in rows):
-            return _along(rows[0].flatten(), 0, shape)
-    if not known or len(known) < len(given):
-        return None
-    position, first = next(iter(known.items()))
-    along = nodes.axes_along(node, first.dim())
-    is_free = all(first.shape[axis] == 1 for axis in along)
-    if along and is_free and all(n.equal(first) for n in known.values()):
-        return first.squeeze(along[0]) if operation in nodes.SELECTIONS else first
-    if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
-        return _along(first.flatten(), 0, shape)  # all of it is of one sample
-    if operation in nodes.VIEWS or nodes.hands_on(node):
-        return _viewed(first, _behind(node, position), shape)
-    if operation in nodes.INDEXED:
-        return _picked(first, nodes.picks_of(node), _behind(node, position))
-    if operation in nodes.TURNS:
-        return first.permute(nodes.order_of(node, len(shape)))
-    return _carried(node, number, known) if operation in nodes.LINEAR else None
-
-
-def _behind(node: Node, position: int) -> Shape:
-    """The shape of an operand."""
-    child, number = node.next_functions[position]
-    return () if child is None else nodes.lengths_of(child, number)
-
-
-def _along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
-    """The numbers of a tensor that has them along one axis."""
-    return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
-
-
-def _shortened(numbers: Tensor) -> Numbers:
-    """Numbers with length one along each axis where they are all the same."""
-    for axis, length in enumerate(numbers.shape):
-        first = numbers.narrow(axis, 0, min(1, length))
-        if length > 1 and bool((numbers == first).all()):
-            numbers = first
-    return numbers
-
-
-def _viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
-    """In the same order of entries: as many leading axes as have different numbers."""
-    sizes = [torch.Size(after[:count]).numel() for count in range(len(after) + 1)]
-    lead = max((axis + 1 for axis, length in enumerate(numbers.shape) if length != 1), default=0)
-    while torch.Size(before[:lead]).numel() not in sizes:
-        lead += 1
-    count = sizes.index(torch.Size(before[:lead]).numel())
-    whole = numbers[(..., *[0] * (numbers.dim() - lead))].expand(before[:lead])
-    return _shortened(whole.reshape(after[:count])[(..., *[None] * (len(after) - count))])
-
-
-def _met(known: dict[int, Numbers], others: list[Shape], shape: Shape) -> Numbers | None:
-    """What entries have that were computed from one entry of each operand."""
-    wide = [n[(*[None] * (len(shape) - n.dim()), ...)] for n in known.values()]
-    parts = torch.broadcast_tensors(*wide)
-    found = torch.stack(parts).amax(0)
-    if any(bool(((part != found) & (part >= 0)).any()) for part in parts):
-        return None
-    # What nothing is known of may be anybody's, unless all samples have the same.
-    for other in others:
-        lengths = (*[1] * (len(shape) - len(other)), *other)
-        if any(length != 1 for length, n in zip(lengths, found.shape, strict=True) if n != 1):
-            return None
-    return found
-
-
-def _picked(numbers: Numbers, picks: Picks, before: Shape) -> Numbers:
-    """What indices of leading axes pick; ``None`` among them keeps an axis."""
-    count = sum(pick.dim() if pick is not None and _is_mask(pick) else 1 for pick in picks)
-    lead = numbers.expand(*before[:count], *numbers.shape[count:])
-    chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
-    return _shortened(lead[chosen])
-
-
-def _is_mask(index: Tensor) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
-
-
-def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | None:
-    """What a linear operation makes of numbers, which are sent through it.
-
-    No coefficient of these operations is negative. So where entries of one sample were added up,
-    the number comes as many times as a one does. Other numbers, at random, tell if that is so.
-    """
-    metadata = metadata_of(node, number)
-    if metadata.dtype.is_complex or not all(n.numel() for n in given.values()):
-        return None
-    base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums are exact
-    most = max(int(n.max()) for n in given.values())
-    codes = torch.randint(base, (most + 1,), generator=_generator(), device="cpu")
-    powers = [base**k for k in range(64) if not k or base**k <= most]
-    marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, codes.__getitem__]
-    marks += [partial(_digit, power, base) for power in powers]
-    behind = [child for child, _ in node.next_functions if child is not None]
-    sent = partial(_sent, node, number, given, marks)
-    ones, checks, *digits = beside_pass(sent, behind, metadata.device)
-    is_some, ones = ones > 0, torch.where(ones > 0, ones, 1)
-    found = torch.zeros_like(ones, dtype=torch.long)
-    for power, digit in zip(powers, digits, strict=True):
-        found += (digit / ones).round().long() * power
-    found = found.clamp(0, most)
-    if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
-        return None
-    return _shortened(torch.where(is_some, found, -1))
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(0)
-
-
-def _digit(power: int, base: int, numbers: Tensor) -> Tensor:
-    return numbers // power % base
-
-
-def _sent(
-    node: Node, number: int, given: dict[int, Numbers], marks: list[Callable[[Tensor], Tensor]]
-) -> list[Tensor]:
-    """What the operation makes of marks: the transpose of what its node sends back."""
-    metadata, found = metadata_of(node, number), []
-    with torch.enable_grad():
-        w = torch.ones(1, *metadata.shape, dtype=metadata.dtype, device=metadata.device)
-        image = push(node, {number: w.requires_grad_()})
-        ends = {i: mat for i, mat in image.items() if i in given and mat.requires_grad}
-        for mark in marks:
-            shown = [torch.where(given[i] < 0, 0, mark(given[i].clamp(min=0))) for i in ends]
-            full = [m.to(mat).expand_as(mat) for m, mat in zip(shown, ends.values(), strict=True)]
-            (result,) = torch.autograd.grad([*ends.values()], w, full, retain_graph=True)
-            found += (result[0].cpu(),)
-    return found

@@ -1,8 +1,9 @@
-"""Operations between modules that put entries of samples in other places, each known to be whose."""
+"""Operations between modules that put entries of samples elsewhere: it is known whose they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ MOVES: dict[str, Move] = {
     "draws": lambda h: h.mean(1).repeat(2, 1),
     "normalised": lambda h: F.layer_norm(h.transpose(0, 1), (D,)),
     "softmax": lambda h: h.transpose(0, 1).softmax(2),
+    "padded in time": lambda h: F.pad(h, (0, 0, 1, 0)).transpose(0, 1),
     "sample after sample": lambda h: torch.cat([sample[: 1 + n % 2] for n, sample in enumerate(h)]),
 }
 
@@ -59,9 +61,11 @@ def test_moved_entries(name: str, samples: int, steps: int, is_module: bool) -> 
     y = torch.randint(0, C, (len(logits),))
     numbers = torch.arange(samples)[:, None, None].double().expand(samples, steps, D)
     ones = torch.ones_like(numbers)
-    is_value = name in ("normalised", "softmax", "steps stacked")
+    is_value = name in ("normalised", "softmax", "steps stacked", "padded in time")
     moved = [MOVES["time first"](t) if is_value else move(t) for t in (numbers, ones)]
     owners = (moved[0] / moved[1])[..., 0].flatten().round().long()
+    if name == "padded in time":
+        owners = torch.arange(samples).repeat(1 + steps)
     p = logits.detach().softmax(1)
     hessian = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / len(y)
     weights = (p - F.one_hot(y, C)) / len(y)
@@ -92,7 +96,7 @@ MIXED: dict[str, Move] = {
     "one axis and the other": lambda h: h.transpose(0, 1) + h,
     "normalised": lambda h: F.layer_norm(h.transpose(0, 1), h.shape[::2]),
     "means of samples": lambda h: h.transpose(0, 1).mean(1),
-    "signs that cancel": lambda h: (h.transpose(0, 1) - h.transpose(0, 1).mean(1, keepdim=True)),
+    "signs that cancel": lambda h: h.transpose(0, 1) - h.transpose(0, 1).mean(1, keepdim=True),
 }
 
 
@@ -114,7 +118,11 @@ def test_what_mixes(name: str, is_module: bool, extension: type) -> None:
 def test_numbers_of_many_samples_in_any_precision(dtype: torch.dtype) -> None:
     model, x = nn.Linear(2, D).to(dtype), torch.randn(300, 2, 2).to(dtype)
     head = nn.Linear(D, C).to(dtype)
-    both = extend(Net(lambda net, x: net.b(torch.stack(net.a(x).unbind(1)).flatten(0, 1)), a=model, b=head))
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.b(torch.stack(net.a(x).unbind(1)).flatten(0, 1))  # type: ignore[no-any-return]
+
+    both = extend(Net(forward, a=model, b=head))
     with backpack(BatchGrad()):
         both(x).sum().backward()
     assert (vars(head.bias)["grad_batch"] == 2).all()

@@ -1,0 +1,180 @@
+"""What operations make of the numbers of the samples that entries belong to.
+
+Most operations either keep entries where they are, or put them elsewhere. The latter need not be
+known one by one: they are linear, so the transpose of what their node sends back says where entries
+go. Those that often work on large tensors are known, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node, metadata_of
+from backpack_core.graph import nodes
+from backpack_core.graph.bridge import push
+from backpack_core.graph.parameters import beside_pass
+
+# For each entry of a tensor the sample that it belongs to, -1 for none. An axis along which all
+# entries belong to the same has length one.
+Numbers: TypeAlias = Tensor
+Given: TypeAlias = dict[int, Numbers | None]  # by position of the operand; ``None`` if unknown
+Shape: TypeAlias = tuple[int, ...]
+Picks: TypeAlias = Sequence[Tensor | None]
+
+
+def are_elsewhere(numbers: Numbers) -> bool:
+    """Whether a row, an entry of axis 0, has entries of several samples."""
+    return numbers.shape[1:].numel() != 1
+
+
+def along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
+    """The numbers of a tensor that has them along one axis."""
+    return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
+
+
+def made(node: Node, number: int, given: Given) -> Numbers | None:
+    """What an operation makes of the numbers at its operands; ``None`` where samples may meet."""
+    shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
+    known = {position: n for position, n in given.items() if n is not None}
+    if operation in nodes.ELEMENTWISE and known:
+        return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
+    if operation not in nodes.VIEWS:  # of operands that do not keep rows, the dye will tell
+        kept = [n for i, n in given.items() if nodes.keeps_rows(node, number, i)]
+        rows = [n for n in kept if n is not None and not are_elsewhere(n)]
+        if rows and len(rows) == len(kept) and all(n.equal(rows[0]) for n in rows):
+            return along(rows[0].flatten(), 0, shape)
+    if not known or len(known) < len(given):
+        return None
+    position, first = next(iter(known.items()))
+    axes = nodes.axes_along(node, first.dim())
+    is_free = all(first.shape[axis] == 1 for axis in axes)
+    if axes and is_free and all(n.equal(first) for n in known.values()):
+        return first.squeeze(axes[0]) if operation in nodes.SELECTIONS else first
+    if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
+        return along(first.flatten(), 0, shape)  # all of it is of one sample
+    if operation in nodes.VIEWS or nodes.hands_on(node):
+        return _viewed(first, _behind(node, position), shape)
+    if operation in nodes.INDEXED:
+        return _picked(first, nodes.picks_of(node), _behind(node, position))
+    if operation in nodes.TURNS:
+        return first.permute(nodes.order_of(node, len(shape)))
+    return _carried(node, number, known) if operation in nodes.LINEAR else None
+
+
+def _behind(node: Node, position: int) -> Shape:
+    """The shape of an operand."""
+    child, number = node.next_functions[position]
+    return () if child is None else nodes.lengths_of(child, number)
+
+
+def _shortened(numbers: Tensor) -> Numbers:
+    """Numbers with length one along each axis where they are all the same.
+
+    What is no sample's, as padding, is that of the others along the axis: a sample alone has it.
+    """
+    for axis, length in enumerate(numbers.shape):
+        first = numbers.amax(axis, keepdim=True) if length > 1 else numbers
+        if length > 1 and bool(((numbers == first) | (numbers < 0)).all()):
+            numbers = first
+    return numbers
+
+
+def _viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
+    """In the same order of entries: as many leading axes as have different numbers."""
+    sizes = [torch.Size(after[:count]).numel() for count in range(len(after) + 1)]
+    lead = max((axis + 1 for axis, length in enumerate(numbers.shape) if length != 1), default=0)
+    while torch.Size(before[:lead]).numel() not in sizes:
+        lead += 1
+    count = sizes.index(torch.Size(before[:lead]).numel())
+    whole = numbers.reshape(numbers.shape[:lead]).expand(before[:lead]).reshape(after[:count])
+    return _shortened(_with_axes(whole, len(after) - count))
+
+
+def _with_axes(numbers: Tensor, count: int) -> Numbers:
+    """With so many axes of length one behind the others."""
+    return numbers.reshape([*numbers.shape, *[1] * count])
+
+
+def _met(known: dict[int, Numbers], others: list[Shape], shape: Shape) -> Numbers | None:
+    """What entries have that were computed from one entry of each operand."""
+    wide = [n.reshape([*[1] * (len(shape) - n.dim()), *n.shape]) for n in known.values()]
+    parts = torch.broadcast_tensors(*wide)
+    found = torch.stack(parts).amax(0)
+    if any(bool(((part != found) & (part >= 0)).any()) for part in parts):
+        return None
+    # What nothing is known of may be anybody's, unless all samples have the same.
+    for other in others:
+        lengths = (*[1] * (len(shape) - len(other)), *other)
+        if any(length != 1 for length, n in zip(lengths, found.shape, strict=True) if n != 1):
+            return None
+    return found
+
+
+def _picked(numbers: Numbers, picks: Picks, before: Shape) -> Numbers:
+    """What indices of leading axes pick; ``None`` among them keeps an axis."""
+    count = sum(pick.dim() if pick is not None and _is_mask(pick) else 1 for pick in picks)
+    lead = numbers.expand(*before[:count], *numbers.shape[count:])
+    chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
+    return _shortened(lead[chosen])
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | None:
+    """What a linear operation makes of numbers, which are sent through it.
+
+    No coefficient of these operations is negative. So where entries of one sample were added up,
+    the number comes as many times as a one does. Other numbers, at random, tell if that is so.
+    """
+    metadata = metadata_of(node, number)
+    if metadata.dtype.is_complex or not all(n.numel() for n in given.values()):
+        return None
+    base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums are exact
+    most = max(int(n.max()) for n in given.values())
+    codes = torch.randint(base, (most + 1,), generator=_generator(), device="cpu")
+    powers = [base**k for k in range(64) if not k or base**k <= most]
+    marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, codes.__getitem__]
+    marks += [partial(_digit, power, base) for power in powers]
+    behind = [child for child, _ in node.next_functions if child is not None]
+    sent = partial(_sent, node, number, given, marks)
+    ones, checks, *digits = beside_pass(sent, behind, metadata.device)
+    is_some, ones = ones > 0, torch.where(ones > 0, ones, 1)
+    found = torch.zeros_like(ones, dtype=torch.long)
+    for power, digit in zip(powers, digits, strict=True):
+        found += (digit / ones).round().long() * power
+    found = found.clamp(0, most)
+    if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
+        return None
+    return _shortened(torch.where(is_some, found, -1))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(0)
+
+
+def _digit(power: int, base: int, numbers: Tensor) -> Tensor:
+    return numbers // power % base
+
+
+def _sent(
+    node: Node, number: int, given: dict[int, Numbers], marks: list[Callable[[Tensor], Tensor]]
+) -> list[Tensor]:
+    """What the operation makes of marks: the transpose of what its node sends back."""
+    metadata, found = metadata_of(node, number), list[Tensor]()
+    with torch.enable_grad():
+        w = torch.ones(1, *metadata.shape, dtype=metadata.dtype, device=metadata.device)
+        image = push(node, {number: w.requires_grad_()})
+        ends = {i: mat for i, mat in image.items() if i in given and mat.requires_grad}
+        for mark in marks:
+            shown = [torch.where(given[i] < 0, 0, mark(given[i].clamp(min=0))) for i in ends]
+            full = [m.to(mat).expand_as(mat) for m, mat in zip(shown, ends.values(), strict=True)]
+            (result,) = torch.autograd.grad([*ends.values()], w, full, retain_graph=True)
+            found += (result[0].cpu(),)
+    return found
