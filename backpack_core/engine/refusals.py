@@ -182,7 +182,8 @@ def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.Unsupported
         "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
         "backpack(..., beside=[term]), and quantities are those of the rest; or call backward() on "
         "it outside of the block. If it is no term but a factor of a mean loss, as a learned "
-        "weight is, take the mean last: (weight * losses).mean() with reduction='none'."
+        "weight is, take the mean last: (weight * losses).mean() with reduction='none'. A single "
+        "sample needs an axis of samples, too: model(x.unsqueeze(0))."
     )
 
 

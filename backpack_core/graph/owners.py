@@ -30,8 +30,11 @@ class Owners:
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self._is_table = Origins(survey).of_tables
-        self._samples = torch.arange(survey.batch_size, device="cpu")
         self._usual: dict[int, Numbers] = {}  # by number of axes
+
+    @cached_property
+    def _samples(self) -> Tensor:
+        return torch.arange(self._survey.batch_size, device="cpu")
 
     def rows(self, node: Node | None, number: int) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
