@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.apart import cross_apart, cross_columns, owned_by, put_together
@@ -105,7 +105,7 @@ class ColumnPropagator(Propagator):
         """Columns of their own for the entries of one sample, zeros at the others."""
 
         def split(mat: Tensor) -> Tensor:  # [V, R, *] → [k · V, R, *]
-            at = nn.functional.one_hot(turns.to(mat.device)).to(mat.dtype).T
+            at = turns.to(mat.device, mat.dtype)
             return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in at])
 
         blocks = quantity.blocks.items()

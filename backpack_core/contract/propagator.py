@@ -194,7 +194,7 @@ class Propagator(ABC):
 
         Args:
             quantity: At the loss.
-            turns: A number for each entry of axis 0; those of one sample have different numbers.
+            turns: Which entries of axis 0 share a column, ``[K, R]``; no two are of one sample.
         """
         return quantity
 

@@ -72,7 +72,7 @@ class DyePropagator(Propagator):
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
         # Nodes may at least be called, as other quantities do to cross them.
         self._gives_again = all(call.gives_again for call, _ in survey.sites)
-        self._survey, self._is_readable = survey, survey.is_readable
+        self._survey = survey
         self._owners = Owners(survey)
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
@@ -312,8 +312,7 @@ class DyePropagator(Propagator):
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             # An extended loss has a row for each sample, or several.
             is_usual = not (is_before or self._owners.are_moved) and self._weights.fit(block[0])
-            is_asked = self._is_readable and not is_usual
-            owners = self._owners.rows(node, number) if is_asked else None
+            owners = None if is_usual else self._owners.rows(node, number)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, is_symbolic
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
@@ -53,7 +53,7 @@ class Owners:
         """Whether rows of anything may be other samples than rows of what the model received."""
         survey, between = self._survey, [node for node, _ in self._survey.seen]
         is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
-        return survey.is_readable and (is_other or any(map(self._moves, between)))
+        return (is_other or any(map(self._moves, between))) and self._are_known
 
     def _moves(self, node: Node) -> bool:
         operation, size = nodes.operation_of(node), self._survey.batch_size
@@ -84,7 +84,7 @@ class Owners:
 
     def received_elsewhere(self, call: Call) -> bool:
         """Whether what a call received is known to have samples, and rows to be no single one's."""
-        edge = call.edges[0] if call.edges and self._survey.is_readable else None
+        edge = call.edges[0] if call.edges else None
         return edge is not None and self.are_elsewhere(edge[:2])
 
     def are_elsewhere(self, place: Place) -> bool:
@@ -92,8 +92,16 @@ class Owners:
         numbers = self._of(place)
         return numbers is not None and are_elsewhere(numbers)
 
+    @cached_property
+    def _are_known(self) -> bool:
+        """Whether nodes may be asked for what they saved, and tensors have numbers."""
+        shown = (call.stored.outputs[index] for call, index in self._survey.sites)
+        return self._survey.is_readable and not any(map(is_symbolic, shown))
+
     def _of(self, place: Place) -> Numbers | None:
         known, todo = self._survey.numbers, [place]
+        if not self._are_known:
+            return None
         while todo:
             behind = {} if todo[-1] in known else self._operands(todo[-1])
             if new := [operand for operand in behind.values() if operand not in known]:
@@ -201,17 +209,14 @@ class Owners:
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
-    """A number for each row that a loss received; the rows of one sample have different numbers.
-
-    Rows with one number share a column, as no two of them belong to one sample.
-    """
-    edge, owners = loss.edges[0], None
-    rows = torch.arange(loss.stored.inputs[0].shape[0], device="cpu")
-    if edge is not None and survey.is_readable:
-        owners = Owners(survey).rows(edge.node, edge.output_nr)
+    """Which rows that a loss received share a column, ``[K, R]``; no two are of one sample."""
+    edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0], device="cpu")
+    owners = None if edge is None else Owners(survey).rows(*edge[:2])
     if owners is None:
-        return rows % entries_of(survey, loss)
-    order, counts = owners.argsort(stable=True), owners.bincount()
-    turns = torch.empty_like(owners)
-    turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
-    return turns
+        count = entries_of(survey, loss)
+        turns = rows % count
+    else:
+        order, counts = owners.argsort(stable=True), owners.bincount()
+        count, turns = int(counts.max()), torch.empty_like(owners)
+        turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
+    return turns == torch.arange(count, device="cpu")[:, None]

@@ -160,6 +160,23 @@ def test_tensors_without_values(kind: str, loss: str, make: Callable[[], Any]) -
         assert _shapes(make, loss) == expected
 
 
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_moved_rows_of_tensors_without_values(kind: str) -> None:
+    """Whose they are is not known, and needs no number."""
+
+    class Steps(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat(x.unbind(1))
+
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        model = extend(nn.Sequential(nn.Linear(2, 4), Steps(), nn.Linear(4, 3)))
+        lossfunc, y = extend(nn.CrossEntropyLoss()), torch.zeros(6, dtype=torch.long)
+        with backpack(BatchGrad(), DiagGGNExact()):
+            lossfunc(model(torch.randn(3, 2, 2)), y).backward()
+    assert model[0].weight.grad_batch.shape == (3, 4, 2)
+    assert model[2].weight.diag_ggn_exact.shape == (3, 4)
+
+
 def test_a_module_without_a_rule_on_tensors_without_values() -> None:
     class Shift(nn.Module):
         def __init__(self) -> None:
