@@ -58,7 +58,7 @@ def made(node: Node, number: int, given: Given) -> Numbers | None:
     if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
         return along(first.flatten(), 0, shape)  # all of it is of one sample
     if operation in nodes.VIEWS or nodes.hands_on(node):
-        return _viewed(first, _behind(node, position), shape)
+        return viewed(first, _behind(node, position), shape)
     if operation in nodes.INDEXED:
         return _picked(first, nodes.picks_of(node), _behind(node, position))
     if operation in nodes.TURNS:
@@ -84,7 +84,7 @@ def _shortened(numbers: Tensor) -> Numbers:
     return numbers
 
 
-def _viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
+def viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
     """In the same order of entries: as many leading axes as have different numbers."""
     sizes = [torch.Size(after[:count]).numel() for count in range(len(after) + 1)]
     lead = max((axis + 1 for axis, length in enumerate(numbers.shape) if length != 1), default=0)

@@ -12,11 +12,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, is_symbolic
+from backpack_core._torch import Node, has_memory, is_symbolic, memory_of
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made
+from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made, viewed
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
@@ -31,6 +31,7 @@ class Owners:
         self._survey = survey
         self._is_table = Origins(survey).of_tables
         self._usual: dict[int, Numbers] = {}  # by number of axes
+        self._data: dict[Call, Numbers | None] = {}
 
     @cached_property
     def _samples(self) -> Tensor:
@@ -42,9 +43,12 @@ class Owners:
         Or if these are all samples in another order: they may be paired with targets of others.
         """
         numbers = None if node is None else self._of((node, number))
-        if node is None or numbers is None or not numbers.dim() or are_elsewhere(numbers):
+        return None if node is None else self._rows(numbers, nodes.lengths_of(node, number))
+
+    def _rows(self, numbers: Numbers | None, shape: Shape) -> Tensor | None:
+        if numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
-        rows = numbers.flatten().expand(nodes.lengths_of(node, number)[:1])
+        rows = numbers.flatten().expand(shape[:1])
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
         return None if is_turned or bool((rows < 0).any()) else rows
 
@@ -53,7 +57,25 @@ class Owners:
         """Whether rows of anything may be other samples than rows of what the model received."""
         survey, between = self._survey, [node for node, _ in self._survey.seen]
         is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
-        return (is_other or any(map(self._moves, between))) and self._are_known
+        is_other = is_other or any(map(self._moves, between))
+        return self._are_known and (is_other or any(self._is_moved(c) for c, _ in survey.received))
+
+    def _is_moved(self, call: Call) -> bool:
+        """Whether a module received data in another order than the model did."""
+        if not call.stored.inputs or call.rule.is_loss or any(call.edges[:1]):
+            return False
+        numbers, size = self._of_input(call), self._survey.batch_size
+        if numbers is None or not size:
+            return False
+        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape))
+        return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
+
+    def _of_input(self, call: Call) -> Numbers | None:
+        """Of data that a module received; each call is asked once."""
+        if call not in self._data:
+            is_usual = call.is_released or call.receives_input > 1
+            self._data[call] = None if is_usual else of_data(call, self._samples)
+        return self._data[call]
 
     def _moves(self, node: Node) -> bool:
         operation, size = nodes.operation_of(node), self._survey.batch_size
@@ -76,8 +98,10 @@ class Owners:
     def received_moved(self, call: Call) -> bool:
         """Whether it is known that rows that a call received are not the samples."""
         edge = call.edges[0] if call.edges else None
-        numbers = None if edge is None else self._of(edge[:2])
-        if edge is None or numbers is None or self._is_along(numbers, self._axis(call, 0)):
+        if edge is None:
+            return self._is_moved(call)
+        numbers = self._of(edge[:2])
+        if numbers is None or self._is_along(numbers, self._axis(call, 0)):
             return False
         rows = self.rows(*edge[:2])
         return are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
@@ -95,7 +119,8 @@ class Owners:
     @cached_property
     def _are_known(self) -> bool:
         """Whether nodes may be asked for what they saved, and tensors have numbers."""
-        shown = (call.stored.outputs[index] for call, index in self._survey.sites)
+        alive = (place for place in self._survey.sites if not place[0].is_released)
+        shown = (call.stored.outputs[index] for call, index in alive)
         return self._survey.is_readable and not any(map(is_symbolic, shown))
 
     def _of(self, place: Place) -> Numbers | None:
@@ -127,14 +152,17 @@ class Owners:
 
         It does not where they are on another axis: then the nodes inside do.
         """
-        site = self._survey.site_at(tuple.__new__(Edge, (*place, 0)))  # the quick way
-        if site is None or site.call.goes_inside:
-            return None
-        first = (site.call.edges or (None,))[0]
+        site = self._site(place)
+        first = None if site is None else (site.call.edges or (None,))[0]
         given = None if first is None else self._survey.numbers.get(first[:2])
-        if given is None or not are_elsewhere(given):
+        if site is None or given is None or not are_elsewhere(given):
             return site
         return site if self._is_along(given, self._axis(*site[:2])) else None
+
+    def _site(self, place: Place) -> Site | None:
+        """The call that returned a tensor, if it has a rule for propagation."""
+        site = self._survey.site_at(tuple.__new__(Edge, (*place, 0)))  # the quick way
+        return None if site is None or site.call.goes_inside else site
 
     def _axis(self, call: Call, index: int) -> int:
         """The axis other than the first on which a call is known to have samples; else zero."""
@@ -163,7 +191,13 @@ class Owners:
             return self._of_data(shape, 0)
         if self._keeps(node, number, given, shape):
             return self._first(len(shape))
-        return made(node, number, given)
+        found = made(node, number, given)
+        if found is None and (site := self._site(place)) is not None:
+            # No module is known to move samples to another axis.
+            first = site.call.edges[0]
+            assert first is not None
+            found = self._of_call(site, self._survey.numbers[first[:2]], shape)
+        return found
 
     def _keeps(self, node: Node, number: int, given: Given, shape: Shape) -> bool:
         """Whether all operands have the samples in front, and so has the result: the usual case."""
@@ -188,11 +222,14 @@ class Owners:
             return None
         received, declared = call.stored.inputs[0], declared_axis(call)
         if given is None and not any(call.edges[:1]):
+            given = self._of_input(call)
+        if given is None and not any(call.edges[:1]):
             given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
         if given is None or given.numel() != max(given.shape, default=0):
             return None
         before = next((k for k, length in enumerate(given.shape) if length > 1), declared)
-        axis = axis or (before if before == declared else 0)
+        is_same = before == declared or shape[: before + 1] == received.shape[: before + 1]
+        axis = axis or (before if is_same else 0)
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
         if not is_there:
             return None
@@ -206,6 +243,32 @@ class Owners:
         if not is_known or shape[axis : axis + 1] != (samples,):
             return None
         return along(self._samples, axis, shape) if axis else self._first(len(shape))
+
+
+def of_data(call: Call, samples: Tensor) -> Numbers | None:
+    """The samples of data that a module received, as far as what the model received tells.
+
+    Of a view, strides tell. Of a copy in another order, as ``x.transpose(0, 1).reshape(-1, D)``,
+    the values do.
+    """
+    received, run, size = call.stored.inputs[0], call.run, len(samples)
+    shape = tuple(received.shape)
+    if has_memory(received) and memory_of(received) in run.memories:
+        ways = enumerate(zip(shape, received.stride(), strict=True))
+        axes = [k for k, way in ways if way == (size, run.memories[memory_of(received)])]
+        return along(samples, axes[0], shape) if axes else None
+    whole = run.first()
+    if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
+        return None
+    if (whole.numel(), whole.dtype, whole.device) != (
+        *(received.numel(), received.dtype, received.device),
+    ):
+        return None
+    for axis in range(whole.dim()):
+        turned = whole.movedim(0, axis)
+        if turned.reshape(shape).equal(received):
+            return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
+    return None
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:

@@ -6,7 +6,7 @@ The model's input tells how many samples there are; what a part receives may hav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, Final, NamedTuple
@@ -32,6 +32,7 @@ class Run(NamedTuple):
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
         is_inner: Whether all that it received was computed from parameters or by other models.
         rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
+        first: Returns that tensor, if it has samples in front and somebody still holds it.
     """
 
     sizes: tuple[int, ...]
@@ -40,6 +41,7 @@ class Run(NamedTuple):
     passed: list[object]
     is_inner: bool = False
     rows: tuple[int, range] | None = None
+    first: Callable[[], Tensor | None] = lambda: None
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
@@ -163,7 +165,8 @@ class Owner:
             is_inner = all(tensor.grad_fn is not None for tensor in tensors)
             rows = rows_of(tensors[0]) if tensors and not axis else None
             is_distributed = _torch.is_distributed(self.module)
-            run = Run(tuple(sizes), strides, is_distributed, [], is_inner, rows)
+            first = weakref.ref(tensors[0]) if tensors and not axis else lambda: None
+            run = Run(tuple(sizes), strides, is_distributed, [], is_inner, rows, first)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def _note_handed(self) -> None:
