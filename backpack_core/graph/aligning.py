@@ -40,7 +40,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         tables -= {call for (call, _), axis in survey.axes.items() if axis}
     within = (inside(site) for site in survey.unusual if site.call in tables)
     survey.tables = set().union(*within)
-    survey.numbers.clear()
+    survey.numbers, survey.are_moved = {}, None
     owners = Owners(survey)
     for place, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(place[0])
@@ -60,7 +60,7 @@ def _fault(survey: Survey, call: Call, index: int, is_moved: bool) -> BackpackEr
     received = first.shape[0] if first.dim() else 0
     if received != size:
         return faults.other_batch(call, received, size)
-    if is_moved or is_turned(call):
+    if (is_moved and not declared_axis(call)) or is_turned(call):
         return faults.turned_batch(call, size)
     if survey.received[call, index] != size:
         return faults.moved_batch(call, size, call.stored.outputs[index])

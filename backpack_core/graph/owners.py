@@ -52,20 +52,22 @@ class Owners:
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
         return None if is_turned or bool((rows < 0).any()) else rows
 
-    @cached_property
+    @property
     def are_moved(self) -> bool:
         """Whether rows of anything may be other samples than rows of what the model received."""
-        survey, between = self._survey, [node for node, _ in self._survey.seen]
-        is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
-        is_other = is_other or any(map(self._moves, between))
-        return self._are_known and (is_other or any(self._is_moved(c) for c, _ in survey.received))
+        survey = self._survey
+        if survey.are_moved is None:  # it is found out while calls have their tensors
+            is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
+            is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
+            is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
+            survey.are_moved = is_other and self._are_known
+        return survey.are_moved
 
     def _is_moved(self, call: Call) -> bool:
         """Whether a module received data in another order than the model did."""
-        if not call.stored.inputs or call.rule.is_loss or any(call.edges[:1]):
-            return False
-        numbers, size = self._of_input(call), self._survey.batch_size
-        if numbers is None or not size:
+        is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
+        numbers, size = None if is_other else self._of_input(call), self._survey.batch_size
+        if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
         rows = self._rows(numbers, tuple(call.stored.inputs[0].shape))
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
@@ -73,7 +75,7 @@ class Owners:
     def _of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            is_usual = call.is_released or call.receives_input > 1
+            is_usual = not call.stored.inputs or call.receives_input > 1
             self._data[call] = None if is_usual else of_data(call, self._samples)
         return self._data[call]
 
@@ -153,11 +155,15 @@ class Owners:
         It does not where they are on another axis: then the nodes inside do.
         """
         site = self._site(place)
-        first = None if site is None else (site.call.edges or (None,))[0]
-        given = None if first is None else self._survey.numbers.get(first[:2])
+        given = None if site is None else self._received(site.call)
         if site is None or given is None or not are_elsewhere(given):
             return site
         return site if self._is_along(given, self._axis(*site[:2])) else None
+
+    def _received(self, call: Call) -> Numbers | None:
+        """What is known by now of the first input of a call."""
+        first = (call.edges or (None,))[0]
+        return None if first is None else self._survey.numbers.get(first[:2])
 
     def _site(self, place: Place) -> Site | None:
         """The call that returned a tensor, if it has a rule for propagation."""
@@ -194,9 +200,7 @@ class Owners:
         found = made(node, number, given)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
-            first = site.call.edges[0]
-            assert first is not None
-            found = self._of_call(site, self._survey.numbers[first[:2]], shape)
+            found = self._of_call(site, self._received(site.call), shape)
         return found
 
     def _keeps(self, node: Node, number: int, given: Given, shape: Shape) -> bool:

@@ -90,6 +90,7 @@ class Survey:
         owned: How operations inside of calls use parameters that these own: by nodes and positions.
         seen: Nodes between calls, and what they lie in, in order.
         numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
+        are_moved: Whether rows may be other samples than in front of the model; see there.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
 
@@ -125,6 +126,7 @@ class Survey:
     owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
+    are_moved: bool | None = None
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
