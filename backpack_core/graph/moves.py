@@ -137,7 +137,7 @@ def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | No
     if metadata.dtype.is_complex or not all(n.numel() for n in given.values()):
         return None
     base = int(torch.finfo(metadata.dtype).eps ** -0.5)  # so that sums are exact
-    most = max(int(n.max()) for n in given.values())
+    most = max(0, *[int(n.max()) for n in given.values()])
     codes = torch.randint(base, (most + 1,), generator=_generator(), device="cpu")
     powers = [base**k for k in range(64) if not k or base**k <= most]
     marks: list[Callable[[Tensor], Tensor]] = [torch.ones_like, codes.__getitem__]
