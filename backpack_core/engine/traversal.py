@@ -225,7 +225,13 @@ class Traversal:
         axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
         if not self.survey.is_declared:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
-        if samples == 1 or not call.receives_input or quantity is None:
+        edge = self.survey.sites[call, view.index].edge
+        is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
+        if is_apart and numbers is not None and numbers.numel() == samples:
+            axes = [numbers.shape.index(samples)]
+        elif not call.receives_input:
+            return
+        if samples == 1 or quantity is None:
             return
         for axis in axes:
             try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchDiagGGNExact, BatchGrad
 from tests import oracle
 from tests.cases import Net
@@ -79,6 +80,33 @@ def test_turned_data(
         lossfunc(model(x), y.flatten()).backward()
     for parameter, expected in zip(parameters, zip(*single, strict=True), strict=True):
         oracle.assert_close(vars(parameter)["grad_batch"], torch.stack(expected))
+
+
+MIXING: dict[str, Callable[[], nn.Module]] = {
+    "softmax": lambda: nn.Softmax(1),
+    "normalisation": lambda: nn.LayerNorm([3, D]),
+    "convolution": lambda: nn.Conv1d(3, 3, 1),
+    "recurrent": lambda: nn.GRU(D, D, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize("turn", ["a view", "a copy"])
+@pytest.mark.parametrize("name", MIXING)
+def test_layers_that_take_samples_for_steps(
+    name: str, turn: str, is_module: bool, steps: int
+) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        found = net.mixing(net.embed(TURNS[turn](x)))
+        hidden = found[0] if name == "recurrent" else found
+        return net.head(torch.tanh(hidden)).reshape(-1, C)  # type: ignore[no-any-return]
+
+    parts = {"embed": nn.Linear(2, D), "mixing": MIXING[name](), "head": nn.Linear(D, C)}
+    output = extend(Net(forward, **parts).double())(torch.randn(3, steps, 2).double())
+    lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        lossfunc(output, torch.randint(0, C, (len(output),))).backward()
 
 
 def test_several_samples_have_the_diagonals_of_single_ones() -> None:
