@@ -103,7 +103,8 @@ def test_layers_that_take_samples_for_steps(
         return net.head(torch.tanh(hidden)).reshape(-1, C)  # type: ignore[no-any-return]
 
     parts = {"embed": nn.Linear(2, D), "mixing": MIXING[name](), "head": nn.Linear(D, C)}
-    output = extend(Net(forward, **parts).double())(torch.randn(3, steps, 2).double())
+    x = torch.randn(3, steps, 2).double()
+    output = extend(Net(forward, **parts).double())(x)
     lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         lossfunc(output, torch.randint(0, C, (len(output),))).backward()
