@@ -32,7 +32,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         roots: What ``backward()`` is called on; in a later walk, what was found since.
         can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
     """
-    alignment.batch_size, alignment.is_readable = survey.batch_size, survey.is_readable
+    alignment.batch_size = survey.batch_size
     tables: set[Call] = set()
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)

@@ -73,7 +73,6 @@ class Alignment:
         leaves: Parameters that no call reads off, or not all of them, by the output of a node that
             they are.
         beside: Parameters that the loss depends on without any sample, with a node on the way.
-        is_readable: Whether nodes may be asked for what autograd saved.
     """
 
     batch_size: int = 0
@@ -85,7 +84,6 @@ class Alignment:
     starts: dict[Node, None] = field(default_factory=dict)
     leaves: dict[Place, Tensor] = field(default_factory=dict)
     beside: list[tuple[Tensor, Node]] = field(default_factory=list)
-    is_readable: bool = False
 
     def is_apart(self, edge: Edge) -> bool:
         """Whether quantities at an edge are kept apart by sample."""

@@ -90,7 +90,8 @@ class Survey:
         owned: How operations inside of calls use parameters that these own: by nodes and positions.
         seen: Nodes between calls, and what they lie in, in order.
         numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
-        are_moved: Whether rows may be other samples than in front of the model; see there.
+        are_moved: Whether rows may be other samples than those of the model's input; ``None``
+            before anybody asked.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
     """
 

@@ -100,15 +100,14 @@ MIXED: dict[str, Move] = {
 }
 
 
-@pytest.mark.parametrize("is_module", [True, False])
 @pytest.mark.parametrize("name", MIXED)
-@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize(
+    ("extension", "is_module"), [(BatchGrad, True), (BatchGrad, False), (DiagGGNExact, True)]
+)
 def test_what_mixes(name: str, is_module: bool, extension: type) -> None:
     x = torch.randn(3, 3, 2).double()
     logits = extend(net(MIXED[name]))(x)
     y = torch.randint(0, C, (len(logits),))
-    if not is_module and extension is DiagGGNExact:
-        return
     lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
     with pytest.raises(SampleMixingError), backpack(extension()):
         lossfunc(logits, y).backward()
@@ -127,4 +126,4 @@ def test_numbers_of_many_samples_in_any_precision(dtype: torch.dtype) -> None:
         both(x).sum().backward()
     assert (vars(head.bias)["grad_batch"] == 2).all()
     expected = torch.stack([model(row).sum(0) for row in x])[:, None].expand(-1, C, -1)
-    torch.testing.assert_close(vars(head.weight)["grad_batch"], expected, atol=0.05, rtol=0.02)
+    torch.testing.assert_close(vars(head.weight)["grad_batch"], expected)
