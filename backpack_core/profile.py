@@ -97,7 +97,10 @@ def _bytes(value: Any) -> int:
     """Memory of the tensors in a value, its items, or its attributes."""
     if not isinstance(value, (list, tuple)):
         value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
-    return sum(part.nbytes if isinstance(part, Tensor) else _bytes(part) for part in value)
+    total = 0
+    for part in value:
+        total += part.nbytes if isinstance(part, Tensor) else _bytes(part)
+    return total
 
 
 class Summary:

@@ -8,9 +8,8 @@ one module type, and nothing else changes. Such carriers are made by a function 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -22,14 +21,13 @@ if TYPE_CHECKING:
     from backpack_core.contract.propagator import Propagator
 
 
-@dataclass(slots=True)
-class Found:
-    """What a carrier finds at a parameter.
+class Found(NamedTuple):
+    """The result that a carrier has for a parameter.
 
     Attributes:
         name: Its name in the module.
         parameter: The parameter.
-        value: A reading for the extensions, or the result itself (``gives_values``).
+        value: The result.
     """
 
     name: str
@@ -41,8 +39,8 @@ class Carrier(ABC):
     """What answers for a call: what arrives, what there is at parameters, what goes on.
 
     Class attributes:
-        gives_values: Whether what is found at parameters is stored as it is; else extensions read
-            it.
+        gives_values: Whether it finds results, which are stored as they are; else extensions read
+            what it finds.
 
     Attributes:
         speaker: The object whose code this is, for messages.
@@ -64,8 +62,8 @@ class Carrier(ABC):
         """The quantity at the output, from what was sent there; ``None`` if there is none."""
 
     @abstractmethod
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterable[Found]:
-        """What there is at each of some parameters."""
+    def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> Iterable[Any]:
+        """A :class:`Found` for each of some parameters; else a reading for each, in order."""
 
     @abstractmethod
     def send(self, view: View, quantity: Any) -> dict[int, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from backpack_core.contract.columns import Root
 from backpack_core.contract.product import SampleProduct
+from backpack_core.record.untouched import Versions
 
 
 class FactorProduct(SampleProduct):
@@ -37,6 +38,14 @@ class FactorProduct(SampleProduct):
     @abstractmethod
     def with_factors(self, out: Tensor, other: Any, is_own: Tensor | None) -> SampleProduct:
         """A product of the same form, and of the same parameter."""
+
+    def held(self) -> Versions:
+        """The factors that are tensors."""
+        found = [(self.out, self.out._version)]
+        for factor in (self.other, self.is_own):
+            if isinstance(factor, Tensor):
+                found.append((factor, factor._version))
+        return found
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The same form, with columns of zeros for the other roots."""

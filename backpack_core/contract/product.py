@@ -38,6 +38,7 @@ from backpack_core.contract.columns import Root
 from backpack_core.contract.contractions import slices
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.call import path_of
+from backpack_core.record.untouched import Versions, held
 from backpack_core.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
@@ -83,6 +84,10 @@ class Reading:
         for name in _PLACE:
             setattr(self, name, getattr(other, name))
         return self
+
+    def held(self) -> Versions:
+        """The tensors that it is made of, with their versions."""
+        return held(self)
 
     def lasting(self) -> Any:
         """The reading in a form that outlives the graph of the pass. Default: itself."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading, SampleProduct
@@ -45,35 +45,34 @@ class RuleCarrier(Carrier):
             raise self._wrong("start", None, view, "the quantity at its input")
         return arrived
 
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> list[Found]:
-        """By the propagator."""
-        readings = self._readings([*dict.fromkeys(own.name for own in trained)], view, quantity)
-        found: list[Found] = []
-        beside: dict[Any, Any] = {}
-        for name, parameter, tensor in trained:
-            reading = readings[name]
-            if parameter is not tensor:
-                reading = at_leaf(reading, tensor, parameter)
-            reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
-            found += (Found(name, parameter, reading),)
-        return found
-
-    def _readings(self, names: list[str], view: View, quantity: Any) -> dict[str, Any]:
+    def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
         """What the propagator finds at parameters, each with where it stands."""
-        rule, module, readings = view.call.rule, view.call.module, {}
+        rule, module = view.call.rule, view.call.module
+        names = [*dict.fromkeys([own.name for own in trained])]
         found = self._products(rule, view, names, quantity)
         is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
-        if not is_list or not all(isinstance(reading, Reading) for reading in found):
+        if not is_list or False in [isinstance(reading, Reading) for reading in found]:
             raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
+        if view.positions > 1:
+            found = [self._regrouped(view, reading) for reading in found]
+        beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
-            if view.positions > 1 and isinstance(reading, SampleProduct):
-                roots, samples = reading.roots, self._survey.batch_size
-                reading = regrouped(reading, reading.columns, samples, view.kept)
-                reading.roots = roots
             reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.is_linear = name in rule.linear_in_params
-            readings[name] = reading
-        return readings
+            reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
+        at = dict(zip(names, found, strict=True))
+        return [
+            at[name] if parameter is used else at_leaf(at[name], used, parameter)
+            for name, parameter, used in trained
+        ]
+
+    def _regrouped(self, view: View, reading: Reading) -> Reading:
+        """A product of several entries for each sample, as one of samples."""
+        if not isinstance(reading, SampleProduct):
+            return reading
+        product = regrouped(reading, reading.columns, self._survey.batch_size, view.kept)
+        product.roots = reading.roots
+        return product
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from backpack_core import _torch
-from backpack_core.contract.carrier import Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
@@ -23,12 +22,14 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.graph import nodes
+from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import held, noted, owned, see_unchanged
+from backpack_core.record.untouched import noted, owned, see_unchanged
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
+Uses = tuple[Tensor, list[Reading]]  # a parameter, and what was found at each of its uses
 
 
 class Sink(ABC):
@@ -42,7 +43,7 @@ class Sink(ABC):
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.plain: PlainGradient | None = None
-        self._pending: dict[tuple[int, int], tuple[Group, View, list[Found]]] = {}
+        self._pending: dict[tuple[int, int], tuple[Group, View, Tensor, list[Reading]]] = {}
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -58,71 +59,82 @@ class Sink(ABC):
         """
         return False
 
-    def note(self, lane: int, group: Group, view: View, found: Iterable[Found]) -> None:
-        """Read what no further use is coming of; the rest waits for the others."""
-        complete: list[list[Found]] = []
-        for new in found:
-            number, uses = id(new.parameter), [new]
+    def note(
+        self,
+        lane: int,
+        group: Group,
+        view: View,
+        trained: Sequence[Trained],
+        readings: Sequence[Reading],
+    ) -> None:
+        """Read what no further use is coming of; the rest waits for the others.
+
+        Args:
+            lane: The index of the group.
+            group: The extensions that read.
+            view: The visit.
+            trained: Parameters that are used there.
+            readings: What is found at each of them.
+        """
+        complete: list[Uses] = []
+        for (_, parameter, _), reading in zip(trained, readings, strict=True):
+            number, uses = id(parameter), [reading]
             count = self.survey.uses[number].count
             if count > 1:
                 # The sum over uses comes before anything that is not linear in them.
-                _, _, before = self._pending.pop((lane, number), (group, view, []))
-                uses = [*before, new]
-                if not self.is_last(new.parameter, len(uses), count):
-                    for use in uses:
-                        use.value = use.value.lasting()
-                    self._pending[lane, number] = group, view, uses
+                *_, before = self._pending.pop((lane, number), (None, []))
+                uses = [*before, reading]
+                if not self.is_last(parameter, len(uses), count):
+                    lasting = [use.lasting() for use in uses]
+                    self._pending[lane, number] = group, view, parameter, lasting
                     continue
-            complete += (uses,)
+            complete.append((parameter, uses))
         if complete:
             self._complete(group, view, complete)
 
     def flush(self) -> None:
         """Read what is still waiting: no other use is coming."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
+        for group, view, *uses in self._pending.values():
+            self._complete(group, view, [tuple(uses)])
         self._pending.clear()
 
-    def _complete(self, group: Group, view: View, complete: list[list[Found]]) -> None:
+    def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Let all extensions of a group read off parameters, each in all of its uses."""
-        plain, way, module = self.plain, "rule", view.call.module
-        summed: list[tuple[list[Found], bool]] = []
-        for uses in complete:
-            last = uses[-1]
-            if self.survey.uses[id(last.parameter)].unruled:
+        plain, way, module, known = self.plain, "rule", view.call.module, self.survey.uses
+        summed: list[tuple[Tensor, list[Reading], bool]] = []
+        for parameter, uses in complete:
+            if known[id(parameter)].unruled:
                 way = "autodiff"
-            if plain is not None and plain.wants(group, last.parameter):
-                summed += ((uses, len(uses) > 1 or view.is_reached),)
+            if plain is not None and plain.wants(group, parameter):
+                summed.append((parameter, uses, len(uses) > 1 or view.is_reached))
                 for use in uses:  # for their sum, too, where the plain gradient is made of it
-                    use.value.needs = plain.needs
+                    use.needs = plain.needs
         try:
             for extension in group.extensions:
                 kind = type(extension)
                 values = group.watch(module, kind, way, self._read, extension, view, complete)
-                for uses, value in zip(complete, values, strict=True):
+                for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
-                        parameter = uses[-1].parameter
                         value = owned(extension.as_stored(value, parameter), view)
                         self.store(extension, parameter, value)
             extension = group.extensions[0]
-            if plain is not None:
-                for uses, is_reached in summed:
-                    plain.take(uses[-1].parameter, _whole(uses), is_reached)
+            for parameter, uses, is_reached in summed if plain is not None else ():
+                plain.take(parameter, _whole(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise
 
-    def _read(self, extension: Extension, view: View, complete: list[list[Found]]) -> list[Any]:
+    def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
         seen = noted(view, ())
         values: list[Any] = []
-        for uses in complete:
+        for parameter, uses in complete:
             value = None
             try:
-                if self._is_wanted(extension, id(uses[-1].parameter)):
+                if self._is_wanted(extension, id(parameter)):
                     shown = _whole(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
-                    seen += held(shown)
+                    seen += shown.held()
                     value = extension.read(shown)
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
@@ -130,7 +142,7 @@ class Sink(ABC):
             except UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
-            values += (value,)
+            values.append(value)
         see_unchanged(view, seen, extension, "read")
         return values
 
@@ -140,15 +152,14 @@ class Sink(ABC):
         return use.is_wanted and (not use.unruled or wants_unruled(extension))
 
 
-def _whole(uses: list[Found]) -> Any:
+def _whole(uses: list[Reading]) -> Any:
     """One reading from those of all uses of a parameter, joined when it is first asked for."""
     if len(uses) > 1:
-        readings = [use.value for use in uses]
-        whole = uses[-1].value = readings[0].join(readings[1:])
-        Reading.placed_as(whole, readings[-1])  # its roots are those of all
-        whole.is_linear = all(reading.is_linear for reading in readings)
-        del uses[:-1]
-    return uses[0].value
+        whole = uses[0].join(uses[1:])
+        Reading.placed_as(whole, uses[-1])  # its roots are those of all
+        whole.is_linear = all(reading.is_linear for reading in uses)
+        uses[:] = [whole]
+    return uses[0]
 
 
 class ChunkSink(Sink):

@@ -318,8 +318,8 @@ class Traversal:
             return
         if self.survey.alignment.owned:
             quantity = self._of_samples(view, group.propagator, quantity)
-        everything = carrier.find(view, trained, quantity)  # before any of it is read
-        self.sink.note(lane, group, view, everything)
+        readings = carrier.find(view, trained, quantity)  # before any of it is read
+        self.sink.note(lane, group, view, trained, readings)
 
     def _refuse_shared(self, found: Found) -> None:
         number, survey = id(found.parameter), self.survey
