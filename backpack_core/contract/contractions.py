@@ -45,7 +45,7 @@ def products(out: Tensor, inp: Rows) -> Tensor:
 
 def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
     """Whether there is one column without groups, plain factors, and no autograd to record."""
-    is_one = isinstance(inp, Tensor) and len(out) == out.shape[3] == 1
+    is_one = isinstance(inp, Tensor) and out.shape[0] == out.shape[3] == 1
     return is_one and not torch.is_grad_enabled()
 
 

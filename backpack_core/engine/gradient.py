@@ -26,7 +26,7 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import known_of
 from backpack_core.errors import BackpackWarning, UsageError, warn_once
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.order import children_of, reached
+from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 
@@ -249,7 +249,8 @@ def leaves_to_narrow(
     elif not survey.is_readable:
         _say("autograd saves tensors through hooks (a checkpoint does)")
     else:
-        nodes = [*reached((edge.node for edge in edges), children_of)]
+        roots = [edge.node for edge in edges]
+        nodes = behind(roots).union(roots)
         if not any(type(node) is _torch.REENTRANT for node in nodes):
             return [node for node in nodes if is_leaf(node)]
         _say("re-entrant checkpoints take no inputs=")

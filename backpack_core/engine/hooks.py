@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -58,16 +59,17 @@ class OutputHook:
         # or on its node. A hook that is put on the node now runs after all of them.
         others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
-        task = graph_task_id()
+        # To hold the node, or the pass, would be a cycle, if a hook before us fails.
+        task, known = graph_task_id(), None if begun is None else weakref.ref(begun)
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             if graph_task_id() != task:
                 return  # of a pass that a hook has begun in ours, or after ours has failed
             handle.remove()
-            # To hold the node, or the pass, would be a cycle, if a hook before us fails.
             edge = tuple.__new__(Edge, (current_node(), self.output_nr, 0))
             site = tuple.__new__(Site, (self.call, self.index, edge, None))
-            found = _pass_under_way(context, edge)
+            found = None if known is None else known()
+            found = found or _pass_under_way(context, edge)
             changed_by = None if grads[self.output_nr] is grad else others
             guarded(context.passes, BackwardPass.reach, found, site, grads, changed_by)
 

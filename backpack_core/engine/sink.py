@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Sink(ABC):
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
         self.plain: PlainGradient | None = None
-        self._pending: dict[tuple[int, int], tuple[Group, View, Tensor, list[Reading]]] = {}
+        self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -65,7 +65,7 @@ class Sink(ABC):
         group: Group,
         view: View,
         trained: Sequence[Trained],
-        readings: Sequence[Reading],
+        readings: Iterable[Reading],
     ) -> None:
         """Read what no further use is coming of; the rest waits for the others.
 
@@ -82,11 +82,12 @@ class Sink(ABC):
             count = self.survey.uses[number].count
             if count > 1:
                 # The sum over uses comes before anything that is not linear in them.
-                *_, before = self._pending.pop((lane, number), (None, []))
-                uses = [*before, reading]
+                if (lane, number) in self._pending:
+                    *_, (_, before) = self._pending.pop((lane, number))
+                    uses = [*before, reading]
                 if not self.is_last(parameter, len(uses), count):
                     lasting = [use.lasting() for use in uses]
-                    self._pending[lane, number] = group, view, parameter, lasting
+                    self._pending[lane, number] = group, view, (parameter, lasting)
                     continue
             complete.append((parameter, uses))
         if complete:
@@ -94,8 +95,8 @@ class Sink(ABC):
 
     def flush(self) -> None:
         """Read what is still waiting: no other use is coming."""
-        for group, view, *uses in self._pending.values():
-            self._complete(group, view, [tuple(uses)])
+        for group, view, uses in self._pending.values():
+            self._complete(group, view, [uses])
         self._pending.clear()
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
@@ -118,8 +119,9 @@ class Sink(ABC):
                         value = owned(extension.as_stored(value, parameter), view)
                         self.store(extension, parameter, value)
             extension = group.extensions[0]
-            for parameter, uses, is_reached in summed if plain is not None else ():
-                plain.take(parameter, _whole(uses), is_reached)
+            if plain is not None:
+                for parameter, uses, is_reached in summed:
+                    plain.take(parameter, _whole(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise

@@ -29,8 +29,14 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
     """All nodes that some nodes send gradients to, directly or not; ``None`` sends nothing."""
-    first = [child for node in starts if node is not None for child in children_of(node)]
-    return set(reached(first, children_of))
+    seen: set[Node] = set()
+    todo = [node for node in starts if node is not None]
+    while todo:
+        for child, _ in todo.pop().next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                todo.append(child)
+    return seen
 
 
 def children_of(node: Node) -> list[Node]:

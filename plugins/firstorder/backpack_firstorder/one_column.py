@@ -56,8 +56,8 @@ def moments_of_column(
     total = squares = None  # the first piece is written, not added to zeros
     norms: list[Tensor] = []
     for some, seen, place in parts:
-        count = len(some)
-        whole = place if len(place) == count else place[:count]
+        count = some.shape[0]
+        whole = place if place.shape[0] == count else place[:count]
         piece = torch.bmm(some, seen, out=whole).view(count, -1)
         if norm:
             norms.append(torch.linalg.vector_norm(piece, dim=1))
