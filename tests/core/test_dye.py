@@ -125,6 +125,9 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
     "spread": lambda output: output.std(0).sum(),
     "even": lambda output: output[:, :2, :2].mean(0).square().sum(),
     "log_of_means": lambda output: output.square().mean((0, 1)).log().sum(),
+    "ratio": lambda output: output.sum() / (output.exp().sum() + 1),
+    "product": lambda output: output[..., 0].mean() * output[..., 1].exp().mean(),
+    "variance": lambda output: output.var(),
 }
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda output: output.square().mean(),
@@ -135,6 +138,8 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda output: output.permute(2, 1, 0).exp().mean(),
     "last": lambda output: output[:, -1].logsumexp(1).sum(),
     "root": lambda output: output.square().mean().sqrt(),
+    "ratios": lambda output: sum(y.sum() / y.exp().sum() for y in output),
+    "rescaled": lambda output: output.exp().sum() * torch.rand((), requires_grad=True).exp(),
 }
 
 
