@@ -134,7 +134,22 @@ class Owners:
         if is_one or nodes.is_linear(node, {*numbers}):
             return False
         found = self._of((node, 0))
-        return found is None or found.numel() > 1  # else all of it is of one sample
+        if found is None:
+            return not self._is_of_function((node, 0))
+        return found.numel() > 1  # else all of it is of one sample
+
+    def _is_of_function(self, place: Place) -> bool:
+        """Whether numbers are unknown since a Python function stands before them."""
+        known, todo, seen = self._survey.numbers, [place], set[Place]()
+        while todo:
+            this = todo.pop()
+            if this in seen or known.get(this) is not None:
+                continue
+            if nodes.is_function(this[0]) and not nodes.hands_on(this[0]):
+                return True
+            seen.add(this)
+            todo += self._operands(this).values()
+        return False
 
     @cached_property
     def _are_known(self) -> bool:

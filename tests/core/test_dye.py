@@ -17,6 +17,7 @@ from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
 from tests import oracle
 from tests.cases import Net, classification, mlp
+from tests.core.functional import VmapCube
 
 N, T = 4, 4
 Loss = Callable[[Tensor], Tensor]
@@ -139,6 +140,9 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "last": lambda output: output[:, -1].logsumexp(1).sum(),
     "root": lambda output: output.square().mean().sqrt(),
     "ratios": lambda output: sum(y.sum() / y.exp().sum() for y in output),
+    "ratios_behind_a_function": lambda output: sum(
+        y.sum() / y.exp().sum() for y in VmapCube.apply(output)
+    ),
     "rescaled": lambda output: output.exp().sum() * torch.rand((), requires_grad=True).exp(),
 }
 
