@@ -135,6 +135,6 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)
     for part in parametrizations_of(module).values():
-        _hooks.install(part, recording.before_parametrization, recording.after_parametrization)
+        recording.install_at_parametrization(part)
     for name, child in children:
         _extend(child, f"{path}.{name}" if path else name, owner, debug)

@@ -100,6 +100,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if module._modules:
         known = _computing.known
         for name, computing in parametrizations_of(module).items():
+            install_at_parametrization(computing)  # which may be younger than ``extend``
             outer = known.get(computing) if _torch.running_calls(module) > 1 else None
             known[computing] = execution, name, outer
     return args, execution
@@ -162,6 +163,12 @@ def _owner_of_model(module: Module) -> Owner | None:
 
 def before_parametrization(module: Module, args: Any, kwargs: Any) -> None:
     """The forward pre-hook of what computes a parameter: nothing."""
+
+
+def install_at_parametrization(computing: Module) -> None:
+    """Put the hooks on what computes a parameter, if they are not there."""
+    if not _hooks.are_installed(computing):
+        _hooks.install(computing, before_parametrization, after_parametrization)
 
 
 def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -> None:

@@ -16,6 +16,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.columns import ApartColumns, Columns, Root, taken_apart
 from backpack_core.contract.contractions import slices
 from backpack_core.contract.operands import FactoredColumns, operand_product
+from backpack_core.contract.regrouping import of_owners
 from backpack_core.errors import SampleMixingError
 from backpack_core.graph import bridge, nodes
 from backpack_core.graph.alignment import Crossing
@@ -144,19 +145,25 @@ def _factored(
     node: Node, quantities: Mapping[int, Columns], there: Crossing
 ) -> dict[int, FactoredColumns]:
     """The operands, by position, at which columns can stay products in factors."""
-    (columns, *others) = quantities.values()
+    ((number, columns), *others) = quantities.items()
     if others:
         return {}
     if isinstance(columns, FactoredColumns):
         turned = columns.through(node)
         return {} if turned is None else dict.fromkeys(there.apart, turned)
-    if not (isinstance(columns, ApartColumns) or there.positions):
+    is_known = isinstance(columns, ApartColumns) or there.positions
+    owned = None if is_known else there.owned.get(number)
+    if not is_known and owned is None:
         return {}
-    found = {}
+    found, rows = {}, there.batch_size if owned is None else owned.shape[1]
     for position in there.apart:
-        asked = partial(operand_product, node, position, columns, samples=there.batch_size)
+        asked = partial(operand_product, node, position, columns, samples=rows)
         products = {root: asked(root=root) for root in columns.blocks}
-        known = {root: [product] for root, product in products.items() if product is not None}
+        known = {
+            root: [product if owned is None else of_owners(product, owned)]
+            for root, product in products.items()
+            if product is not None
+        }
         if known.keys() == products.keys():
             found[position] = FactoredColumns(known)
     return found

@@ -294,7 +294,7 @@ class DyePropagator(Propagator):
         except Exception:  # as in :meth:`propagate`
             return []
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
-        if is_scalar or nodes.is_linear(node):
+        if nodes.is_linear(node) or (is_scalar and not self._owners.meet_in(node)):
             return crossed
         # Behind a nonlinear function of shared numbers, samples stay coupled.
         return [

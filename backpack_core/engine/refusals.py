@@ -328,5 +328,7 @@ def nothing_arrived(view: View, name: str) -> Exception:
     return errors.NotExtendedError(
         f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
         f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
-        "torch.nn, and compute the loss with it; a functional loss cannot be seen."
+        "torch.nn, and compute the loss with it; a functional loss cannot be seen. If this is the "
+        "derivative of something else (torch.autograd.grad, of an output), compute it outside of "
+        "the block."
     )

@@ -45,8 +45,12 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
     for place, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(place[0])
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
-        if (is_other or is_moved) and place not in alignment.faults:
+        if place in alignment.faults:
+            continue
+        if is_other or is_moved:
             alignment.faults[place] = _fault(survey, *place, is_moved)
+        elif (refusal := _refusal_of_rows(survey, *place)) is not None:
+            alignment.faults[place] = refusal
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)], owners)
@@ -119,13 +123,29 @@ def _is_of_buffers(call: Call) -> bool:
     return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
+def _refusal_of_rows(survey: Survey, call: Call, index: int) -> BackpackError | None:
+    """What a rule says of as many rows as samples, if it need not be asked: nodes know as much.
+
+    That is so of a single sample (a step of a loop, with the time in front), and of rows that are
+    single numbers (the indices of bags with offsets).
+    """
+    if call.rule.is_loss or call.is_released or not survey.trained[call]:
+        return None
+    is_clear = survey.batch_size == 1 or call.stored.inputs[0].dim() == 1
+    return _refusal(call, index) if is_clear else None
+
+
 def _is_willing(call: Call, index: int) -> bool:
     """Whether a rule accepts what its call received, which may have no batch at all."""
+    return _refusal(call, index) is None
+
+
+def _refusal(call: Call, index: int) -> BackpackError | None:
     try:
         call.rule.check(View(call, index))
-    except BackpackError:
-        return False
-    return True
+    except BackpackError as error:
+        return error
+    return None
 
 
 def _open(survey: Survey, places: list[tuple[Call, int]], owners: Owners) -> None:

@@ -89,9 +89,8 @@ def uncovered(call: Call) -> BackpackError | None:
         if parameter.requires_grad and not is_known:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
-                f"{type(call.rule).__name__} knows nothing of. If it belongs to a "
-                "parametrization that is new, call extend(model) again; else remove that (torch."
-                "nn.utils.parametrize.remove_parametrizations), or freeze the parameter."
+                f"{type(call.rule).__name__} knows nothing of. Put what uses it into a module "
+                "of its own, beside this one, or freeze the parameter."
             )
     return None
 

@@ -44,7 +44,7 @@ def _with(*properties: str) -> frozenset[str]:
 LINEAR, PIECEWISE_LINEAR, QUOTIENTS = _with("linear"), _with("piecewise"), _with("quotient")
 ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn", "selection"))
 GATHERS, SCATTERS = _with("gather"), _with("scatter")
-REDUCTIONS = _with("reduction")
+REDUCTIONS, SPREADS = _with("reduction"), _with("spread")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
 # Some entries of axis 0 are picked, or else the rows are kept.
 PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}

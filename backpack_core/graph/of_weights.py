@@ -85,7 +85,7 @@ class Origins:
 
     def _is_weight(self, leaf: Node) -> bool:
         tensor = leaf.variable  # type: ignore[attr-defined]
-        return id(tensor) in self._survey.uses or is_parameter(tensor)
+        return id(tensor) in self._survey.uses or is_parameter(tensor) or not tensor.dim()
 
 
 def given_to(call: Call) -> list[Tensor]:

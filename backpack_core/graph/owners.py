@@ -118,6 +118,39 @@ class Owners:
         numbers = self._of(place)
         return numbers is not None and are_elsewhere(numbers)
 
+    def meet_in(self, node: Node) -> bool:
+        """Whether a number is no sum of several that samples share, as their product or ratio.
+
+        A function of a single one is that sum rescaled: each sample has its part of it.
+        """
+        numbers = [
+            child
+            for child, number in node.next_functions
+            if child is not None
+            and not nodes.lengths_of(child, number)
+            and not self._has_none(child)
+        ]
+        is_one = len(numbers) < 2 and nodes.operation_of(node) not in nodes.SPREADS
+        if is_one or nodes.is_linear(node, {*numbers}):
+            return False
+        found = self._of((node, 0))
+        if found is None:
+            return not self._is_of_function((node, 0))
+        return found.numel() > 1  # else all of it is of one sample
+
+    def _is_of_function(self, place: Place) -> bool:
+        """Whether numbers are unknown since a Python function stands before them."""
+        known, todo, seen = self._survey.numbers, [place], set[Place]()
+        while todo:
+            this = todo.pop()
+            if this in seen or known.get(this) is not None:
+                continue
+            if nodes.is_function(this[0]) and not nodes.hands_on(this[0]):
+                return True
+            seen.add(this)
+            todo += self._operands(this).values()
+        return False
+
     @cached_property
     def _are_known(self) -> bool:
         """Whether nodes may be asked for what they saved, and tensors have numbers."""
@@ -183,7 +216,8 @@ class Owners:
         while nodes.operation_of(node) in nodes.PICKS and node.next_functions[0][0] is not None:
             node = node.next_functions[0][0]
         if nodes.is_leaf(node):
-            return is_parameter(node.variable) or id(node.variable) in self._survey.uses  # type: ignore[attr-defined]
+            leaf = node.variable  # type: ignore[attr-defined]
+            return is_parameter(leaf) or not leaf.dim() or id(leaf) in self._survey.uses
         return self._is_table(node)
 
     def _found(self, place: Place, given: Given) -> Numbers | None:

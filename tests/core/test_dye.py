@@ -17,6 +17,7 @@ from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
 from tests import oracle
 from tests.cases import Net, classification, mlp
+from tests.core.functional import VmapCube
 
 N, T = 4, 4
 Loss = Callable[[Tensor], Tensor]
@@ -125,6 +126,9 @@ COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
     "spread": lambda output: output.std(0).sum(),
     "even": lambda output: output[:, :2, :2].mean(0).square().sum(),
     "log_of_means": lambda output: output.square().mean((0, 1)).log().sum(),
+    "ratio": lambda output: output.sum() / (output.exp().sum() + 1),
+    "product": lambda output: output[..., 0].mean() * output[..., 1].exp().mean(),
+    "variance": lambda output: output.var(),
 }
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda output: output.square().mean(),
@@ -135,6 +139,11 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda output: output.permute(2, 1, 0).exp().mean(),
     "last": lambda output: output[:, -1].logsumexp(1).sum(),
     "root": lambda output: output.square().mean().sqrt(),
+    "ratios": lambda output: sum(y.sum() / y.exp().sum() for y in output),
+    "ratios_behind_a_function": lambda output: sum(
+        y.sum() / y.exp().sum() for y in VmapCube.apply(output)
+    ),
+    "rescaled": lambda output: output.exp().sum() * torch.rand((), requires_grad=True).exp(),
 }
 
 

@@ -12,7 +12,13 @@ from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError
-from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_core.extensions import (
+    KFLR,
+    BatchDiagGGNExact,
+    BatchGrad,
+    DiagGGNExact,
+    SumGradSquared,
+)
 from tests import oracle
 from tests.cases import Net
 
@@ -127,3 +133,24 @@ def test_numbers_of_many_samples_in_any_precision(dtype: torch.dtype) -> None:
     assert (vars(head.bias)["grad_batch"] == 2).all()
     expected = torch.stack([model(row).sum(0) for row in x])[:, None].expand(-1, C, -1)
     torch.testing.assert_close(vars(head.weight)["grad_batch"], expected)
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(3, 2), (3, 3), (1, 3)])
+def test_kronecker_factors_of_a_head_behind_stacked_steps(samples: int, steps: int) -> None:
+    """The same as with samples in front, whichever nodes the head's rows went through."""
+    x, y = torch.randn(samples, steps, 2).double(), torch.randint(C, (samples, steps))
+    first, head = nn.Linear(2, D).double(), nn.Linear(D, C).double()
+    found = []
+    for axis in (0, 1):
+        model = Net(
+            lambda net, x, axis=axis: net.b(torch.stack([*net.a(x).unbind(1)], axis)).flatten(0, 1),
+            a=first,
+            b=head,
+        )
+        lossfunc, target = extend(nn.CrossEntropyLoss()), y if axis else y.T
+        loss = lossfunc(extend(model)(x), target.flatten())
+        with backpack(KFLR()):
+            loss.backward()
+        found.append([*vars(head.weight)["kflr"], *vars(head.bias)["kflr"]])
+    for moved, usual in zip(*found, strict=True):
+        oracle.assert_close(moved, usual)

@@ -284,3 +284,54 @@ def test_what_a_function_makes_of_the_last_output_has_other_rows(name: str) -> N
     model = Net(lambda net, x: torch.tanh(x @ net.weight), weight=nn.Parameter(torch.randn(3, 3)))
     with backpack(BatchGrad()), pytest.raises(SampleMixingError):
         SUMS[name](extend(model)(torch.randn(3, 3))).backward()
+
+
+class Steps(nn.Module):
+    """One step after the other, with the time in front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.LSTM(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            out, state = self.recurrent(step[None], state)
+        return self.head(out[0])  # type: ignore[no-any-return]
+
+
+class Bags(nn.Module):
+    """Bags of indices, by where they begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(5, 3, mode="mean"), nn.Linear(3, 2)
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(self.bags(indices, offsets))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("kind", ["steps", "bags"])
+def test_rows_that_a_rule_refuses_where_they_are_as_many_as_samples(
+    kind: str, samples: int
+) -> None:
+    """Of one sample, and of numbers in bags, nodes know as much as the rule."""
+    if kind == "steps":
+        model: nn.Module = Steps().double()
+        x = torch.randn(samples, 3, 2).double()
+        whole, rows = (x,), [(x[n : n + 1],) for n in range(samples)]
+    else:  # the second bag has two indices, the last one none
+        model, first = Bags().double(), torch.zeros(1, dtype=torch.long)
+        indices = torch.tensor([4, 1, 2, 0])[:samples]
+        offsets = torch.tensor([0, 1, 3])[:samples]
+        whole, ends = (indices, offsets), [*offsets[1:].tolist(), samples]
+        rows = [(indices[a:b], first) for a, b in zip(offsets.tolist(), ends, strict=True)]
+    parameters = [*model.parameters()]
+    single = [torch.autograd.grad(model(*row).square().sum(), parameters) for row in rows]
+    out = extend(model)(*whole)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(out, torch.zeros_like(out)).backward()
+    for p, gradients in zip(parameters, zip(*single, strict=True), strict=True):
+        oracle.assert_close(vars(p)["grad_batch"], torch.stack(gradients))
+        assert vars(p)["diag_ggn_exact"].shape == p.shape

@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from backpack_core import backpack, disable, extend
 from backpack_core.errors import AutodiffFallbackWarning, UnsupportedError
 from backpack_core.extensions import (
-    HMP,
     BatchGrad,
     ClippedSumGrad,
     DiagGGNExact,
     DiagHessian,
-    DiagHMP,
     GGNGram,
     SqrtGGNExact,
 )
@@ -39,16 +37,45 @@ class Shift(nn.Module):
         return x + self.shift.sum(0)
 
 
-@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHMP, HMP])
-def test_a_parametrization_after_extend(extension: Any) -> None:
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("kind", ["parametrization", "weight_norm", "pruning"])
+def test_what_computes_a_weight_after_extend(kind: str, is_removed: bool) -> None:
+    """And may be gone by the time of the backward pass."""
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2))), extend(nn.MSELoss(reduction="sum"))
+    if kind == "parametrization":
+        parametrize.register_parametrization(model[0], "weight", Doubled())
+    elif kind == "weight_norm":
+        parametrizations.weight_norm(model[0])
+    else:
+        prune.random_unstructured(model[0], "weight", amount=0.5)
+    leaves, x, y = [*model.parameters()], torch.randn(4, 3), torch.randn(4, 2)
+    rows = [lossfunc(model(x[n : n + 1]), y[n : n + 1]) for n in range(4)]
+    single = [torch.autograd.grad(row, leaves) for row in rows]
+    loss = lossfunc(model(x), y)
+    if is_removed and kind == "pruning":
+        prune.remove(model[0], "weight")
+    elif is_removed:
+        parametrize.remove_parametrizations(model[0], "weight")
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    for leaf, gradients in zip(leaves, zip(*single, strict=True), strict=True):
+        oracle.assert_close(vars(leaf)["grad_batch"], torch.stack(gradients))
+        assert "diag_ggn_exact" in vars(leaf)
+
+
+def test_a_module_inside_of_one_with_a_rule() -> None:
     """Nobody has seen its parameters: no quantity leaves them out in silence."""
     model, lossfunc = extend(nn.Sequential(nn.Linear(3, 2))), extend(nn.MSELoss())
-    parametrizations.weight_norm(model[0])
+    model[0].inner = nn.Linear(2, 2)  # type: ignore[assignment]
     loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 2))
-    with (
-        pytest.raises(UnsupportedError, match="call extend\\(model\\) again"),
-        backpack(extension()),
-    ):
+    with pytest.raises(UnsupportedError, match="knows nothing of"), backpack(BatchGrad()):
         loss.backward()
 
 

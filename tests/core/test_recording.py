@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from backpack_core import View, backpack, extend, recording, unextend
 from backpack_core.contract.parametric import ParametricRule
-from backpack_core.errors import OverwrittenInputError, UnsupportedError
+from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, edge_of, live_calls, site_at
@@ -336,15 +336,3 @@ def test_a_list_among_the_settings_of_a_layer_changes_before_the_backward_pass(c
         with backpack(BatchGrad(), check="never"):
             output.square().sum().backward()
         torch.testing.assert_close(vars(layer.weight)["grad_batch"].sum(0), expected)
-
-
-def test_a_parametrization_that_came_after_extend() -> None:
-    model, x = extend(nn.Linear(3, 3)), torch.randn(4, 3)
-    parametrize.register_parametrization(model, "bias", nn.Tanh())
-    with (
-        pytest.raises(UnsupportedError, match=r"call extend\(model\) again"),
-        backpack(BatchGrad()),
-    ):
-        model(x).sum().backward()
-    with backpack(BatchGrad()):
-        extend(model)(x).sum().backward()

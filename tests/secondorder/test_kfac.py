@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from backpack_core import View
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA
+from backpack_core.extensions import EKFAC, KFAC, KFLR, KFRA, SqrtGGNExact
 from backpack_core.testing import temporary_plugin
 from backpack_layers.linear import LinearRule
 from backpack_secondorder.kronecker import KroneckerFactors
@@ -273,3 +273,16 @@ def test_columns_with_structure_from_elsewhere() -> None:
 def test_an_unknown_fail_mode_says_all_there_are() -> None:
     with pytest.raises(UsageError, match=r"'block', 'diagonal'\)\. Got 'blok'"):
         KFAC(fail_mode="blok")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_vectors_and_numbers_have_their_block(shape: tuple[int, ...]) -> None:
+    """Also where they enter nonlinearly, and no rule knows how."""
+    gain = nn.Parameter(torch.randn(shape))
+    problem = classification(Net(lambda net, x: net.last(x * net.gain.exp()), gain=gain,
+                                 last=nn.Linear(3, 3)), (3,))  # fmt: skip
+    problem.run(KFLR(), SqrtGGNExact())
+    (factor,) = vars(gain)["kflr"]
+    root = vars(gain)["sqrt_ggn_exact"].reshape(-1, gain.numel())
+    oracle.assert_close(factor, root.T @ root)

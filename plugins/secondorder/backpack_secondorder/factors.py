@@ -43,8 +43,8 @@ def block(product: SampleProduct) -> Tensor:
 def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
     """Factors whose Kronecker product approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
 
-    A vector that the layer is linear in (the gain of a normalisation, say) is small enough for its
-    block: the only factor, exact.
+    A vector (the gain of a normalisation, say) is small enough for its block: the only factor,
+    exact. So is a single number.
 
     Args:
         product: ``M``.
@@ -53,7 +53,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
     Raises:
         StructureError: The product has no such structure, or is a sum of several.
     """
-    if product.is_linear and len(product.shape) == 1:
+    if len(product.shape) < 2:
         return KroneckerFactors([block(product)], ParameterOrder(product.shape))
     instead = (
         'use fail_mode="block" or "diagonal", which store these in its place, or DiagGGNExact, '
