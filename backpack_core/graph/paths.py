@@ -14,7 +14,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
 from backpack_core.graph.order import consumers_first, reached
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Edge, Site
 
 
 def inside(site: Site) -> set[Node]:
