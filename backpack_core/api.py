@@ -11,7 +11,6 @@ from backpack_core.contract.extension import SecondOrderExtension as SecondOrder
 from backpack_core.contract.graph_extension import GraphExtension as GraphExtension
 from backpack_core.contract.graph_extension import GraphReading as GraphReading
 from backpack_core.contract.graph_extension import LossGraph as LossGraph
-from backpack_core.contract.hook import hookimpl as hookimpl
 from backpack_core.contract.lookup import LookupProduct as LookupProduct
 from backpack_core.contract.loss import LossRule as LossRule
 from backpack_core.contract.operations import Operation as Operation
@@ -30,6 +29,7 @@ from backpack_core.extending import extend as extend
 from backpack_core.extending import is_extended as is_extended
 from backpack_core.extending import unextend as unextend
 from backpack_core.fields import quantities as quantities
+from backpack_core.plugins.hookspecs import hookimpl as hookimpl
 from backpack_core.plugins.loading import prefer as prefer
 from backpack_core.plugins.registration import register as register
 from backpack_core.plugins.registration import unregister as unregister

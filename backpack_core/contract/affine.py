@@ -18,7 +18,6 @@ from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import (
     as_formed,
     batch_sum,
-    dense,
     gram,
     is_formed,
     read_together,
@@ -120,19 +119,13 @@ class AffineProduct(FactorProduct):
         for some, rows, piece in pieces:  # [n, G, v, O, I]
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
 
-    def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
-        """One product over the positions of all that have the same affine form; the others."""
-        same = [p for p in others if isinstance(p, AffineProduct) and self._is_arranged_as(p)]
-        found = set(same)
-        rest = [product for product in others if product not in found]
-        if not same:
-            return self, rest
-        inputs = [part.inp for part in (self, *same) if part.inp is not None]  # none of a bias
-        return self.over_positions(same, JoinedRows(*inputs) if inputs else None), rest
+    def joined(self, others: Sequence[Any]) -> Rows:
+        """Side by side when they are asked for."""
+        return JoinedRows(*others)
 
-    def _is_arranged_as(self, other: AffineProduct) -> bool:
+    def has_form_of(self, other: SampleProduct) -> bool:
         """Whether both map the entries of the factors to the parameter in one order."""
-        if self.sizes != other.sizes:
+        if not isinstance(other, AffineProduct) or self.sizes != other.sizes:
             return False
         if self.arrange is None or other.arrange is None:
             return self.arrange is other.arrange
@@ -165,7 +158,7 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
     """Register a version of an operation for weights: a function ``(product, inp, *arguments)``.
 
     It contracts both factors. Where :func:`reads_formed` says so, ``M`` is read by the operation's
-    definition instead.
+    definition instead; nor is it called for what :func:`read_together` gives along with others.
     """
 
     def register(contract: Callable[..., R]) -> Callable[..., R]:
@@ -175,6 +168,9 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
                 known = None if arguments else product.results.get((operation,))
                 read: R = operation(formed, *arguments) if known is None else known
                 return read
+            along = read_together(product).get(operation) if operation in product.needs else None
+            if along is not None:
+                return along  # type: ignore[return-value]
             return contract(product, product.inp, *arguments)
 
         version.__module__ = contract.__module__
@@ -186,24 +182,13 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
 
 @for_weights(square_sum)
 def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.square_sum`, or along with what others need."""
-    known = read_together(product).get(square_sum)
-    if known is not None:
-        return known
+    """By :func:`contractions.square_sum`."""
     return product.to_parameter(contractions.square_sum(*product.factors(inp)))
 
 
-@batch_sum.register
-def batch_sum_affine(product: AffineProduct) -> Tensor:
-    """By :func:`contractions.sums`, or along with what others need."""
-    inp = product.inp
-    if inp is None or reads_formed(product):
-        values = dense(product)
-        known = product.results.get((batch_sum,))
-        return values.sum(1) if known is None else known
-    known = read_together(product).get(batch_sum)
-    if known is not None:
-        return known
+@for_weights(batch_sum)
+def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.sums`."""
     return product.to_parameter(contractions.sums(*product.factors(inp)))
 
 

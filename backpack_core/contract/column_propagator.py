@@ -161,24 +161,13 @@ class OutputGradient(ColumnPropagator):
         self, node: Node, quantities: dict[int, Columns], there: Crossing
     ) -> list[tuple[int, Columns]]:
         """Go on to tensors without samples only: elsewhere autograd brings the gradient."""
-        if self.subsampling is not None:
+        if self.subsampling is not None:  # a column for each time that a sample is named
+            chosen = [n % there.batch_size for n in self.subsampling]
+            turns = max(map(chosen.count, chosen), default=1)
             quantities = {
-                nr: columns
-                if isinstance(columns, ApartColumns)
-                else self._chosen(columns, nr, there)
-                for nr, columns in quantities.items()
+                nr: c
+                if isinstance(c, ApartColumns)
+                else Columns({self._ROOT: c.mat.expand(turns, *c.mat.shape[1:])})
+                for nr, c in quantities.items()
             }
         return cross_apart(node, quantities, there, keeps_all=False)
-
-    def _chosen(self, columns: Columns, nr: int, there: Crossing) -> Columns:
-        """The whole batch's gradient with zeros for the samples that do not take part."""
-        if nr in there.owned and nr not in there.positions:  # each is chosen when it is narrowed
-            chosen = [n % there.batch_size for n in self.subsampling or ()]
-            turns = max(map(chosen.count, chosen), default=1)
-            return Columns({self._ROOT: torch.cat([columns.mat] * turns)})
-        if nr not in there.positions:
-            return columns
-        whole = columns.mat.unflatten(1, (there.batch_size, there.positions[nr]))
-        picked = whole[:, [n % there.batch_size for n in self.subsampling or ()]]
-        found = self.widen(Columns({self._ROOT: picked}), there.batch_size)
-        return Columns({self._ROOT: found.mat.flatten(1, 2)})

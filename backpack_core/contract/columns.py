@@ -154,6 +154,10 @@ class ApartColumns(Columns):
     one sample are what arrives if the columns of all others are zero.
     """
 
+    def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
+        """Formed columns: what is computed from those of another form has lost the form."""
+        return ApartColumns(blocks)
+
     def merge(self, other: Columns) -> Columns:
         """Root by root; in the other one's form, if that is more special."""
         is_formed = type(self) is ApartColumns and type(other) is not ApartColumns
@@ -189,10 +193,6 @@ class OwnedColumns(ApartColumns):
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has."""
         return self.plain.sizes
-
-    def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """Formed columns."""
-        return ApartColumns(blocks)
 
 
 def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -16,7 +16,6 @@ from torch.nn import Module
 
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.column_propagator import OutputGradient
-from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.merging import UNDECLARED, Declaration
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.propagator import Propagator
@@ -129,12 +128,6 @@ class Extension(ABC):
         """The class, where it saves, and what travels."""
         settings = [f"{n}={vars(self).get(n)!r}" for n in ("savefield", "propagator")]
         return f"{type(self).__name__}({', '.join(settings)})"
-
-    @classmethod
-    @hookimpl
-    def backpack_extensions(cls) -> Iterable[type[Extension]]:
-        """Hand this class to the registry: an extension class is a plugin by itself."""
-        return [cls]
 
     @abstractmethod
     def read(self, product: Any) -> Any:

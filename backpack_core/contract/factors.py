@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class FactorProduct(SampleProduct):
             the others.
 
     To write:
-        ``with_factors(out, other, is_own)``: a product of this form.
+        ``with_factors(out, other, is_own)``: a product of this form. Optional:
+        ``has_form_of(other)`` and ``joined(others)``, for a parameter that is used several times.
     """
 
     out: Tensor
@@ -56,12 +58,27 @@ class FactorProduct(SampleProduct):
         found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
         return self.with_factors(torch.cat(found), self.other, self.is_own)
 
-    def over_positions(self, same: Sequence[FactorProduct], other: Any) -> SampleProduct:
-        """The sum with others of the form, over the positions of all; ``other`` is that of all."""
-        parts = [self, *same]
+    def has_form_of(self, other: SampleProduct) -> bool:
+        """Whether a product of the same parameter has this form."""
+        if not isinstance(other, FactorProduct) or type(other) is not type(self):
+            return False
+        return (other.other is None) == (self.other is None)
+
+    def joined(self, others: Sequence[Any]) -> Any:
+        """What the parameter meets at the positions of several products of the form."""
+        return torch.cat([*others], 1)
+
+    def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
+        """One product over the positions of all that have this form; those of another form."""
+        fits = [self.has_form_of(product) for product in others]
+        parts: list[Any] = [self, *compress(others, fits)]
+        rest = [product for product, is_same in zip(others, fits, strict=True) if not is_same]
+        if len(parts) == 1:
+            return self, rest
+        other = None if self.other is None else self.joined([part.other for part in parts])
         is_own = None
         if any(part.is_own is not None for part in parts):
             every = [p.out.new_ones(p.out.shape[1:3], dtype=torch.bool) for p in parts]
             each = zip(parts, every, strict=True)
             is_own = torch.cat([all_ if p.is_own is None else p.is_own for p, all_ in each], 1)
-        return self.with_factors(torch.cat([part.out for part in parts], 2), other, is_own)
+        return self.with_factors(torch.cat([p.out for p in parts], 2), other, is_own), rest

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import batch_sum, square_sum, weighted_sum
-from backpack_core.contract.product import SampleProduct, misfit
+from backpack_core.contract.product import misfit
 
 
 class LookupProduct(FactorProduct):
@@ -40,13 +40,6 @@ class LookupProduct(FactorProduct):
     def with_factors(self, out: Tensor, other: Tensor, is_own: Tensor | None) -> LookupProduct:
         """Of the same table."""
         return LookupProduct(out, other, self.shape, is_own)
-
-    def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
-        """One product over all look-ups; those of another form."""
-        same = [product for product in others if isinstance(product, LookupProduct)]
-        rest = [product for product in others if not isinstance(product, LookupProduct)]
-        row = torch.cat([product.row for product in (self, *same)], 1)
-        return self.over_positions(same, row) if same else self, rest
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """Scattered rows."""

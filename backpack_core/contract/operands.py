@@ -63,10 +63,6 @@ class FactoredColumns(ApartColumns):
         """How many columns each root has."""
         return {root: some[0].columns for root, some in self.products.items()}
 
-    def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """Formed columns: what is computed from factored ones has lost the form."""
-        return ApartColumns(blocks)
-
     def to(self, dtype: torch.dtype) -> Columns:
         """Unchanged if the products have the dtype already; else formed."""
         known = {product.like.dtype for some in self.products.values() for product in some}

@@ -252,7 +252,7 @@ class SumProduct(SampleProduct):
     """``Σ_p M_p[v, n]``: of a parameter that several calls, or several outputs of one, use.
 
     Attributes:
-        parts: The summands; no two have the same affine form.
+        parts: The summands; no two have the same form in factors.
     """
 
     def __init__(self, parts: Sequence[SampleProduct]) -> None:
@@ -301,7 +301,7 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     """The sum of products of one parameter, root by root.
 
     A weight that is used at several places is a weight that more positions share (Eschenhagen et
-    al., 2023, arXiv:2311.00636). So affine products of one form become a single one.
+    al., 2023, arXiv:2311.00636). So products in factors become a single one if they have one form.
     """
     roots: dict[Root, int] = {}
     for part in parts:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import Reading
@@ -68,12 +67,6 @@ class Propagator(ABC):
     def __repr__(self) -> str:
         """The class; a dataclass shows its fields."""
         return f"{type(self).__name__}()"
-
-    @classmethod
-    @hookimpl
-    def backpack_propagators(cls) -> Iterable[type[Propagator]]:
-        """Hand this class to the registry: a propagator class is a plugin by itself."""
-        return [cls]
 
     @abstractmethod
     def start(self, rule: LossRule, view: View) -> Any:

@@ -23,7 +23,6 @@ base                  what to write                                             
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from reprlib import repr as abridged
 from typing import Any, ClassVar
 
@@ -32,7 +31,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
-from backpack_core.contract.hook import hookimpl
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
@@ -70,12 +68,6 @@ class LayerRule(ABC):
     jacobian_is_constant: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
     reads_inside: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    @hookimpl
-    def backpack_layer_rules(cls) -> Iterable[type[LayerRule]]:
-        """Hand this class to the registry: a rule class is a plugin by itself."""
-        return [cls]
 
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.
@@ -136,8 +128,7 @@ class LayerRule(ABC):
             ShapeError: ``mat`` or the result has the wrong shape.
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
-        if mat.shape[1:] != view.output_shape:
-            expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
+        expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
         for slot, tensor in enumerate(view.inputs[: len(products)]):

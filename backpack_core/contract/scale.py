@@ -21,12 +21,14 @@ class ScaleProduct(FactorProduct):
         inp: What the gain multiplies, ``[N, S, D]``; ``None`` for an offset.
     """
 
-    def __init__(self, out: Tensor, inp: Tensor | None, shape: torch.Size) -> None:
+    def __init__(
+        self, out: Tensor, inp: Tensor | None, shape: torch.Size, is_own: Tensor | None = None
+    ) -> None:
         """Store the factors; ``D`` is the number of entries of the parameter."""
         if out.dim() != 4 or (inp is not None and inp.shape != out.shape[1:]):
             raise misfit(self, "[V, N, S, D] and [N, S, D]", out, inp)
         super().__init__(out.shape[0], out.shape[1], shape, out)
-        self.out, self.inp = out, inp
+        self.out, self.inp, self.is_own = out, inp, is_own
 
     @property
     def other(self) -> Tensor | None:
@@ -37,7 +39,7 @@ class ScaleProduct(FactorProduct):
         self, out: Tensor, other: Tensor | None, is_own: Tensor | None
     ) -> ScaleProduct:
         """Of the same gain."""
-        return ScaleProduct(out, other, self.shape)
+        return ScaleProduct(out, other, self.shape, is_own)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
         """The sum over positions."""

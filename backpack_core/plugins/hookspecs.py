@@ -1,8 +1,8 @@
 """Everything a plugin may do, as pluggy hook specifications; these docstrings are the reference.
 
 A plugin is any object that an entry point of the group ``backpack`` names. It is a class derived
-from one of core's base classes, which implement the hooks already, or a module with functions
-marked by ``hookimpl``.
+from one of core's base classes, which counts as the only one that its hook returns, or a module
+with functions marked by ``hookimpl``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch.nn import Module
 
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.hook import PROJECT
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 
+PROJECT = "backpack"
 hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec

@@ -13,7 +13,6 @@ from typing import Any
 import pluggy
 
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.hook import PROJECT
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Provenance
 from backpack_core.errors import (
@@ -25,7 +24,8 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins import hookspecs
 from backpack_core.plugins.declarations import described, missing_types
-from backpack_core.plugins.registry import Contribution, contributions, registry
+from backpack_core.plugins.hookspecs import PROJECT
+from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
 
 API_VERSION = 2
 # For plugins that do not say; nothing older was published.
@@ -66,8 +66,9 @@ def enter(obj: Any, provenance: Provenance) -> None:
 
 
 def _collect(obj: Any) -> list[Contribution]:
-    """Call the hooks of one plugin, and check what they return."""
-    found: dict[str, Any] = {}
+    """Call the hooks of one plugin, and check what they return; a class stands for itself."""
+    own_hook = hook_of(obj)
+    found: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
             raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")

@@ -177,11 +177,21 @@ def _identity(value: Any) -> Any:
     return type(value) if isinstance(value, LayerRule) else value
 
 
-_KINDS: dict[str, tuple[str, type | tuple[()]]] = {
+_KINDS: dict[str, tuple[str, type]] = {
     "backpack_layer_rules": ("rules", LayerRule),
     "backpack_extensions": ("extensions", Extension),
     "backpack_propagators": ("propagators", Propagator),
 }
+
+
+def hook_of(obj: object) -> str | None:
+    """The hook that would return a class; ``None`` for what is no rule, extension or propagator."""
+    hooks = (hook for hook, (_, base) in _KINDS.items() if _is_class_of(base, obj))
+    return next(hooks, None)
+
+
+def _is_class_of(base: type, obj: object) -> bool:
+    return isinstance(obj, type) and issubclass(obj, base)
 
 
 def contributions(hook: str, item: Any) -> list[Contribution]:
@@ -192,13 +202,12 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
     """
     if hook == "backpack_pair_overrides" and isinstance(item, tuple) and len(item) == 3:
         kind, module, carrier = item
-        is_pair = isinstance(kind, type) and issubclass(kind, Extension) and is_module_type(module)
-        if is_pair and callable(carrier):
+        if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
-    table, base = _KINDS.get(hook, ("", ()))
-    if isinstance(item, type) and issubclass(item, base):
+    if hook_of(item) == hook:
         refuse(item)
-        return of_rules([item]) if issubclass(item, LayerRule) else [(table, item.__name__, item)]
+        is_rule = issubclass(item, LayerRule)
+        return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")
 
 

@@ -30,6 +30,7 @@ from tests.contract.products import (
     bias,
     budget,
     gain,
+    offset,
     rooted,
     table,
     total,
@@ -97,11 +98,12 @@ def test_inputs_of_several_uses_are_made_for_some_samples_at_a_time() -> None:
         ([affine(1, (1, 6, 2)), transposed(1)], [AffineProduct] * 2),
         ([transposed(1), transposed(1, reverse=True)], [AffineProduct] * 2),
         ([affine(1, (1, 6, 2)), table()], [AffineProduct, LookupProduct]),
-        ([gain(), values(), gain()], [ScaleProduct, DenseProduct, ScaleProduct]),
+        ([gain(), values(), gain()], [ScaleProduct, DenseProduct]),
+        ([gain(), offset(), gain(), offset()], [ScaleProduct] * 2),
         # Neighbours or not: what has one form meets.
         ([affine(1, (1, 6, 2)), table(), affine(2, (1, 6, 2))], [AffineProduct, LookupProduct]),
     ],
-    ids=["groups", "arrangement", "two arrangements", "table", "gain", "apart"],
+    ids=["groups", "arrangement", "two arrangements", "table", "gain", "offset", "apart"],
 )
 def test_other_forms_stay_side_by_side(parts: list[Formed], expected: list[type]) -> None:
     assert kinds(total(*parts).product) == expected

@@ -102,10 +102,7 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.squared_norm`, or from pieces that another operation needs, too."""
-    along = read_together(product).get(squared_norm)
-    if along is not None:
-        return along
+    """By :func:`contractions.squared_norm`."""
     squares, weights = contractions.weighed_norm(*product.factors(inp))
     if weights is not None:
         product.results[LEAST] = weights * bounds(weights.dtype)[0]
