@@ -44,6 +44,4 @@ def at_leaf(reading: Reading, source: Tensor, leaf: Tensor) -> Reading:
     if not isinstance(reading, SampleProduct):
         found: Reading = reading.at_leaf(source, leaf)
         return found.placed_as(reading)
-    product = ComputedProduct(reading, source, leaf)
-    product.placed_as(reading).is_linear = False
-    return product
+    return ComputedProduct(reading, source, leaf).placed_as(reading)

@@ -42,7 +42,7 @@ from backpack_core.record.untouched import Versions, held
 from backpack_core.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
-_PLACE = ("name", "module", "rule", "is_linear", "needs", "kept", "beside")  # set by the engine
+_PLACE = ("name", "module", "rule", "needs", "kept", "beside")  # set by the engine
 
 
 class Reading:
@@ -53,7 +53,6 @@ class Reading:
         name: The name of the parameter in its module.
         module: The module.
         rule: The class of the rule that made it, for messages.
-        is_linear: Whether the module is known to be linear in the parameter.
         needs: The operations that extensions will ask for, so that one can serve another.
         results: What operations have computed, for whoever asks next.
         made: The tensors among the results, with their versions.
@@ -64,7 +63,6 @@ class Reading:
     name: str = ""
     module: Module | None = None
     rule: type = object
-    is_linear: bool = False
     needs: frozenset[Any] = frozenset()
 
     def __init__(self, shape: torch.Size) -> None:

@@ -58,7 +58,6 @@ class RuleCarrier(Carrier):
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
-            reading.is_linear = name in rule.linear_in_params
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
         at = dict(zip(names, found, strict=True))
         return [

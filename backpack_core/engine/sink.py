@@ -159,7 +159,6 @@ def _whole(uses: list[Reading]) -> Any:
     if len(uses) > 1:
         whole = uses[0].join(uses[1:])
         Reading.placed_as(whole, uses[-1])  # its roots are those of all
-        whole.is_linear = all(reading.is_linear for reading in uses)
         uses[:] = [whole]
     return uses[0]
 

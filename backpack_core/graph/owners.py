@@ -110,7 +110,9 @@ class Owners:
     def received_elsewhere(self, call: Call) -> bool:
         """Whether what a call received is known to have samples, and rows to be no single one's."""
         edge = call.edges[0] if call.edges else None
-        return self.are_moved and edge is not None and self.are_elsewhere(edge[:2])
+        if edge is None or not self._survey.is_readable:
+            return False
+        return self.are_elsewhere(edge[:2])
 
     def are_elsewhere(self, place: Place) -> bool:
         """Whether a tensor is known to have samples, and rows to be no single one's."""
@@ -285,8 +287,8 @@ class Owners:
 def of_data(call: Call, samples: Tensor) -> Numbers | None:
     """The samples of data that a module received, as far as what the model received tells.
 
-    Of a view, strides tell. Of a copy in another order, as ``x.transpose(0, 1).reshape(-1, D)``,
-    the values do.
+    Of a view, strides tell. Where axes were merged, as in ``x.flatten(0, 1)``, or a copy has
+    another order, as ``x.transpose(0, 1).reshape(-1, D)``, the values do.
     """
     received, run, size = call.stored.inputs[0], call.run, len(samples)
     shape = tuple(received.shape)
