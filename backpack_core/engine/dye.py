@@ -110,8 +110,6 @@ class DyePropagator(Propagator):
             self._judge.compare(f"{view.path} and what uses its output", waiting, gradient, 0)
             return waiting._replace(way=(view.path,))
         is_fitting = self._weights.fit(gradient, positions)
-        if waiting is not None and waiting.axis:
-            waiting = self._closed(waiting._replace(brought=gradient))
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             total, where = waiting.total(), f"{view.path} and what uses its output"
             is_known = total is not None and total.shape[1:] == gradient.shape
@@ -178,7 +176,7 @@ class DyePropagator(Propagator):
     def map(self, quantity: Dye, function: Any) -> Dye:
         """Apply the function to all columns."""
         if not quantity.columns.blocks:
-            return LOST if quantity.axis else quantity
+            return quantity
         return quantity._replace(columns=quantity.columns.map(function))
 
     def supply(self, quantities: Dyes, grads: Sequence[Tensor | None]) -> Dyes:
@@ -212,19 +210,15 @@ class DyePropagator(Propagator):
         size, found = len(self._weights), {}
         before = history(quantities.values())
         for nr, dye in quantities.items():
-            length = nodes.shape_of(node, nr)[before.axis : before.axis + 1]
-            if not dye.is_told or dye.axis != before.axis or length != (dye.positions * size,):
+            if not dye.is_told or nodes.shape_of(node, nr)[:1] != (dye.positions * size,):
                 return {}
         for position, (child, number) in enumerate(node.next_functions):
-            axes = {nodes.axis_behind(node, nr, position, before.axis) for nr in quantities}
-            axis = axes.pop()
-            if child is None or axis is None or axes:
+            if child is None or not all(nodes.keeps_rows(node, nr, position) for nr in quantities):
                 continue
-            shape = nodes.shape_of(child, number)
-            positions, rest = divmod(shape[axis : axis + 1].numel(), size) if size else (0, 0)
-            # If axis 0 is as long, other calls may mean that axis: one gradient does not tell two.
-            if positions and not rest and (not axis or shape[0] % size):
-                found[position] = OPEN._replace(positions=positions, axis=axis, way=before.way)
+            length = nodes.shape_of(child, number)[:1].numel()
+            positions, rest = divmod(length, size) if size else (0, 0)
+            if positions and not rest:
+                found[position] = OPEN._replace(positions=positions, way=before.way)
         return found
 
     def _closed(self, dye: Dye) -> Dye:
@@ -232,12 +226,12 @@ class DyePropagator(Propagator):
         gradient, known = dye.brought, dye.total()
         if not dye.positions or not dye.is_whole:
             return dye
-        if gradient is None or not self._weights.fit(gradient, dye.positions, dye.axis):
+        if gradient is None or not self._weights.fit(gradient, dye.positions):
             return LOST
         own = gradient.detach() if known is None else gradient.detach() - known[0]
-        dyed = Columns({OF_LOSS: self._weights.dyed(own, dye.positions, dye.axis)})
+        dyed = Columns({OF_LOSS: self._weights.dyed(own, dye.positions)})
         size = max(dye.size, largest(gradient))
-        return dye._replace(columns=dye.columns.merge(dyed), positions=0, axis=0, size=size)
+        return dye._replace(columns=dye.columns.merge(dyed), positions=0, size=size)
 
     def _judge_at(self, node: Node, quantities: Dyes, positions: Mapping[int, Positions]) -> bool:
         """Compare at the outputs of a node; returns whether everything there was known."""
@@ -275,7 +269,7 @@ class DyePropagator(Propagator):
             self.is_cut |= position not in apart and not largest(columns.mat)
             units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
-            yield position, Dye(columns, True, 0, 0, before.size, max(before.unit, *units), way)
+            yield position, Dye(columns, True, 0, before.size, max(before.unit, *units), way)
 
     def _goes_apart(self, dyes: Iterable[Dye]) -> bool:
         """Whether there is something to learn where samples are kept apart: of hooks, say."""

@@ -48,7 +48,6 @@ class Dye(NamedTuple):
         is_whole: Whether no part of it was lost at an operation on the way.
         positions: If calls send something here that only autograd's gradient shows: how many
             entries of axis 0 each sample has in it; else zero.
-        axis: The axis of the samples in that part, if operations have moved them.
         size: The largest entry at the calls that it comes from.
         unit: The coarsest rounding unit on the way.
         way: The calls and operations that it came through, for messages.
@@ -58,7 +57,6 @@ class Dye(NamedTuple):
     columns: Columns
     is_whole: bool = True
     positions: int = 0
-    axis: int = 0
     size: float = 0.0
     unit: float = 0.0
     way: tuple[str, ...] = ()
@@ -88,7 +86,6 @@ def history(dyes: Iterable[Dye]) -> Dye:
         Columns({}),
         all(dye.is_whole for dye in dyes) and len(positions) < 3,
         max(positions),
-        max(dye.axis for dye in dyes),  # another than 0 only if axis 0 is not as long
         max(dye.size for dye in dyes),
         max(dye.unit for dye in dyes),
         tuple(dict.fromkeys(step for dye in dyes for step in dye.way)),
@@ -122,10 +119,10 @@ class Weights:
         """Number of samples."""
         return len(self._values)
 
-    def fit(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> bool:
-        """Whether an axis has that many positions of each sample, or those, ``[N, R]``."""
+    def fit(self, tensor: Tensor, positions: Positions = 1) -> bool:
+        """Whether axis 0 has that many positions of each sample, or those, ``[N, R]``."""
         count = positions * len(self) if isinstance(positions, int) else positions.shape[1]
-        return tensor.shape[axis : axis + 1] == (count,)
+        return tensor.shape[:1] == (count,)
 
     def along(self, tensor: Tensor, axis: int = 0, positions: Positions = 1) -> Tensor:
         """The weights of the entries of an axis, shaped to multiply the tensor."""
@@ -139,11 +136,11 @@ class Weights:
         """A tensor in all columns, without weights."""
         return tensor.expand(1 + self.guesses, *tensor.shape)
 
-    def dyed(self, tensor: Tensor, positions: Positions = 1, axis: int = 0) -> Tensor:
-        """Columns of a tensor that has samples on an axis."""
+    def dyed(self, tensor: Tensor, positions: Positions = 1) -> Tensor:
+        """Columns of a tensor that has samples on axis 0."""
         columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
         columns[0] = tensor
-        columns[1:] = tensor * self.along(tensor, axis, positions)
+        columns[1:] = tensor * self.along(tensor, positions=positions)
         return columns
 
     def guess(

@@ -13,7 +13,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import faults
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.alignment_walk import Walk
-from backpack_core.graph.batch import declared_axis, is_doubtful, is_turned
+from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.owners import Owners
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey
@@ -60,11 +60,10 @@ def _fault(survey: Survey, call: Call, index: int, is_moved: bool) -> BackpackEr
     received = first.shape[0] if first.dim() else 0
     if received != size:
         return faults.other_batch(call, received, size)
-    if (is_moved and not declared_axis(call)) or is_turned(call):
-        return faults.turned_batch(call, size)
-    if survey.received[call, index] != size:
+    axis = declared_axis(call)
+    if survey.received[call, index] != size and (axis or not is_moved):
         return faults.moved_batch(call, size, call.stored.outputs[index])
-    return faults.declared_batch(call, declared_axis(call), size)
+    return faults.turned_batch(call, axis, size)
 
 
 def _is_declared(survey: Survey, call: Call) -> bool:

@@ -31,12 +31,6 @@ def declared_axis(call: Call) -> int:
     return owner.axis_of(attributes.get(PATH_ATTRIBUTE, ""))
 
 
-def is_turned(call: Call) -> bool:
-    """Whether a call received a view of the model's input with another axis in front, as long."""
-    rows = call.stored.inputs[0].shape[:1].numel()
-    return rows in call.run.sizes and call.receives_input == 1 and not declared_axis(call)
-
-
 def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
     """Whether several samples are as many as axis 0 is long, and as another axis is."""
     return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]

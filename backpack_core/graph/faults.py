@@ -48,21 +48,14 @@ def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
     )
 
 
-def turned_batch(call: Call, size: int) -> BackpackError:
+def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
     """A call received the samples on another axis, and lengths do not tell."""
+    where = "received a tensor that has another axis than that of the samples in front, with"
+    if axis:
+        where = f"has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and"
     return ShapeError(
-        f"{call.path} received a tensor that has another axis than that of the samples in front, "
-        f"with {size} entries as well: this quantity needs the samples there. Build the model with "
-        "batch_first=True, or keep samples on axis 0 of every module."
-    )
-
-
-def declared_batch(call: Call, axis: int, size: int) -> BackpackError:
-    """A call's samples are declared on another axis, and lengths do not tell."""
-    return ShapeError(
-        f"{call.path} has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and "
-        f"{size} entries on axis 0 as well: this quantity needs samples there. Build the model "
-        "with batch_first=True, or transpose before the module."
+        f"{call.path} {where} {size} entries on axis 0 as well: this quantity needs the samples "
+        "there. Build the model with batch_first=True, or transpose before the module."
     )
 
 

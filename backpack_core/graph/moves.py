@@ -37,8 +37,15 @@ def along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
     return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
 
 
-def made(node: Node, number: int, given: Given) -> Numbers | None:
-    """What an operation makes of the numbers at its operands; ``None`` where samples may meet."""
+def made(node: Node, number: int, given: Given, is_readable: bool) -> Numbers | None:
+    """What an operation makes of the numbers at its operands; ``None`` where samples may meet.
+
+    Args:
+        node: The operation.
+        number: Which of its outputs.
+        given: The numbers at its operands.
+        is_readable: Whether the tensors that it saved may be read.
+    """
     shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
     known = {position: n for position, n in given.items() if n is not None}
     if operation in nodes.ELEMENTWISE and known:
@@ -59,10 +66,12 @@ def made(node: Node, number: int, given: Given) -> Numbers | None:
         return along(first.flatten(), 0, shape)  # all of it is of one sample
     if operation in nodes.VIEWS or nodes.hands_on(node):
         return viewed(first, _behind(node, position), shape)
-    if operation in nodes.INDEXED:
-        return _picked(first, nodes.picks_of(node), _behind(node, position))
     if operation in nodes.TURNS:
         return first.permute(nodes.order_of(node, len(shape)))
+    if not is_readable:
+        return None
+    if operation in nodes.INDEXED:
+        return _picked(first, nodes.picks_of(node), _behind(node, position))
     return _carried(node, number, known) if operation in nodes.LINEAR else None
 
 

@@ -182,30 +182,6 @@ def selected(node: Node, output_nr: int) -> int:
     return shape[_axes(node)[0] % len(shape)] if shape else 1
 
 
-def axis_behind(node: Node, output_nr: int, position: int, axis: int) -> int | None:
-    """On which axis samples lie in an operand, given their axis in an output; ``None`` if unknown.
-
-    Off the first axis, samples are followed between two places: where a tensor is taken apart along
-    it, as stacked queries, keys and values are, and where its axes were permuted before.
-
-    Args:
-        node: The node.
-        output_nr: Which output.
-        position: Which operand, as a position in ``node.next_functions``.
-        axis: The axis in the output.
-    """
-    child, number = node.next_functions[position]
-    operation = operation_of(node)
-    if child is None:
-        return None
-    count = len(shape_of(child, number))
-    if operation == "Unbind" and axis == 0 == _axes(node)[0] % count:
-        return 1
-    if axis:
-        return _axes(node)[axis] % count if operation == "Permute" else None
-    return 0 if keeps_rows(node, output_nr, position) else None
-
-
 def axes_along(node: Node, count: int) -> list[int]:
     """The axes of an operand that an operation goes along, which leaves the others as they are.
 
@@ -241,11 +217,6 @@ def order_of(node: Node, count: int) -> list[int]:
     for axis, other in zip(axes, reversed(axes), strict=True):
         order[axis] = other
     return order
-
-
-def turns_rows(node: Node) -> bool:
-    """Whether axis 0 of the result may hold what was on another axis, or in another tensor."""
-    return operation_of(node) in TURNS | GATHERS | {"Cat", "Stack", ""}
 
 
 def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:

@@ -18,7 +18,6 @@ from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
 from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made, viewed
 from backpack_core.graph.of_weights import Origins
-from backpack_core.graph.paths import entries_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import is_parameter
@@ -60,7 +59,7 @@ class Owners:
             is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
-            survey.are_moved = is_other and self._are_known
+            survey.are_moved = is_other and survey.is_readable and self._are_known
         return survey.are_moved
 
     def _is_moved(self, call: Call) -> bool:
@@ -111,7 +110,9 @@ class Owners:
     def received_elsewhere(self, call: Call) -> bool:
         """Whether what a call received is known to have samples, and rows to be no single one's."""
         edge = call.edges[0] if call.edges else None
-        return edge is not None and self.are_elsewhere(edge[:2])
+        if edge is None or not self._survey.is_readable:
+            return False
+        return self.are_elsewhere(edge[:2])
 
     def are_elsewhere(self, place: Place) -> bool:
         """Whether a tensor is known to have samples, and rows to be no single one's."""
@@ -120,10 +121,10 @@ class Owners:
 
     @cached_property
     def _are_known(self) -> bool:
-        """Whether nodes may be asked for what they saved, and tensors have numbers."""
+        """Whether tensors have numbers."""
         alive = (place for place in self._survey.sites if not place[0].is_released)
         shown = (call.stored.outputs[index] for call, index in alive)
-        return self._survey.is_readable and not any(map(is_symbolic, shown))
+        return not any(map(is_symbolic, shown))
 
     def _of(self, place: Place) -> Numbers | None:
         known, todo = self._survey.numbers, [place]
@@ -197,7 +198,7 @@ class Owners:
             return self._of_data(shape, 0)
         if self._keeps(node, number, given, shape):
             return self._first(len(shape))
-        found = made(node, number, given)
+        found = made(node, number, given, self._survey.is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
@@ -252,16 +253,17 @@ class Owners:
 def of_data(call: Call, samples: Tensor) -> Numbers | None:
     """The samples of data that a module received, as far as what the model received tells.
 
-    Of a view, strides tell. Of a copy in another order, as ``x.transpose(0, 1).reshape(-1, D)``,
-    the values do.
+    Of a view, strides tell. Where axes were merged, as in ``x.flatten(0, 1)``, or a copy has
+    another order, as ``x.transpose(0, 1).reshape(-1, D)``, the values do.
     """
     received, run, size = call.stored.inputs[0], call.run, len(samples)
     shape = tuple(received.shape)
     if has_memory(received) and memory_of(received) in run.memories:
         ways = enumerate(zip(shape, received.stride(), strict=True))
         axes = [k for k, way in ways if way == (size, run.memories[memory_of(received)])]
-        return along(samples, axes[0], shape) if axes else None
-    whole = run.first()
+        if axes:
+            return along(samples, axes[0], shape)
+    whole = run.first() if call.is_readable else None
     if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
         return None
     is_same = whole.dtype == received.dtype and whole.device == received.device
@@ -278,11 +280,9 @@ def turns_of(survey: Survey, loss: Call) -> Tensor:
     """Which rows that a loss received share a column, ``[K, R]``; no two are of one sample."""
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0], device="cpu")
     owners = None if edge is None else Owners(survey).rows(*edge[:2])
-    if owners is None:
-        count = entries_of(survey, loss)
-        turns = rows % count
-    else:
-        order, counts = owners.argsort(stable=True), owners.bincount()
-        count, turns = int(counts.max()), torch.empty_like(owners)
-        turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
+    if owners is None:  # all may be of one sample
+        return rows == rows[:, None]
+    order, counts = owners.argsort(stable=True), owners.bincount()
+    count, turns = int(counts.max()), torch.empty_like(owners)
+    turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
     return turns == torch.arange(count, device="cpu")[:, None]

@@ -14,7 +14,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
 from backpack_core.graph.order import consumers_first, reached
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Edge, Site
 
 
 def inside(site: Site) -> set[Node]:
@@ -26,29 +26,6 @@ def inside(site: Site) -> set[Node]:
         return [edge.node for edge in edges if (edge.node, edge.output_nr) not in ends]
 
     return set(reached([site.edge.node], further))
-
-
-def entries_of(survey: Survey, loss: Call) -> int:
-    """How many consecutive entries of axis 0 of a loss's input may belong to one sample.
-
-    Those of a sample lie side by side if rows are kept as far as a call with one row for each
-    sample, or as data that a view merged. Behind other operations they may be anywhere: then it is
-    all, as where there are not as many for each sample.
-    """
-    edge, rows, batch = loss.edges[0], loss.stored.inputs[0].shape[0], (survey.batch_size,)
-    while edge is not None and not rows % batch[0]:
-        site = survey.site_at(edge)
-        is_there = nodes.shape_of(edge.node, edge.output_nr)[:1] == batch
-        if site is not None and site.call not in survey.opened:
-            if is_there:
-                break
-            edge = next((e for e in site.call.edges if e is not None), None)
-            continue
-        node, number, _ = edge
-        edge = next((e for i, e in edges_behind(node) if nodes.keeps_rows(node, number, i)), None)
-        if edge is None:
-            return rows // batch[0] if is_there and not nodes.turns_rows(node) else rows
-    return rows if rows % batch[0] else rows // batch[0]
 
 
 def sources(survey: Survey, node: Node) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
-from backpack_core.graph.batch import batch_of, declared_axis, is_turned, other_run, some_rows
+from backpack_core.graph.batch import batch_of, declared_axis, other_run, some_rows
 from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
@@ -126,7 +126,6 @@ def _check(survey: Survey, site: Site) -> None:
     if inputs:
         size = inputs[0].shape[0] if inputs[0].dim() else 0
         is_moved = bool(output.dim()) and output.shape[axis : axis + 1] != (size,)
-        is_moved |= size > 1 and is_turned(call)
         survey.received[call, index] = -1 if is_moved and not rule.is_loss else size
     if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
         raise fault

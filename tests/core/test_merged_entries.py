@@ -186,3 +186,22 @@ def test_samples_in_another_order_may_be_paired_with_other_targets() -> None:
     loss = nn.functional.cross_entropy(logits, torch.arange(N) % C)
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         loss.backward()
+
+
+@pytest.mark.parametrize("order", ["samples_first", "positions_first"])
+def test_axes_that_are_merged_before_the_first_layer(order: str) -> None:
+    first, last = nn.Linear(2, 3), nn.Linear(3, C)
+    model = extend(
+        Net(lambda net, x: net.last(net.first(ORDERS[order](x)).tanh()), first=first, last=last)
+    )
+    inputs, targets = torch.randn(N, T, 2), torch.randint(0, C, (N, T))
+    lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    with backpack(BatchGrad(), BatchDiagGGNExact()):
+        lossfunc(model(inputs), ORDERS[order](targets[..., None])[:, 0]).backward()
+    found = [(p.grad_batch, p.diag_ggn_exact_batch) for p in model.parameters()]
+    for n in range(N):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            lossfunc(model(inputs[n : n + 1]), targets[n]).backward()
+        for p, (gradients, diagonals) in zip(model.parameters(), found, strict=True):
+            torch.testing.assert_close(gradients[n], p.grad_batch.sum(0))
+            torch.testing.assert_close(diagonals[n], p.diag_ggn_exact)
