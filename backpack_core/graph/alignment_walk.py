@@ -98,8 +98,6 @@ class Walk:
             below.is_picked = True
         elif self._origins.of_weights(below.node) or (not is_before and self._is_table(way)):
             pass
-        elif is_before and nodes.is_stack_of_numbers(below.node):
-            below.is_before = True
         elif below.length == self._size and self._is_certain(way):
             below.positions = 1
         elif below.shape and not rest and self._keeps_rows(way):
@@ -108,10 +106,6 @@ class Walk:
             below.is_before |= is_before
         if below.is_settled():
             below.is_before = False
-            # A sum of everything, or of a vector, says nothing of what it was of.
-            is_reduced = above.operation in nodes.REDUCTIONS or len(below.shape) == 1
-            is_sum = is_before and is_reduced
-            below.is_guessed |= is_sum or (above.is_guessed and not above.is_call)
 
     def _is_told(self, this: Known) -> bool:
         """Whether it is known which samples the rows of a tensor are of, in another order."""
@@ -149,7 +143,7 @@ class Walk:
 
     def _is_other(self, way: Way) -> bool:
         """Whether axis 0 is as long as the batch by chance, as the operation on the way tells."""
-        (above, below, position), of_constants = way, self._origins.of_constants
+        (above, below, _), of_constants = way, self._origins.of_constants
         operation, has_samples = above.operation, bool(above.positions)
         is_repeated = has_samples and operation in {"Expand", "Repeat"}
         if way.is_broadcast and (is_repeated or operation in nodes.ELEMENTWISE):
@@ -164,8 +158,6 @@ class Walk:
             is_as_long = above.is_call and above.length == self._size
             is_other = is_as_long and not (has_samples or above.axis or above.is_before)
             return (is_other and not of_constants(above.node)) or above.is_dropped
-        if nodes.is_shared(operation, position, has_samples):
-            return True
         if operation in nodes.SAME_AXES or way.keeps_rows:
             return not has_samples and way.shows_none(self._size)
         if operation in nodes.TURNS:

@@ -56,13 +56,6 @@ _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
 # The position of the factor that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
-# The positions of operands that are shared by all samples on axis 0 of the result.
-_SHARED = {
-    **dict.fromkeys(["Mm", "Mv"], (1,)),
-    **dict.fromkeys(["Addmm", "Addmv"], (2,)),
-    **dict.fromkeys(["Embedding", "EmbeddingBag"], (0,)),
-    **dict.fromkeys(["Convolution", "Linear", "NativeLayerNorm", "NativeGroupNorm"], (1, 2)),
-}
 # Products: linear if one of two factors is constant; the positions of these among the inputs.
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
@@ -217,15 +210,6 @@ def order_of(node: Node, count: int) -> list[int]:
     for axis, other in zip(axes, reversed(axes), strict=True):
         order[axis] = other
     return order
-
-
-def is_shared(operation: str, position: int, has_samples: bool = True) -> bool:
-    """Whether an operand is the same for all samples, if the result has them on axis 0.
-
-    Axis 0 of the second factor of a matrix product is summed over: no samples are there.
-    """
-    is_known = has_samples or operation in _ROW_FACTOR
-    return is_known and position in _SHARED.get(operation, ())
 
 
 def _axes(node: Node) -> list[int]:

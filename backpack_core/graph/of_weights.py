@@ -79,7 +79,7 @@ class Origins:
         if nodes.is_of_its_operands(node):
             return _ALL, behind
         operation, (first, _) = nodes.operation_of(node), node.next_functions[0]
-        is_picked = operation in nodes.GATHERS or nodes.is_shared(operation, 0)
+        is_picked = operation in nodes.GATHERS | {"EmbeddingBag"}
         is_own = operation in nodes.ELEMENTWISE or (first is not None and not is_picked)
         return _CONSTANTS | (_OWN_ROWS if is_own else 0), behind
 

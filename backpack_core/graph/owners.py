@@ -29,7 +29,6 @@ class Owners:
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
         self._is_table = Origins(survey).of_tables
-        self._usual: dict[int, Numbers] = {}  # by number of axes
         self._data: dict[Call, Numbers | None] = {}
 
     @cached_property
@@ -230,29 +229,11 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_data(shape, 0)
-        if self._keeps(node, number, given, shape):
-            return self._first(len(shape))
         found = made(node, number, given, self._survey.is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
         return found
-
-    def _keeps(self, node: Node, number: int, given: Given, shape: Shape) -> bool:
-        """Whether all operands have the samples in front, and so has the result: the usual case."""
-        is_there = bool(given) and shape[:1] == (self._survey.batch_size,)
-        return is_there and all(
-            n is not None
-            and n is self._usual.get(n.dim())
-            and nodes.keeps_rows(node, number, position)
-            for position, n in given.items()
-        )
-
-    def _first(self, count: int) -> Numbers:
-        """The numbers of a tensor of so many axes that has the samples in front."""
-        if count not in self._usual:
-            self._usual[count] = along(self._samples, 0, (0,) * count)
-        return self._usual[count]
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""
@@ -270,10 +251,7 @@ class Owners:
         is_same = before == declared or shape[: before + 1] == received.shape[: before + 1]
         axis = axis or (before if is_same else 0)
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
-        if not is_there:
-            return None
-        is_usual = not axis and given is self._usual.get(given.dim())
-        return self._first(len(shape)) if is_usual else along(given.flatten(), axis, shape)
+        return along(given.flatten(), axis, shape) if is_there else None
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
@@ -281,7 +259,7 @@ class Owners:
         is_known = is_sure or axis or not is_doubtful(shape, samples)
         if not is_known or shape[axis : axis + 1] != (samples,):
             return None
-        return along(self._samples, axis, shape) if axis else self._first(len(shape))
+        return along(self._samples, axis, shape)
 
 
 def of_data(call: Call, samples: Tensor) -> Numbers | None:

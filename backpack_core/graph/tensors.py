@@ -41,7 +41,6 @@ class Known:
         is_before: Nobody has said yet where samples are: behind it, the loss becomes a number.
         is_picked: Entries of axis 0 are handed out further on, in any order.
         is_sorted: Samples are, by an index.
-        is_guessed: It has samples by its length alone.
         is_dropped: It lost its samples' axis further on, whatever its length says.
         is_apart: What arrives is kept apart by sample.
     """
@@ -49,7 +48,7 @@ class Known:
     __slots__ = (
         *("node", "place", "site", "is_call", "is_loss", "is_returned", "axis", "operation"),
         *("shape", "length", "ways", "positions", "owned", "is_outer", "is_before", "is_picked"),
-        *("is_sorted", "is_guessed", "is_dropped", "is_apart"),
+        *("is_sorted", "is_dropped", "is_apart"),
     )
 
     def __init__(self, place: Place, survey: Survey) -> None:
@@ -68,8 +67,7 @@ class Known:
         found = survey.alignment  # of what was walked before, if any was
         self.positions, self.owned = found.positions.get(place, 0), found.owned.get(place)
         self.is_before, self.is_apart = place in found.before, place in found.apart
-        self.is_outer = self.is_picked = self.is_sorted = False
-        self.is_guessed = self.is_dropped = False
+        self.is_outer = self.is_picked = self.is_sorted = self.is_dropped = False
 
     def is_settled(self) -> bool:
         """Whether it is known which entries of axis 0 each sample has."""
@@ -144,8 +142,8 @@ class Way(NamedTuple):
         """
         above, operation = self.above, self.above.operation
         is_picked = operation in nodes.GATHERS and not above.positions
-        is_less = operation in nodes.REDUCTIONS and not above.is_guessed
-        is_less &= len(self.below.shape) > len(above.shape)
+        is_reduced = len(self.below.shape) > len(above.shape)
+        is_less = operation in nodes.REDUCTIONS and is_reduced
         if not (is_picked or operation in nodes.SELECTIONS or is_less):
             return False
         is_lost = any(length % samples == 0 for length in above.shape[is_picked:])
