@@ -22,6 +22,7 @@ from backpack_core.engine.location import place_between
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
+from backpack_core.graph.owners import Owners
 from backpack_core.graph.paths import nonlinear_above, reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import missing
@@ -130,6 +131,7 @@ def refuse_misaligned(
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
                 # The declaration does not say in which order the entries of a loss lie.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
+                is_known &= not Owners(survey).received_elsewhere(call)
                 is_known |= edge is not None and alignment.owned_at(edge) is not None
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known:

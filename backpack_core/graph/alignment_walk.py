@@ -126,7 +126,9 @@ class Walk:
         """
         owners = self._owners
         return (
-            owners.are_moved and not self._keeps_rows(way) and owners.are_elsewhere(way.below.place)
+            owners.are_moved
+            and (way.above.is_before or not self._keeps_rows(way))
+            and owners.are_elsewhere(way.below.place)
         )
 
     def _is_table(self, way: Way) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import SampleMixingError
+from backpack_core.errors import SampleMixingError, ShapeError, UnsupportedError
 from backpack_core.extensions import (
     KFLR,
     BatchDiagGGNExact,
@@ -248,6 +248,23 @@ def test_an_axis_that_is_gone_is_no_axis_of_samples_before_a_function(
     loss = extend(nn.MSELoss(reduction="sum"))
     with backpack(BatchGrad(), check=check), pytest.raises(SampleMixingError, match="depends on"):
         loss(model(torch.randn(3, 3, 2)), torch.randn(3, 4)).backward()
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_an_output_that_has_another_axis_in_front(is_module: bool, check: Any, steps: int) -> None:
+    """Though it is as long as the batch, or a multiple: the model turned it there itself."""
+    turned = Net(
+        lambda net, x: net.b(torch.tanh(net.a(x)).transpose(0, 1)),
+        a=nn.Linear(2, 3),
+        b=nn.Linear(3, 2),
+    )
+    output = extend(turned)(torch.randn(4, steps, 2))
+    mean = extend(nn.MSELoss())(output, torch.zeros_like(output))
+    loss = mean if is_module else output.square().mean()
+    with backpack(BatchGrad(), check=check), pytest.raises((ShapeError, UnsupportedError)):
+        loss.backward()
 
 
 def _turned_inside() -> Net:
