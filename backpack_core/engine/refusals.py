@@ -178,9 +178,18 @@ def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
 
 
 def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.UnsupportedError:
-    return errors.UnsupportedError(
+    depends = (
         f"The number that backward() is called on depends on {named(survey, parameter)} by the "
-        f"operation {nodes.described(node)!r}, and not by way of any sample: a term beside the "
+        f"operation {nodes.described(node)!r}"
+    )
+    if Owners(survey).are_elsewhere((node, 0)):
+        return errors.UnsupportedError(
+            f"{depends}, whose result has its samples on another axis than the first: they cannot "
+            "be told apart there. Have the model return samples in front, as in "
+            "output.transpose(0, 1)."
+        )
+    return errors.UnsupportedError(
+        f"{depends}, and not by way of any sample: a term beside the "
         "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
         "backpack(..., beside=[term]), and quantities are those of the rest; or call backward() on "
         "it outside of the block. If it is no term but a factor of a mean loss, as a learned "
