@@ -16,6 +16,8 @@ from benchmarks.peers import PEERS
 from benchmarks.problems import PROBLEMS
 from benchmarks.quantities import QUANTITIES
 
+_PARTS = ("problem", "quantity", "peer", "no_memory", "growth")  # a choice of what is measured
+
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
@@ -30,18 +32,25 @@ def _arguments() -> argparse.Namespace:
     add("--no-memory", action="store_true", help="measure time only")
     add("--summary", action="store_true", help="sum up the results file, measure nothing")
     add("--growth", nargs="*", choices=QUANTITIES, help="study the growth of these quantities")
-    add("--output", type=Path, default=Path("benchmarks/results"), help="folder of the results")
-    return parser.parse_args()
+    add("--output", type=Path, help="folder of the results (default: none for a part of them)")
+    options = parser.parse_args()
+    is_part = any(getattr(options, name) != parser.get_default(name) for name in _PARTS)
+    if options.output is None and (options.summary or not is_part):
+        options.output = Path("benchmarks/results")
+    return options
 
 
 def main() -> None:
-    """Measure, print a line for each cell, and write ``results.json`` and ``results.png``."""
+    """Measure, print a line for each cell, and write ``results.json`` and ``results.png``.
+
+    A run over a part leaves the stored results alone, unless ``--output`` names a folder.
+    """
     options = _arguments()
     torch.set_num_threads(options.threads)
     # Peers that use full-backward hooks warn at the first layer of every net.
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     warnings.filterwarnings("ignore", message="There is a performance drop")  # of torch.func
-    options.output.mkdir(parents=True, exist_ok=True)
+    output: Path | None = options.output
     if options.summary:
         known = report.load(options.output / "results.json")
         print("\n".join([report.header(), *map(report.row, known), report.summary(known)]))
@@ -63,16 +72,23 @@ def main() -> None:
                 )
                 cells.append(cell)
                 print(report.row(cell), flush=True)
-                report.save(options.output / "results.json", cells, growth)
+                _store(output, cells, growth)
         print(report.summary(cells))
-        report.plot(options.output / "results.png", report.load(options.output / "results.json"))
+        if output is not None:
+            report.plot(output / "results.png", report.load(output / "results.json"))
     else:
         for found in study(
             options.growth or ["BatchGrad", "DiagGGNExact"], options.seconds, options.clock
         ):
             growth.append(found)
             print(found, flush=True)
-        report.save(options.output / "results.json", cells, growth)
+        _store(output, cells, growth)
+
+
+def _store(output: Path | None, cells: list[Cell], growth: list[Growth]) -> None:
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        report.save(output / "results.json", cells, growth)
 
 
 if __name__ == "__main__":
