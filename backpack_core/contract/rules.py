@@ -47,7 +47,8 @@ class LayerRule(ABC):
             (``"package.module.Class"``), so that a rule need not import a heavy library.
         transparent: The rule leaves propagation to the autograd graph inside the module: then
             ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
-        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere).
+        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere), for several inputs that of all
+            together: a product of two has another.
         jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
         hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.

@@ -80,6 +80,25 @@ class CubeRule(ElementwiseRule):
         return 6 * view.input
 
 
+class Power(Module):
+    """``y = a³ ⊙ b``."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a**3 * b
+
+
+class PowerRule(LayerRule):
+    module_types = (Power,)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = view.inputs
+        return mat * 3 * a**2 * b, mat * a**3
+
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
+        a, b = view.inputs
+        return mat * 6 * a * b * grad_output
+
+
 class Centre(Module):
     """Samples minus their mean: they mix."""
 

@@ -124,6 +124,7 @@ class SignedSqrt(Propagator):
             return {}
         if self.leaves_out and not view.positions:
             return {}  # which has been noted where the Hessian went through
+        require_one_input(rule, view)
         require_one_entry(view, Hessian(), "it is nonlinear")
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
