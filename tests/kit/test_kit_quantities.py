@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, SampleProduct, View
-from backpack_core.contract.operations import dense, square_sum
+from backpack_core import FirstOrderExtension, SampleProduct, SecondOrderExtension, View
+from backpack_core.contract.operations import dense, square_sum, squared_norm
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
@@ -29,6 +29,7 @@ from backpack_layers.loss_regression import MSELossRule
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors
 from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.propagators import LossSqrt
 
 
 class OwnLoss(nn.MSELoss):
@@ -41,6 +42,12 @@ class Largest(FirstOrderExtension):
     savefield = "largest"
 
     def read(self, product: SampleProduct) -> Tensor:
+        found = dense(product)[0]
+        return found.amax(0) if len(found) else found.sum(0)
+
+
+class FailsOnNone(Largest):
+    def read(self, product: SampleProduct) -> Tensor:
         return dense(product)[0].amax(0)
 
 
@@ -48,7 +55,7 @@ class LargestOfTwo(Largest):
     """Looks at two samples only."""
 
     def read(self, product: SampleProduct) -> Tensor:
-        return dense(product)[0, :2].amax(0)
+        return super().read(product) if product.samples < 3 else dense(product)[0, :2].amax(0)
 
 
 class Accumulating(Largest):
@@ -64,6 +71,27 @@ class Accumulating(Largest):
         key = f"{product.path}.{product.name}"
         self.before[key] = self.before.get(key, 0.0) + super().read(product)
         return self.before[key]
+
+
+class OfTheFirstPass(Accumulating):
+    """Keeps what it said first."""
+
+    def read(self, product: SampleProduct) -> Tensor:
+        key = f"{product.path}.{product.name}"
+        return self.before.setdefault(key, Largest.read(self, product))
+
+
+class RootOfTrace(SecondOrderExtension):
+    """A root of a sum over columns, which those of two sets of columns do not add up to."""
+
+    savefield = "root_of_trace"
+    columns_add = True
+
+    def __init__(self) -> None:
+        super().__init__(LossSqrt())
+
+    def read(self, product: SampleProduct) -> Tensor:
+        return squared_norm(product).sum().sqrt()
 
 
 class WithoutBias(Largest):
@@ -198,10 +226,17 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (WithoutBias, "value_partly_frozen"),
         (InHalfPrecision, "value_bfloat16"),
         (WritesToParameters, "leaves_gradient_alone"),
+        (FailsOnNone, "value_of_no_samples"),
+        (OfTheFirstPass, "value_overwritten"),
     ],
 )
 def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
     assert faults(ExtensionCase(kind, QUANTITY)) == {check}
+
+
+def test_columns_that_do_not_add_are_found() -> None:
+    trace = Quantity(lambda r, name: r.ggn(name).diagonal(0, 1, 2).sum().sqrt(), needs="curvature")
+    assert faults(ExtensionCase(RootOfTrace, trace)) == {"value_in_chunks"}
 
 
 def test_what_is_declared_wrongly_does_not_run() -> None:
