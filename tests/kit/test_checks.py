@@ -53,7 +53,8 @@ NAMES = {
         value_shared_positions value_single_number value_overwritten value_frozen value_called_twice
         value_float32
         value_subsampling beside_others savefield leaves_gradient_alone pickle_extension
-        extension_no_live_calls degree two_halves_mean two_halves_sum declarations
+        extension_no_live_calls degree two_halves_mean two_halves_sum samples_add
+        declarations
         value_partly_frozen value_bfloat16
     """,
 }

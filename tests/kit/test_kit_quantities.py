@@ -94,6 +94,12 @@ class RootOfTrace(SecondOrderExtension):
         return squared_norm(product).sum().sqrt()
 
 
+class SaysItAdds(Largest):
+    """The largest of all samples is not the sum of those of two batches."""
+
+    sums_samples = True
+
+
 class WithoutBias(Largest):
     """Wrong for a weight whose bias is frozen."""
 
@@ -227,6 +233,7 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (InHalfPrecision, "value_bfloat16"),
         (WritesToParameters, "leaves_gradient_alone"),
         (FailsOnNone, "value_of_no_samples"),
+        (SaysItAdds, "samples_add"),
         (OfTheFirstPass, "value_overwritten"),
     ],
 )
@@ -254,9 +261,41 @@ class UnreducedTwice(MSELossRule):
         return 2 * found if view.module.reduction == "none" else found
 
 
-def test_a_loss_that_is_not_reduced_is_checked() -> None:
-    case = LossCase(OwnLoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=UnreducedTwice)
-    assert {result.check for result in check_loss(case) if not result.ok} == {"unreduced"}
+class DrawsNumbers(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        torch.rand(1)
+        return super()._hessian_mat_prod(view, mat)
+
+
+class KeepsState(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        return super()._hessian_mat_prod(view, mat)
+
+
+class TwiceTheGradient(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def gradient(self, view: View) -> Tensor:
+        return 2 * super().gradient(view)
+
+
+@pytest.mark.parametrize(
+    ("rule", "check"),
+    [
+        (UnreducedTwice, "unreduced"),
+        (DrawsNumbers, "loss_leaves_arguments_alone"),
+        (KeepsState, "loss_leaves_arguments_alone"),
+        (TwiceTheGradient, "arriving_gradient_sum"),
+    ],
+)
+def test_a_loss_rule_that_is_wrong_is_found(rule: type[MSELossRule], check: str) -> None:
+    case = LossCase(OwnLoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=rule)
+    assert check in {result.check for result in check_loss(case) if not result.ok}
 
 
 def test_without_an_oracle_values_must_be_finite() -> None:
