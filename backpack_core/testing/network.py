@@ -286,5 +286,7 @@ class SmallNet(Module):
         output = list(iter_tensors(self.layer(*args, **kwargs)))[self.output_nr]
         if self.batch_axis:
             output = output.movedim(self.batch_axis, 0)
+        if output.dim() == 1:  # a number for each sample
+            output = output.unsqueeze(1)
         result: Tensor = self.readout(output)
         return result

@@ -18,12 +18,16 @@ from tests.kit.layers import (
     CentreRule,
     Cube,
     CubeRule,
+    Doubled,
     Gain,
     GainRule,
     Grouped,
     GroupedRule,
     Power,
     PowerRule,
+    Score,
+    ScoreRule,
+    SlopeIsANumber,
     case_of,
 )
 
@@ -320,6 +324,8 @@ def assert_matches(pattern: str, text: str) -> None:
         case_of(Grouped, GroupedRule),
         case_of(Cube, CubeRule),
         of_two(Power, PowerRule),
+        case_of(Score, ScoreRule),
+        case_of(Doubled, SlopeIsANumber),
     ],
 )
 def test_right_rules_pass(case: RuleCase) -> None:

@@ -150,6 +150,20 @@ def test_nonlinear_in_an_input_behind_the_first() -> None:
             classification(net, (3,)).run(extension)
 
 
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_activation_of_a_number_for_each_sample(activation: type[nn.Module]) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.last(net.t(net.a(x).squeeze(1)).unsqueeze(1))
+
+    problem = classification(
+        Net(forward, a=nn.Linear(3, 1), t=activation(), last=nn.Linear(1, 3)), (3,)
+    )
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(DiagHessian(), BatchDiagHessian())
+    problem.compare("diag_h", [d.sum(0) for d in expected])
+    problem.compare("diag_h_batch", expected)
+
+
 def test_nothing_is_collected_where_branches_meet_again() -> None:
     """Columns that went two ways are added before they are squared, however many there are."""
 
