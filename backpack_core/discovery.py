@@ -209,6 +209,16 @@ def _names(text: str) -> set[str]:
     return {canonical(name) for name in text.split(",") if name.strip()}
 
 
+def names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
+    """Entries of the environment's block-list and preferences that no plugin has, by variable."""
+    known = {canonical(name) for plugin in plugins for name in plugin.provenance[:2]}
+    for variable in ("BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
+        for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+            key, _, name = entry.rpartition("=")
+            if canonical(name) not in known or (variable == "BACKPACK_PREFER" and not key):
+                yield variable, entry
+
+
 def canonical(name: str) -> str:
     """The name of a distribution or plugin, normalised as package indexes do it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

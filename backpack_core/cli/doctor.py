@@ -8,7 +8,15 @@ from typing import Literal
 
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
-from backpack_core.discovery import Plugin, canonical, declarations, name_of, preference
+from backpack_core.discovery import (
+    Plugin,
+    canonical,
+    declarations,
+    name_of,
+    names_that_mean_nothing,
+    preference,
+)
+from backpack_core.errors import nearest
 from backpack_core.plugins import loading as plugins
 
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
@@ -64,8 +72,24 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += _key_conflicts(reports)
     findings += _field_conflicts(reports)
     findings += [_empty(name) for name in _without_plugins()]
+    findings += _of_environment(installed)
     findings += _of_others()
     return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
+
+
+def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
+    """Environment variables that speak of plugins that there are not."""
+    known = {name for plugin in installed for name in plugin.provenance[:2]}
+    for variable, entry in names_that_mean_nothing(installed):
+        near = nearest(entry.rpartition("=")[2], known) or "."
+        yield Finding(
+            "warning",
+            variable,
+            "",
+            f"its entry {entry!r} names no installed plugin and has no effect{near}",
+            "Correct it: entries are names that `backpack plugins --all` lists, and in "
+            "BACKPACK_PREFER key=name.",
+        )
 
 
 def _of_others() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from backpack_core import __version__
 from backpack_core.errors import BackpackError, UsageError
+from backpack_core.plugins import known_plugins
 
 # A Git repository of templates. Packages record it as it stands here, for their other authors and
 # machines; so it is relative to the home folder, and the same on every system.
@@ -46,6 +47,7 @@ def create(kind: str, name: str, folder: Path, author: str = "") -> Path:
         UsageError: The name is not usable, or there is something already.
     """
     name = check_name(name)
+    _refuse_taken(kind, name)
     if not _AUTHOR.fullmatch(author):
         raise UsageError(f"The author has letters, digits and simple punctuation. Got {author!r}.")
     if not folder.is_dir():
@@ -77,6 +79,19 @@ def check_name(name: str) -> str:
             f"a letter, and is no word of Python's. Got {name!r}."
         )
     return short
+
+
+def _refuse_taken(kind: str, name: str) -> None:
+    """Raise if an installed plugin has a name of the package: neither of the two would load."""
+    short = name.replace("-", "_")
+    own = {short} if kind != "propagator" else {f"{short}_root", f"{short}_diagonal"}
+    for found in (plugin.provenance for plugin in known_plugins()):
+        if found.plugin in own or found.distribution == f"backpack-plugin-{name}":
+            raise UsageError(
+                f"{found} is installed and has an entry point {found.plugin!r}: of two plugins of "
+                "one name, none is loaded. Choose another name, such as one that begins with "
+                f"yours: 'my-{name}'."
+            )
 
 
 def update(folder: Path) -> list[str]:

@@ -77,8 +77,8 @@ class ParametricRule(LayerRule):
                 SampleProduct not in type(product).__mro__
             ):  # for an abstract class, in half the time
                 raise ShapeError(
-                    f"{type(self).__name__}._param_product returned {product!r} for {name!r} of "
-                    f"{view.path}, expected a SampleProduct."
+                    f"{type(self).__name__}._param_product returned {abridged(product)} for "
+                    f"{name!r} of {view.path}, expected a SampleProduct."
                 )
             found = (product.columns, product.samples, *product.shape)
             its = owned[name][0] if name in owned else view.parameter_itself(name)

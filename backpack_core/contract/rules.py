@@ -47,7 +47,8 @@ class LayerRule(ABC):
             (``"package.module.Class"``), so that a rule need not import a heavy library.
         transparent: The rule leaves propagation to the autograd graph inside the module: then
             ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
-        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere).
+        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere), for several inputs that of all
+            together: a product of two has another.
         jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
         hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
@@ -131,6 +132,11 @@ class LayerRule(ABC):
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
+        if len(products) > len(view.inputs):
+            raise ShapeError(
+                f"{type(self).__name__}._jac_t_mat_prod returned {len(products)} products at "
+                f"{view.path}, which received {len(view.inputs)} tensors: one for each."
+            )
         for slot, tensor in enumerate(view.inputs[: len(products)]):
             product = products[slot]
             if product is None and isinstance(result, tuple):
@@ -249,11 +255,14 @@ def expect(
 ) -> None:
     """Raise unless ``mat`` is ``[V, N, *]`` for ``shape = [N, *]``."""
     is_tensor = isinstance(mat, Tensor)
-    if is_tensor and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
+    is_real = is_tensor and (mat.is_floating_point() or mat.is_complex())
+    if is_real and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
     found = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
+    if is_tensor and not is_real:
+        found += f" of {mat.dtype}"
     lead = "V" if columns is None else columns
     raise ShapeError(
         f"{type(speaker).__name__}.{what} {found} at {view.path}, expected a tensor "
-        f"[{lead}, {', '.join(map(str, shape))}]."
+        f"[{lead}, {', '.join(map(str, shape))}] of {view.dtype}."
     )

@@ -48,6 +48,14 @@ def moved_batch(call: Call, size: int, output: Tensor) -> BackpackError:
     )
 
 
+def no_axis(call: Call, axis: object, output: Tensor) -> BackpackError:
+    """A rule names an axis for the samples that an output does not have."""
+    return ShapeError(
+        f"{type(call.rule).__name__}.batch_axis returned {axis!r:.80} for an output of {call.path} "
+        f"of shape {list(output.shape)}: return the number of the axis that holds the samples."
+    )
+
+
 def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
     """A call received the samples on another axis, and lengths do not tell."""
     where = "received a tensor that has another axis than that of the samples in front, with"

@@ -119,6 +119,8 @@ def _check(survey: Survey, site: Site) -> None:
         survey.widest = max(survey.widest, tensor.nbytes)
     view = View(call, index)
     survey.axes[call, index] = axis = rule.batch_axis(view, index)
+    if not isinstance(axis, int) or not 0 <= axis < max(1, output.dim()):
+        raise faults.no_axis(call, axis, output)
     survey.is_declared |= declared_axis(call) > 0
     if rule.mixes_samples(view):
         further = " If axis 0 holds other things (weights, steps), call a function, not the module."

@@ -16,6 +16,7 @@ from operator import attrgetter
 from types import FunctionType, NoneType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
@@ -222,3 +223,5 @@ def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
             yield f"over_batches must be {what}. Got {value!r}"
     elif name == "savefield" and value and not value.isidentifier():
         yield f"savefield must be a Python identifier. Got {value!r}"
+    elif name == "savefield" and hasattr(Tensor, value or "-"):
+        yield f"savefield {value!r} would hide torch.Tensor.{value} of the parameters"

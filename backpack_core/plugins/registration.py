@@ -89,12 +89,21 @@ def declared_api(obj: Any) -> set[int]:
 
     ``backpack_api``, an integer or several, on the object, its module, or its package. Default: the
     first published version.
+
+    Raises:
+        PluginError: It says something else.
     """
     module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
     for place in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
         declared = getattr(place, "backpack_api", None)
         if declared is not None:
-            return {declared} if isinstance(declared, int) else set(declared)
+            several = declared if isinstance(declared, (tuple, list, set)) else (declared,)
+            if not several or not all(type(version) is int for version in several):
+                raise PluginError(
+                    "backpack_api is the version of the plugin interface, an integer, or a tuple "
+                    f"of several. Got {declared!r}."
+                )
+            return set(several)
     return {FIRST_API}
 
 

@@ -130,7 +130,9 @@ class Registry:
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
-        return [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
+        found = [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
+        # A rule that names a class twice, as a class and by its name, makes one claim.
+        return [*{_identity(claim.value): claim for claim in found}.values()]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
         """The function that makes a carrier for a pair: the instance's own, else a plugin's."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from backpack_core._torch import memories_of, memory_of
 from backpack_core.errors import PluginCodeError
 from backpack_core.record.call import NOTHING
+from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
 
 # Types that hold no tensors, or are looked at elsewhere; cheaper to test than ``isinstance``.
@@ -128,14 +129,15 @@ def owned(value: Any, view: View) -> Any:
     """A value in memory of its own.
 
     Args:
-        value: What an extension returned: a tensor, a list of tensors, or an object that sees to
-            its memory itself.
+        value: What an extension returned: a tensor, a list, tuple or dict of tensors, or an object
+            that sees to its memory itself.
         view: The visit; it knows the memory of what rules were shown, and of earlier results.
     """
     if not isinstance(value, Tensor):
         if isinstance(value, list):
             value[:] = [owned(item, view) for item in value]
-        return value
+        is_plain = isinstance(value, (tuple, dict))
+        return map_tensors(value, lambda tensor: owned(tensor, view)) if is_plain else value
     taken = view.memories
     if taken is None or view.taken is not None:  # else more tensors were unpacked since
         # It has the memory of results of earlier columns, too.

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract.rules import LayerRule
 
 # Errors are relative to at least this, for a quantity that is zero.
 SMALLEST_SCALE = 1e-4
@@ -69,3 +75,16 @@ def _hint(found: Tensor, expected: Tensor) -> str:
         if factor and abs(factor - 1) > 1e-3 and relative_error(found / factor, expected) < 1e-6:
             return f" It is {factor:.6g} times the right value: a wrong factor."
     return ""
+
+
+@contextmanager
+def stateless(rule: LayerRule, module: Module) -> Iterator[None]:
+    """Require that a rule keeps nothing, on itself or on the module, and draws no numbers."""
+    before, kept = dict(vars(rule)), set(vars(module))
+    numbers = torch.get_rng_state()
+    yield
+    require(dict(vars(rule)) == before, "The rule changed its own attributes: keep no state.")
+    added = sorted(set(vars(module)) - kept)
+    require(not added, f"The rule stored {added} on the module: view.once(key, compute) keeps it.")
+    same = torch.equal(numbers, torch.get_rng_state())
+    require(same, "The rule drew random numbers: those of the user's next batch would be others.")

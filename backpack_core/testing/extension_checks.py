@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, seeded
 from backpack_core.testing.checks import of_extension
 from backpack_core.testing.compare import close, require
@@ -119,7 +120,7 @@ def _loss(
         return SoftmaxLoss(reduction), CLASSES
     layer = case.loss.as_rule_case(reduction)
     given = layer.arguments(samples, dtype)
-    return BoundLoss(layer.module(dtype), given), given.args[0][0].numel()
+    return BoundLoss(layer.module(dtype), given), given.args[0].shape[1:].numel()
 
 
 @lru_cache(maxsize=16)
@@ -178,6 +179,26 @@ def value_batch_of_one(case: ExtensionCase) -> None:
     _compare(case, problem_of(case, samples=1))
 
 
+@of_extension()
+def value_of_no_samples(case: ExtensionCase) -> None:
+    """A batch of none, as Poisson sampling draws them: a value that is finite, or a refusal."""
+    try:
+        _, values = problem_of(case, reduction="sum", samples=0).run([case.extension_factory()])
+    except UnsupportedError:
+        return
+    for name, value in values[case.extension_factory().savefield].items():
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in iter_tensors(value))
+        require(finite, f"{case.label()} of {name!r}: not all values are finite.")
+
+
+@of_extension()
+def value_in_chunks(case: ExtensionCase) -> None:
+    """``columns_add`` is declared: columns go through the net one by one, as with little memory."""
+    extension = case.extension_factory()
+    extension.chunk_size = 1
+    _compare(case, problem_of(case), extension)
+
+
 class _Scaled(Module):
     def __init__(self, loss: Module, factor: float) -> None:
         super().__init__()
@@ -217,7 +238,7 @@ def value_single_number(case: ExtensionCase) -> None:
 
 @of_extension()
 def value_overwritten(case: ExtensionCase) -> None:
-    """Two passes through one graph."""
+    """Two passes through one graph, and one of another loss: nothing is kept from before."""
     given, extension = problem_of(case), case.extension_factory()
     net, arguments, loss = given.extended()
     value = forward_loss(net, arguments, loss)
@@ -226,6 +247,7 @@ def value_overwritten(case: ExtensionCase) -> None:
             value.backward(retain_graph=keep)
     stored = values_of(net, [extension])[extension.savefield]
     compare_values(case, net, stored, given.reference)
+    _compare(case, problem_of(case, reduction="sum"), extension)
 
 
 @of_extension()

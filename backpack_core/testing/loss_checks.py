@@ -18,7 +18,7 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.checks import of_loss
-from backpack_core.testing.compare import close, require
+from backpack_core.testing.compare import close, require, stateless
 from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.network import BoundLoss, Shrink
@@ -129,7 +129,7 @@ def agrees(
     factor: float = 1.0,
     tolerance: float | None = None,
 ) -> None:
-    """Root, product and sum of a view against the oracle.
+    """Root, product, sum and gradient of a view against the oracle.
 
     Args:
         case: The case.
@@ -148,6 +148,7 @@ def agrees(
         found = {
             "hessian_mat_prod": run.rule.hessian_mat_prod(view, mat[:, samples].to(dtype)),
             "sum_hessian": run.rule.sum_hessian(view),
+            "gradient": run.rule.gradient(view),
         }
         root = _root(run, view)
         if root is not None:
@@ -155,6 +156,7 @@ def agrees(
     of = {
         "hessian_mat_prod": factor * run.product(mat)[:, samples],
         "sum_hessian": expected.sum(0),
+        "gradient": factor * oracle.gradients(run.value, [run.leaf])[0][samples],
         "S Sᵀ of sqrt_hessian": expected,
     }
     for name, value in found.items():
@@ -336,12 +338,12 @@ def loss_float32(case: LossCase) -> None:
 
 @of_loss()
 def loss_leaves_arguments_alone(case: LossCase) -> None:
-    """Prediction, target and columns come out as they went in."""
+    """Prediction, target and columns come out as they went in, and the rule keeps nothing."""
     run = run_loss(case, "mean")
     mat = run.columns()
     held = [mat, *run.view.stored.inputs]
     before = [tensor.detach().clone() for tensor in held]
-    with torch.no_grad():
+    with torch.no_grad(), stateless(run.rule, run.view.call.module):
         _root(run, run.view)
         run.rule.hessian_mat_prod(run.view, mat)
         run.rule.sum_hessian(run.view)

@@ -53,6 +53,25 @@ def two_halves_sum(case: ExtensionCase) -> None:
     _two_halves(case, "sum")
 
 
+@of_extension()
+def samples_add(case: ExtensionCase) -> None:
+    """Where ``sums_samples`` is declared, values of two batches add up to that of both."""
+    given, extension = problem_of(case, reduction="sum"), case.extension_factory()
+    if not extension.sums_samples:
+        return
+    net, arguments, loss = given.extended()
+    x, found = arguments.args[0], list[list[Tensor]]()
+    for part in (slice(None), *HALVES):
+        with backpack(extension):
+            loss(net(x[part])).backward()
+        values = [getattr(parameter, extension.savefield) for parameter in net.parameters()]
+        found.append(list(iter_tensors(values)))
+    for whole, *halves in zip(*found, strict=True):
+        what = f"sums_samples is declared: {case.label()}, two halves"
+        close(torch.stack(halves).sum(0), whole, what, case.tolerances.float64)
+    forget(net)
+
+
 def _two_halves(case: ExtensionCase, reduction: str) -> None:
     given, extension = problem_of(case, reduction=reduction), case.extension_factory()
     over = declaration(extension)

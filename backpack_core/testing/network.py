@@ -129,12 +129,11 @@ class LastAxisRule(AffineRule):
 
     def affine_input(self, view: View) -> Tensor:
         """Axes between the first and the last share the weight."""
-        x = view.input
-        return x.reshape(len(x), -1, 1, x.shape[-1])
+        return view.input.unsqueeze(1).flatten(1, -2).unsqueeze(2)
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """Columns in the same form."""
-        return mat.reshape(*mat.shape[:2], -1, 1, mat.shape[-1])
+        return mat.unsqueeze(2).flatten(2, -2).unsqueeze(3)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat @ view.parameter("weight")
@@ -147,7 +146,7 @@ class FlatRule(AffineRule):
 
     def affine_input(self, view: View) -> Tensor:
         """One position."""
-        return view.input.reshape(view.batch_size, 1, 1, -1)
+        return view.input.flatten(1)[:, None, None]
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """One position."""
@@ -287,5 +286,7 @@ class SmallNet(Module):
         output = list(iter_tensors(self.layer(*args, **kwargs)))[self.output_nr]
         if self.batch_axis:
             output = output.movedim(self.batch_axis, 0)
+        if output.dim() == 1:  # a number for each sample
+            output = output.unsqueeze(1)
         result: Tensor = self.readout(output)
         return result

@@ -105,8 +105,9 @@ def _may_refuse(case: RuleCase) -> frozenset[str]:
     own = traits(case)
     declared = rule.linear_in_params if isinstance(rule, ParametricRule) else ()
     linear = set(shared_execution(case).parameters) <= set(declared)
-    differentiable = any(leaf is not None for leaf in shared_execution(case).leaves)
-    curved = differentiable and "second derivative" not in own
+    live = [slot for slot, leaf in enumerate(shared_execution(case).leaves) if leaf is not None]
+    known = "second derivative" in own and (rule.hessian_is_zero or not any(live))
+    curved = bool(live) and not known
     if not linear or curved or case.overwrites_input:
         may.add("second derivative")
     if not case.twice_differentiable:

@@ -157,6 +157,27 @@ def test_wrong_shape_at_a_parameter() -> None:
     assert "BatchGrad of backpack-plugin-firstorder" in message(error)
 
 
+@pytest.mark.parametrize(
+    ("method", "result", "said"),
+    [
+        ("_jac_t_mat_prod", lambda *given: (given[-1], given[-1]), "returned 2 products"),
+        ("_jac_t_mat_prod", lambda *given: given[-1].long(), "of torch.int64 at Shift '1', expec"),
+        ("_param_jac_t_mat_prod", lambda *given: given[-1] > 0, "'shift' returned .*torch.bool"),
+        ("batch_axis", lambda *given: 7, r"returned 7 for an output of Shift '1' of shape \[\d, 3"),
+        ("batch_axis", lambda *given: "0", "batch_axis returned '0' for"),
+        ("_param_product", lambda *given: given[-1].new_zeros(99, 99), "expected a SampleProduct"),
+    ],
+)
+def test_what_a_rule_returns(method: str, result: Any, said: str) -> None:
+    wrong = type("Wrong", (OfShift,), {"_param_jac_t_mat_prod": lambda *given: given[-1]})
+    setattr(wrong, method, result)
+    problem = classification(nn.Sequential(nn.Linear(3, 3), Shift()), (3,))
+    with temporary_plugin(wrong), pytest.raises(ShapeError, match=said) as error:
+        problem.run(DiagGGNExact())
+    assert message(error).startswith("Wrong.")
+    assert len(message(error)) < 500
+
+
 def test_rule_without_second_derivative() -> None:
     class Sine(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

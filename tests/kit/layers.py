@@ -80,6 +80,64 @@ class CubeRule(ElementwiseRule):
         return 6 * view.input
 
 
+class Power(Module):
+    """``y = a³ ⊙ b``."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a**3 * b
+
+
+class PowerRule(LayerRule):
+    module_types = (Power,)
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = view.inputs
+        return mat * 3 * a**2 * b, mat * a**3
+
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
+        a, b = view.inputs
+        return mat * 6 * a * b * grad_output
+
+
+class Score(Module):
+    """``y = wᵀ x``: a number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class ScoreRule(ParametricRule):
+    module_types = (Score,)
+    params = ("weight",)
+    linear_in_params = ("weight",)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat.unsqueeze(-1) * view.parameter("weight")
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return mat.unsqueeze(-1) * view.input
+
+
+class Doubled(Module):
+    """``y = 2 x``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class SlopeIsANumber(ElementwiseRule):
+    module_types = (Doubled,)
+    hessian_is_zero = True
+
+    def derivative(self, view: View) -> Tensor:
+        return view.input.new_tensor(2.0)
+
+
 class Centre(Module):
     """Samples minus their mean: they mix."""
 

@@ -48,11 +48,13 @@ NAMES = {
         loss_leaves_arguments_alone unreduced
     """,
     "extension": """
-        value_mean value_sum value_batch_of_one value_loss_scaled value_residual
+        value_mean value_sum value_batch_of_one value_of_no_samples value_in_chunks
+        value_loss_scaled value_residual
         value_shared_positions value_single_number value_overwritten value_frozen value_called_twice
         value_float32
         value_subsampling beside_others savefield leaves_gradient_alone pickle_extension
-        extension_no_live_calls degree two_halves_mean two_halves_sum declarations
+        extension_no_live_calls degree two_halves_mean two_halves_sum samples_add
+        declarations
         value_partly_frozen value_bfloat16
     """,
 }

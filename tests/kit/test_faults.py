@@ -18,10 +18,16 @@ from tests.kit.layers import (
     CentreRule,
     Cube,
     CubeRule,
+    Doubled,
     Gain,
     GainRule,
     Grouped,
     GroupedRule,
+    Power,
+    PowerRule,
+    Score,
+    ScoreRule,
+    SlopeIsANumber,
     case_of,
 )
 
@@ -120,6 +126,26 @@ class WrongSlice(OwnFormRule):
 
 class FalseZeroHessian(CubeRule):
     hessian_is_zero = True
+
+
+class Times(Module):
+    """``y = a ⊙ b``, linear in each, not in both."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b
+
+
+class FalseZeroMixed(LayerRule):
+    module_types = (Times,)
+    hessian_is_zero = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = view.inputs
+        return mat * b, mat * a
+
+
+def of_two(layer: type[Module], rule: type[LayerRule]) -> RuleCase:
+    return RuleCase(layer, lambda n: (torch.randn(n, 4), torch.randn(n, 4)), rule=rule)
 
 
 class FalseConstantJacobian(CubeRule):
@@ -254,6 +280,7 @@ FAULTS = [
     (case_of(Gain, MissingColumnSum), "operations", "square_sum"),
     (case_of(Gain, WrongSlice), "operations", "within 1 bytes"),
     (case_of(Cube, FalseZeroHessian), "hessian_is_zero", "does not vanish"),
+    (of_two(Times, FalseZeroMixed), "hessian_is_zero", "inputs 0 and 1 does not vanish"),
     (case_of(Cube, FalseConstantJacobian), "jacobian_is_constant", "mat, input 0, the layer's"),
     (case_of(ScaleOfEach, OneJacobianOfSeveral), "jacobian_is_constant", "mat, input 0"),
     (case_of(ScaleByTheBatch, OneJacobianHere), "jacobian_is_constant", "at another input"),
@@ -296,6 +323,9 @@ def assert_matches(pattern: str, text: str) -> None:
         case_of(Gain, OwnFormRule),
         case_of(Grouped, GroupedRule),
         case_of(Cube, CubeRule),
+        of_two(Power, PowerRule),
+        case_of(Score, ScoreRule),
+        case_of(Doubled, SlopeIsANumber),
     ],
 )
 def test_right_rules_pass(case: RuleCase) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, SampleProduct, View
-from backpack_core.contract.operations import dense, square_sum
+from backpack_core import FirstOrderExtension, SampleProduct, SecondOrderExtension, View
+from backpack_core.contract.operations import dense, square_sum, squared_norm
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
@@ -29,6 +29,7 @@ from backpack_layers.loss_regression import MSELossRule
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors
 from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.propagators import LossSqrt
 
 
 class OwnLoss(nn.MSELoss):
@@ -41,6 +42,12 @@ class Largest(FirstOrderExtension):
     savefield = "largest"
 
     def read(self, product: SampleProduct) -> Tensor:
+        found = dense(product)[0]
+        return found.amax(0) if len(found) else found.sum(0)
+
+
+class FailsOnNone(Largest):
+    def read(self, product: SampleProduct) -> Tensor:
         return dense(product)[0].amax(0)
 
 
@@ -48,7 +55,7 @@ class LargestOfTwo(Largest):
     """Looks at two samples only."""
 
     def read(self, product: SampleProduct) -> Tensor:
-        return dense(product)[0, :2].amax(0)
+        return super().read(product) if product.samples < 3 else dense(product)[0, :2].amax(0)
 
 
 class Accumulating(Largest):
@@ -64,6 +71,33 @@ class Accumulating(Largest):
         key = f"{product.path}.{product.name}"
         self.before[key] = self.before.get(key, 0.0) + super().read(product)
         return self.before[key]
+
+
+class OfTheFirstPass(Accumulating):
+    """Keeps what it said first."""
+
+    def read(self, product: SampleProduct) -> Tensor:
+        key = f"{product.path}.{product.name}"
+        return self.before.setdefault(key, Largest.read(self, product))
+
+
+class RootOfTrace(SecondOrderExtension):
+    """A root of a sum over columns, which those of two sets of columns do not add up to."""
+
+    savefield = "root_of_trace"
+    columns_add = True
+
+    def __init__(self) -> None:
+        super().__init__(LossSqrt())
+
+    def read(self, product: SampleProduct) -> Tensor:
+        return squared_norm(product).sum().sqrt()
+
+
+class SaysItAdds(Largest):
+    """The largest of all samples is not the sum of those of two batches."""
+
+    sums_samples = True
 
 
 class WithoutBias(Largest):
@@ -198,10 +232,18 @@ def test_an_extension_that_accumulates_is_found() -> None:
         (WithoutBias, "value_partly_frozen"),
         (InHalfPrecision, "value_bfloat16"),
         (WritesToParameters, "leaves_gradient_alone"),
+        (FailsOnNone, "value_of_no_samples"),
+        (SaysItAdds, "samples_add"),
+        (OfTheFirstPass, "value_overwritten"),
     ],
 )
 def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
     assert faults(ExtensionCase(kind, QUANTITY)) == {check}
+
+
+def test_columns_that_do_not_add_are_found() -> None:
+    trace = Quantity(lambda r, name: r.ggn(name).diagonal(0, 1, 2).sum().sqrt(), needs="curvature")
+    assert faults(ExtensionCase(RootOfTrace, trace)) == {"value_in_chunks"}
 
 
 def test_what_is_declared_wrongly_does_not_run() -> None:
@@ -219,9 +261,41 @@ class UnreducedTwice(MSELossRule):
         return 2 * found if view.module.reduction == "none" else found
 
 
-def test_a_loss_that_is_not_reduced_is_checked() -> None:
-    case = LossCase(OwnLoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=UnreducedTwice)
-    assert {result.check for result in check_loss(case) if not result.ok} == {"unreduced"}
+class DrawsNumbers(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        torch.rand(1)
+        return super()._hessian_mat_prod(view, mat)
+
+
+class KeepsState(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        self.__dict__["calls"] = self.__dict__.get("calls", 0) + 1
+        return super()._hessian_mat_prod(view, mat)
+
+
+class TwiceTheGradient(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def gradient(self, view: View) -> Tensor:
+        return 2 * super().gradient(view)
+
+
+@pytest.mark.parametrize(
+    ("rule", "check"),
+    [
+        (UnreducedTwice, "unreduced"),
+        (DrawsNumbers, "loss_leaves_arguments_alone"),
+        (KeepsState, "loss_leaves_arguments_alone"),
+        (TwiceTheGradient, "arriving_gradient_sum"),
+    ],
+)
+def test_a_loss_rule_that_is_wrong_is_found(rule: type[MSELossRule], check: str) -> None:
+    case = LossCase(OwnLoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=rule)
+    assert check in {result.check for result in check_loss(case) if not result.ok}
 
 
 def test_without_an_oracle_values_must_be_finite() -> None:

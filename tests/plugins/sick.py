@@ -54,7 +54,7 @@ HALF = """
 from backpack_core import FirstOrderExtension, hookimpl
 
 class Half(FirstOrderExtension):
-    savefield = "half"
+    savefield = "half_way"
     def read(self, product):
         return product.samples
 

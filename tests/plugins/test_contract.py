@@ -254,6 +254,14 @@ def test_a_supported_interface(api: object) -> None:
         assert "Count" in registry.extensions
 
 
+@pytest.mark.parametrize("api", ["two", "2", 2.0, (), ("2",), True, {"a": 1}])
+def test_an_interface_that_is_no_number(api: object) -> None:
+    provider = provide(backpack_extensions=lambda: [Count])
+    provider.backpack_api = api
+    with pytest.raises(PluginError, match="an integer, or a tuple of several"):
+        plugins.register(provider, "other")
+
+
 @pytest.mark.parametrize("api", [0, 1, (3, 4)])
 def test_an_unsupported_interface(api: object) -> None:
     provider = provide(backpack_extensions=lambda: [Count])

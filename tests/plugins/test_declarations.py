@@ -29,6 +29,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
+from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 
@@ -117,6 +118,10 @@ AT_REGISTRATION = {
         "savefield 'grad_batch' is that of BatchGrad of backpack-plugin-firstorder",
     ),
     "a field that is no name": (derived(Field, savefield="a b"), "must be a Python identifier"),
+    "a field of torch": (
+        derived(Field, savefield="shape"),
+        "savefield 'shape' would hide torch.Tensor.shape of the parameters",
+    ),
     "a degree that is no number": (
         derived(Field, degree="1"),
         "degree must be a number, or None. Got '1'",
@@ -150,6 +155,12 @@ def test_found_at_registration(name: str) -> None:
     assert "?." not in str(caught.value)
     with pytest.raises(PluginError, match="No plugin named"):
         unregister("Slip")  # nothing of it stays behind
+
+
+@pytest.mark.parametrize("types", [(Gain, f"{__name__}.Gain"), (Gain, Gain)])
+def test_a_class_that_is_named_twice(types: tuple[Any, ...]) -> None:
+    with temporary_plugin(derived(GainRule, module_types=types)):
+        assert type(registry.resolve(Gain()).rule).__name__ == "Slip"
 
 
 @pytest.mark.parametrize("name", ["no type at all", "a class for a tuple"])

@@ -163,6 +163,38 @@ def test_doctor_asks_distributions(
     assert [(f.severity, f.who, f.problem, f.remedy) for f in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "entries"),
+    [
+        ("BACKPACK_BLOCK_PLUGINS", "sonud,sound", ["sonud"]),
+        (
+            "BACKPACK_PREFER",
+            "*=backpack-plugin-sound,Norm=backpack-plugin-soud,sound",
+            ["Norm=backpack-plugin-soud", "sound"],
+        ),
+    ],
+)
+def test_doctor_knows_names_in_the_environment(
+    variable: str,
+    value: str,
+    entries: list[str],
+    fake_distribution: FakeDistribution,
+    only_fakes: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_distribution(
+        "backpack-plugin-sound",
+        entry_points={"sound": "sound_module:GradNorm"},
+        modules={"sound_module": NORM},
+    )
+    monkeypatch.setenv(variable, value)
+    diagnosis = examine(limit=60)
+    found = [(f.severity, f.who, f.problem) for f in diagnosis.findings]
+    assert [(severity, who) for severity, who, _ in found] == [("warning", variable)] * len(entries)
+    for entry, (_, _, problem) in zip(sorted(entries), sorted(found), strict=True):
+        assert f"{entry!r} names no installed plugin" in problem
+
+
 def check(diagnosis: Diagnosis, sick: Sick) -> None:
     assert len(diagnosis.findings) == 1, diagnosis.findings
     (finding,) = diagnosis.findings

@@ -188,6 +188,15 @@ def test_what_exists_is_left_alone(tmp_path: Path) -> None:
         scaffold.create("layer", "x", tmp_path / "missing")
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("layer", "linear"), ("layer", "layers"), ("extension", "batch-grad")]
+)
+def test_a_name_of_an_installed_plugin_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"backpack-plugin-\w+ .*is installed.* Choose another"):
+        scaffold.create(kind, name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_prefix_may_be_given(tmp_path: Path) -> None:
     made = scaffold.create("layer", "backpack_plugin_x_y", tmp_path)
     assert made.name == "backpack-plugin-x-y"

@@ -15,6 +15,7 @@ from backpack_core.contract.column_propagator import ColumnPropagator
 from backpack_core.contract.operations import dense
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.record.structure import iter_tensors
 from backpack_core.testing import (
     ExtensionCase,
     RuleCase,
@@ -144,6 +145,25 @@ def test_a_result_in_the_memory_of_an_input() -> None:
         loss.backward()
     assert model.weight.received.data_ptr() != x.data_ptr()
     torch.testing.assert_close(model.weight.received, x)
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda items: {"of a dict": [*items]}])
+def test_results_of_several_tensors_share_no_memory(make: Any) -> None:
+    class Several(FirstOrderExtension):
+        savefield = "several"
+
+        def read(self, product: Any) -> Any:
+            return make((dense(product), dense(product)[0]))
+
+    model = extend(nn.Linear(3, 3))
+    with backpack(Several(), BatchGrad()):
+        model(torch.randn(4, 3)).square().sum().backward()
+    first, second = iter_tensors(model.weight.several)
+    first.zero_()
+    assert second.any()
+    assert torch.equal(second, model.weight.grad_batch)
+    second.zero_()
+    assert model.weight.grad_batch.any()
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
-from backpack_core.extensions import BatchDiagHessian, DiagHessian
+from backpack_core.extensions import PCHMP, BatchDiagHessian, DiagHessian
+from backpack_core.testing import temporary_plugin
 from tests import oracle
 from tests.cases import Net, classification
+from tests.kit.layers import Power, PowerRule
 from tests.secondorder.problems import NETS, SETTINGS, hessians, make
 
 
@@ -134,6 +136,32 @@ def test_nonlinear_in_two_inputs() -> None:
     net = Net(lambda net, x: net.bilinear(net.a(x), net.b(x)), **parts)
     with pytest.raises(UnsupportedError, match="nonlinear in 2 inputs at once"):
         classification(net, (3,)).run(DiagHessian())
+
+
+def test_nonlinear_in_an_input_behind_the_first() -> None:
+    """A rule's second derivative is that in the first input, here a constant."""
+    net = Net(lambda net, x: net.power(torch.ones_like(x), net.a(x)), a=nn.Linear(3, 3),
+              power=Power())  # fmt: skip
+    for extension in (DiagHessian(), PCHMP()):
+        with (
+            temporary_plugin(PowerRule),
+            pytest.raises(UnsupportedError, match="nonlinear in its input 1"),
+        ):
+            classification(net, (3,)).run(extension)
+
+
+@pytest.mark.parametrize("activation", [nn.Tanh, nn.ReLU])
+def test_activation_of_a_number_for_each_sample(activation: type[nn.Module]) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.last(net.t(net.a(x).squeeze(1)).unsqueeze(1))
+
+    problem = classification(
+        Net(forward, a=nn.Linear(3, 1), t=activation(), last=nn.Linear(1, 3)), (3,)
+    )
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    problem.run(DiagHessian(), BatchDiagHessian())
+    problem.compare("diag_h", [d.sum(0) for d in expected])
+    problem.compare("diag_h_batch", expected)
 
 
 def test_nothing_is_collected_where_branches_meet_again() -> None:

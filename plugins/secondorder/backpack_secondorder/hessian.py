@@ -14,6 +14,7 @@ from backpack_core import Columns
 from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.contractions import slices
 from backpack_core.contract.operands import FactoredColumns
+from backpack_secondorder.linalg import flattened
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 
@@ -44,7 +45,7 @@ class Factored:
 
     def diagonal(self) -> Tensor:
         """Shape ``[N, *]``."""
-        product = self.weights.T @ self.rows.flatten(1).square()
+        product = self.weights.T @ flattened(self.rows, 1).square()
         return product.reshape(self.scale.shape) * self.scale.square()
 
 
@@ -126,7 +127,7 @@ class Hessian:
         if factored is not None:
             factored = replace(factored, scale=factored.scale * scale)
         if block is not None:
-            rows = scale.flatten(1).T
+            rows = flattened(scale, 1).T
             rows = rows.reshape(*rows.shape, *[1] * (scale.dim() - 1))
             block = block * scale * rows
         result = self.map_columns(lambda mat: mat * scale)
@@ -176,13 +177,13 @@ class Hessian:
             if root in self.branched:
                 kept[root] = mat
                 continue
-            flat = mat.flatten(2)
+            flat = flattened(mat, 2)
             signed = flat if root.signs is None else flat * root.signs.unsqueeze(-1)
             left, right = rearrange(signed, "v n d -> n d v"), rearrange(flat, "v n e -> n v e")
             product = rearrange(left @ right, "n d e -> d n e")
             block = add(block, product.reshape(flat.shape[2], *mat.shape[1:]))
         if self.diagonal is not None:
-            dense = rearrange(torch.diag_embed(self.diagonal.flatten(1)), "n d e -> d n e")
+            dense = rearrange(torch.diag_embed(flattened(self.diagonal, 1)), "n d e -> d n e")
             block = add(block, dense.reshape(len(dense), *self.diagonal.shape))
         return Hessian(Columns(kept) if kept else None, block=block, branched=self.branched)
 
@@ -193,7 +194,7 @@ class Hessian:
         if self.factored is not None:
             result = add(result, self.factored.diagonal())
         if self.block is not None:
-            flat = self.block.flatten(2).diagonal(dim1=0, dim2=2)
+            flat = flattened(self.block, 2).diagonal(dim1=0, dim2=2)
             result = add(result, flat.reshape(self.block.shape[1:]))
         return result
 
@@ -235,7 +236,7 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
     flat = rows.reshape(count, samples, size)
     tiny = torch.finfo(rows.dtype).tiny
     scale = flat.norm(dim=2, keepdim=True).clamp_min(tiny).sqrt()
-    unit = unit_vectors(rows[0], some).flatten(2) * scale
+    unit = flattened(unit_vectors(rows[0], some), 2) * scale
     mat = torch.cat([unit + flat / scale, unit - flat / scale]) / 2
     signs = rows.new_ones(2 * count, samples)
     signs[count:] = -1

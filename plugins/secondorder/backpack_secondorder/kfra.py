@@ -34,7 +34,7 @@ from backpack_secondorder.factors import WeightSharing, kept_input_covariance, p
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
 from backpack_secondorder.kronecker import KroneckerFactors
-from backpack_secondorder.linalg import eigh
+from backpack_secondorder.linalg import eigh, flattened
 from backpack_secondorder.matrix import ParameterOrder
 from backpack_secondorder.merging import OF_AVERAGES
 from backpack_secondorder.propagators import warn_of_zero
@@ -100,7 +100,7 @@ class BatchAveraged(Propagator):
 
     def _propagated(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
         if isinstance(rule, ElementwiseRule):
-            slope = rule.derivative(view).flatten(1)
+            slope = flattened(rule.derivative(view).expand(view.input_shape), 1)
             average = quantity * (slope.T @ (slope / max(1, len(slope))))
             return {0: _plus(average, self._residual(rule, view))}
         live = [position for position, edge in enumerate(view.call.edges) if edge is not None]
@@ -120,8 +120,8 @@ class BatchAveraged(Propagator):
         require_one_input(rule, view)
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
-            return torch.diag(modified(diagonal.flatten(1).sum(0), self.modify))
-        total = dense_residual(rule, view)(slice(None)).flatten(2).sum(1)
+            return torch.diag(modified(flattened(diagonal, 1).sum(0), self.modify))
+        total = flattened(dense_residual(rule, view)(slice(None)), 2).sum(1)
         if self.modify == "exact":
             return total
         values, vectors = eigh((total + total.mT) / 2)
@@ -159,8 +159,8 @@ class BatchAveraged(Propagator):
                 continue
             if half.shape[1] != batch_size:
                 raise refuse(node, "KFRA needs samples on axis 0 of every tensor")
-            turned = rearrange(half.flatten(2), "o n i -> i n o")
-            full = push(node, {number: turned.reshape(-1, *shape)})[position].flatten(2)
+            turned = rearrange(flattened(half, 2), "o n i -> i n o")
+            full = flattened(push(node, {number: turned.reshape(-1, *shape)})[position], 2)
             yield position, full[:, list(chosen)].mean(1)
 
     def products(
@@ -301,7 +301,7 @@ def _product(rule: LayerRule, position: int, view: View, mat: Tensor) -> Tensor:
     product = rule.jac_t_mat_prod(view, mat.reshape(*mat.shape[:2], *view.output_shape[1:]))
     found = product[position]
     assert found is not None
-    return found.flatten(2)
+    return flattened(found, 2)
 
 
 def _block(rule: LayerRule, view: View, name: str, mat: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import is_symbolic, without_autocast
+from backpack_secondorder.linalg import flattened
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -233,7 +234,7 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
     weighted = vectors * modified(values, modify).unsqueeze(1)
 
     def multiply(x: Tensor) -> Tensor:
-        return (weighted @ (vectors.mT @ x.flatten(1).unsqueeze(2))).reshape(x.shape)
+        return (weighted @ (vectors.mT @ flattened(x, 1).unsqueeze(2))).reshape(x.shape)
 
     return [_term(view, multiply)]
 

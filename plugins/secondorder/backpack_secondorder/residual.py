@@ -22,18 +22,19 @@ def live_inputs(view: View) -> list[int]:
 
 
 def require_one_input(rule: LayerRule, view: View) -> None:
-    """Raise for a nonlinear call with several live inputs (see :func:`live_inputs`).
+    """Raise for a nonlinear call with live inputs behind the first (see :func:`live_inputs`).
 
     Raises:
-        UnsupportedError: Its mixed second derivatives are not known.
+        UnsupportedError: Its second derivatives in these, or mixed ones, are not known.
     """
     live = live_inputs(view)
-    if not rule.hessian_is_zero and len(live) > 1:
+    if not rule.hessian_is_zero and any(live):
+        which = f"{len(live)} inputs at once" if len(live) > 1 else f"its input {live[0]}"
         raise UnsupportedError(
-            f"{view.path} is nonlinear in {len(live)} inputs at once, and "
-            f"{type(rule).__name__} knows no mixed second derivatives: an exact Hessian is "
-            "not to be had from rules. Use DiagHMP or HMP, or the generalised Gauss-Newton matrix "
-            "(DiagGGNExact, GGNMP)."
+            f"{view.path} is nonlinear in {which}, and {type(rule).__name__} knows second "
+            "derivatives in the first input (0) alone: an exact Hessian is not to be had from "
+            "rules. Use DiagHMP or HMP, or the generalised Gauss-Newton matrix (DiagGGNExact, "
+            "GGNMP)."
         )
 
 

@@ -15,6 +15,7 @@ from backpack_core.contract.operations import OpenFunction
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE
+from backpack_secondorder.linalg import flattened
 
 
 @OpenFunction
@@ -95,7 +96,7 @@ def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor
     Returns:
         Columns ``[V, N, *out]`` and signs ``[V, N]``.
     """
-    flat = diagonal.flatten(1)
+    flat = flattened(diagonal, 1)
     samples, size = flat.shape
     places = torch.arange(size, device=flat.device)[entries]
     mat = flat.new_zeros(len(places), samples, size)

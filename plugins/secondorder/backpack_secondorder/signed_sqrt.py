@@ -34,6 +34,7 @@ from backpack_core.graph.alignment import Crossing
 from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
+from backpack_secondorder.linalg import flattened
 from backpack_secondorder.node_residual import add_residual
 from backpack_secondorder.propagators import LossSqrt
 from backpack_secondorder.residual import (
@@ -124,6 +125,7 @@ class SignedSqrt(Propagator):
             return {}
         if self.leaves_out and not view.positions:
             return {}  # which has been noted where the Hessian went through
+        require_one_input(rule, view)
         require_one_entry(view, Hessian(), "it is nonlinear")
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
@@ -286,7 +288,7 @@ class SignedSqrt(Propagator):
         if _prefers_block(quantity, view, position):
             quantity = quantity.as_block()
             if quantity.block is not None:  # otherwise all columns have branched
-                half = push(quantity.block).flatten(2)  # [D_out, N, D_in]
+                half = flattened(push(quantity.block), 2)  # [D_out, N, D_in]
                 turned = rearrange(half, "o n i -> i n o")
                 block = push(turned.reshape(*turned.shape[:2], *view.output_shape[1:]))
                 return replace(quantity, block=block).map_columns(push)
@@ -336,4 +338,4 @@ def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> F
         rows.append(_pushed(rule, one, unit_vectors(first, some), position))
     jacobian = torch.cat(rows)
     scale = jacobian.new_ones(len(diagonal), *jacobian.shape[2:])
-    return Factored(jacobian, diagonal.flatten(1).T, scale)
+    return Factored(jacobian, flattened(diagonal, 1).T, scale)
