@@ -178,8 +178,33 @@ class _Hook(NamedTuple):
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 
 
+def _watched() -> Callable[[bool], tuple[Any, Any] | None]:
+    """The hooks that autograd's saved tensors go through, where torch does not tell (2.6)."""
+    autograd: Any = torch._C._autograd
+    push, pop = (
+        autograd._push_saved_tensors_default_hooks,
+        autograd._pop_saved_tensors_default_hooks,
+    )
+    here = threading.local()  # as torch's own stack of them
+
+    def pushed(*hooks: Any) -> None:
+        push(*hooks)
+        here.__dict__.setdefault("stack", []).append(hooks)
+
+    def popped() -> None:
+        pop()
+        if here.__dict__.get("stack"):  # else those were there before
+            here.stack.pop()
+
+    autograd._push_saved_tensors_default_hooks = pushed
+    autograd._pop_saved_tensors_default_hooks = popped
+    return lambda _: (here.__dict__.get("stack") or (None,))[-1]
+
+
 # Asked for every call that is recorded.
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+if _top_hooks is None:
+    _top_hooks = _watched()
 
 
 def saving_hook() -> _Hook | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from backpack_core import (
+    _checkpoints,
     backpack,
     disable,
     extend,
@@ -318,3 +320,25 @@ def test_what_was_overwritten_inside_is_refused() -> None:
     # Else what is written would come after the last tensor that is saved.
     with refused, set_checkpoint_early_stop(False):
         classification(net, (3,)).run(BatchGrad())
+
+
+def test_hooks_are_known_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.6: those that were entered on this thread are noted."""
+    autograd = torch._C._autograd
+    for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
+        monkeypatch.setattr(autograd, name, getattr(autograd, name))  # to have it back
+    top = _checkpoints._watched()
+    monkeypatch.setattr(_checkpoints, "_top_hooks", top)
+    outer, inner = (lambda t: t, lambda t: t), (lambda t: 2 * t, lambda t: t / 2)
+    with saved_tensors_hooks(*outer):
+        with saved_tensors_hooks(*inner):
+            assert top(False) == inner
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(top, False).result() is None
+        assert top(False) == outer
+    assert top(False) is None
+    net = Net(lambda net, x: checkpoint(net.a, x, use_reentrant=False), a=nn.Linear(3, 2))
+    loss = extend(nn.MSELoss())(extend(net)(torch.randn(4, 3)), torch.randn(4, 2))
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    assert net.a.weight.grad_batch.shape == (4, 2, 3)  # type: ignore[union-attr]
