@@ -47,6 +47,18 @@ def test_one_block_for_one_pass():
             lossfunc(model(x), y).backward()
 
 
+def test_a_block_inside_of_itself():
+    (x, y), (asked,) = data(), [BatchGrad()]
+    model, lossfunc = extend(net()), extend(loss())
+    total = combined(model, asked)
+    with pytest.raises(UsageError, match="entered inside of a block of its own"), total, total:
+        pass
+    with total:
+        lossfunc(model(x), y).backward()
+    for (name, field), value in expected([asked], x, y).items():
+        assert_same(getattr(model.get_parameter(name), field), value)
+
+
 def test_two_passes_are_refused():
     with pytest.raises(UnsupportedError, match="takes two passes"):
         combined(net(), EKFAC())
