@@ -254,7 +254,11 @@ class _Run:
                 "The loader gave no batch: there is nothing to compute. Give what can be gone "
                 "through again, as a DataLoader or a list; an iterator or a generator can not."
             )
-        values = {(path, e.savefield): value for path, e, value in states.values()}
+        parameters = carriers(self.model)
+        values = {
+            (path, e.savefield): e.as_stored(value, parameters[path][0])
+            for path, e, value in states.values()
+        }
         if self.is_sharded:
             values = self._placed(values, readers)
         kinds = {e.savefield: type(e).__name__ for e in readers}

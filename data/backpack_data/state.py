@@ -15,6 +15,8 @@ from backpack_core import Extension, backpack
 from backpack_core.contract.merging import OverBatches, Part, declaration
 from backpack_core.errors import ShapeError, UnsupportedError
 
+LINEAR = ("sum", "mean")  # ways in which values are added up
+
 
 def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
     """The extension's declaration of how batches combine.
@@ -43,6 +45,12 @@ def listed(extensions: Any) -> list[Extension]:
     found = [*extensions] if isinstance(extensions, (list, tuple)) else [extensions]
     backpack(*found)
     return found
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in single precision at least: sums in half precision stop growing."""
+    is_float = tensor.is_floating_point()
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if is_float else tensor
 
 
 @dataclass
@@ -94,6 +102,8 @@ class State:
                     "declare an OverBatches that takes the value apart."
                 )
             part = over.part(name)
+            if part.way in LINEAR:
+                tensor = widened(tensor)
             factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)
             if factor != 1:
                 scale = tensor.mul_ if is_given_up and tensor.is_contiguous() else tensor.mul
@@ -112,7 +122,7 @@ class State:
             part, own = over.part(name), self.tensors[name]
             if part.way == "concatenate":
                 own += others
-            elif part.way in ("sum", "mean"):
+            elif part.way in LINEAR:
                 if own[0].shape != others[0].shape:  # it might broadcast
                     raise ShapeError(
                         f"Values of {type(self.extension).__name__} are added over batches, and "

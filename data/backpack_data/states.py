@@ -19,7 +19,6 @@ from backpack_data.state import State
 from backpack_data.weights import Weights, joint, require_proportional
 
 Place = tuple[str, str]  # path of a parameter, field
-LINEAR = ("sum", "mean")
 
 
 @dataclass

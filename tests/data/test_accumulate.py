@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_core import FirstOrderExtension, is_extended
@@ -319,3 +319,21 @@ def test_shapes_that_do_not_add():
     for sizes in ((3, 3, 1), (3, 4)):  # one sample would broadcast
         with pytest.raises(ShapeError, match=r"Values of Counted are added .* 'concatenate'"):
             run(Counted(), sizes=sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_many_batches_in_half_precision(dtype: torch.dtype):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2).to(dtype), torch.randn(1500, 3).to(dtype), torch.arange(1500) % 2
+    double = nn.Linear(3, 2).double()
+    double.load_state_dict(model.state_dict())
+
+    def found(model: nn.Module, x: Tensor, size: int) -> Quantities:
+        loader = list(zip(x.split(size), y.split(size), strict=True))
+        asked = DiagGGNExact(), KFLR()
+        return accumulate(model, nn.CrossEntropyLoss(), loader, *asked, progress=False)
+
+    wanted = found(double, x.double(), 1500).tensors()
+    for name, value in found(model, x, 1).tensors().items():
+        assert value.dtype is dtype or not value.dim()
+        torch.testing.assert_close(value.double(), wanted[name], rtol=0.02, atol=0.002, msg=name)
