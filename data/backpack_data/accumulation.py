@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from backpack_core import Extension, backpack, extend, is_extended, unextend
-from backpack_core.contract.merging import declaration
+from backpack_core.contract.merging import OverBatches, declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
@@ -218,7 +218,9 @@ class _Run:
         result = self._pass(1, seconds)
         kinds = {extension.savefield: type(extension).__name__ for extension in extensions}
         shapes = {path: p.shape for path, p in self.model.named_parameters()}
-        return Quantities(dict(result), shapes, kinds, result.batches, result.normaliser)
+        over = {e.savefield: e.over_batches for e in extensions}
+        own = {field: way for field, way in over.items() if isinstance(way, OverBatches)}
+        return Quantities(dict(result), shapes, kinds, result.batches, result.normaliser, own)
 
     def _pass(self, number: int, extensions: Sequence[Extension]) -> Quantities:
         """One pass over the loader."""
@@ -273,11 +275,16 @@ class _Run:
             for (path, name), value in values.items()
         }
 
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A tensor of a batch on the device; the pass leaves ``.grad`` of the loader's alone."""
+        moved = tensor.to(self.device)
+        return moved.detach().requires_grad_(moved.requires_grad) if moved.is_leaf else moved
+
     def _one(
         self, states: States | None, readers: Sequence[Extension], inputs: Any, targets: Any
     ) -> None:
         """One batch. Without states, it is run only because other processes wait for it."""
-        inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
+        inputs, targets = map_tensors((inputs, targets), self._own)
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_core import FirstOrderExtension, is_extended
-from backpack_core.errors import NotAnExtensionError, ShapeError, UnsupportedError, UsageError
+from backpack_core.errors import (
+    MissingPluginError,
+    NotAnExtensionError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+)
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -83,6 +89,44 @@ def test_gradients_and_modules_are_left_alone():
     assert all(p.grad is None and not p.__dict__ for p in model.parameters())
     assert not is_extended(model)
     assert not is_extended(lossfunc)
+
+
+class Forces(nn.Module):
+    """Marks what it receives, as models do that differentiate by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.requires_grad_())
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_data_are_left_alone(is_marked: bool):
+    (x, y), wanted = data(), run(DiagGGNExact())
+    x.requires_grad_(is_marked)
+    found = accumulate(Forces(), loss(), [(x, y)], DiagGGNExact(), progress=False)
+    assert x.grad is None
+    assert x.requires_grad is is_marked
+    for (name, field), value in wanted.items():
+        assert_same(found[f"net.{name}", field], value)
+
+
+class Renamed(KFLR):
+    """Values that are no tensors, of an extension that no plugin provides."""
+
+    savefield = "renamed"
+
+
+def test_extensions_of_ones_own(tmp_path: Path):
+    found, wanted = run(Renamed()), run(KFLR())
+    for name in net().state_dict():
+        assert_same(found[name, "renamed"], wanted[name, "kflr"])
+    assert (2 * found).to(dtype=torch.float32).summary().count("renamed") == len(found)
+    found.save(tmp_path / "results")
+    with pytest.raises(MissingPluginError, match="no installed plugin provides it"):
+        Quantities.load(tmp_path / "results")
 
 
 def test_batches_of_other_forms():
