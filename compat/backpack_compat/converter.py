@@ -7,6 +7,7 @@ nonlinear step.
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from copy import deepcopy
@@ -92,8 +93,10 @@ def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
     is_repeated = target in called
     module = called.setdefault(target, root.get_submodule(target))
     has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    if isinstance(module, (nn.RNN, nn.LSTM)) and _can_be_split(module, node):
-        root.set_submodule(target, _single_layers(module))
+    if isinstance(module, (nn.RNN, nn.LSTM)):
+        calls = [n for n in node.graph.nodes if (n.op, n.target) == (node.op, node.target)]
+        if _can_be_split(module, root, calls):
+            root.set_submodule(target, _single_layers(module))
         return
     overwrites = getattr(module, "inplace", False) and is_only_reader(node)
     if not has_state and (is_repeated or overwrites):
@@ -106,9 +109,19 @@ def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
         node.target = target
 
 
-def _can_be_split(module: nn.RNN | nn.LSTM, node: Node) -> bool:
+def _can_be_split(module: nn.RNN | nn.LSTM, root: Module, calls: list[Node]) -> bool:
+    """Whether single layers do the same in all calls; of their states, the last ones are left."""
     plain = module.bias and not module.bidirectional and not module.proj_size
-    return module.num_layers > 1 and plain and len(node.args) == 1 and not node.kwargs
+    are_plain = all(len(call.args) == 1 and not call.kwargs for call in calls)
+    are_states_unread = all(_picked(root, user) == 0 for call in calls for user in call.users)
+    return module.num_layers > 1 and plain and are_plain and are_states_unread
+
+
+def _picked(root: Module, node: Node) -> Any:
+    """Which element of a tuple a node picks; ``None`` if it does something else."""
+    if node.op == "call_module":
+        return getattr(root.get_submodule(str(node.target)), "index", None)
+    return node.args[1] if node.target is operator.getitem else None
 
 
 def _single_layers(module: nn.RNN | nn.LSTM) -> nn.Sequential:
