@@ -45,10 +45,18 @@ def converted(node: Node) -> Conversion:
     key = node.target if node.op == "call_function" else str(node.target)
     if key not in _CONVERSIONS or any(map(is_number, node.all_input_nodes)):
         return None
-    overwrites = key in IN_PLACE or str(key).endswith("_") or node.kwargs.get("inplace", False)
-    if overwrites and not is_only_reader(node):
+    if overwrites(node) and not is_only_reader(node):
         return None
     return _CONVERSIONS[key](node)
+
+
+def overwrites(node: Node) -> bool:
+    """Whether a node changes what it receives, as ``h.mul_(2)`` does."""
+    if node.op == "call_module":
+        return bool(getattr(_root(node).get_submodule(str(node.target)), "inplace", False))
+    name = str(getattr(node.target, "__name__", node.target))
+    has_word = name.endswith("_") and not name.endswith("__")
+    return node.target in IN_PLACE or has_word or bool(node.kwargs.get("inplace", False))
 
 
 def is_number(node: Node) -> bool:

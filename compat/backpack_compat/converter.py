@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
 
-from backpack_compat.conversions import converted, is_only_reader
+from backpack_compat.conversions import converted, is_only_reader, overwrites
 from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning
 from backpack_core.plugins import ensure_loaded
@@ -61,7 +61,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     ensure_loaded()
     graph = RuleTracer().trace(module)
     result = GraphModule(module, graph)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or overwrites(node))
     called: dict[str, Module] = {}
     for node in list(graph.nodes):
         if node.op == "call_module":
@@ -98,10 +98,10 @@ def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
         if _can_be_split(module, root, calls):
             root.set_submodule(target, _single_layers(module))
         return
-    overwrites = getattr(module, "inplace", False) and is_only_reader(node)
-    if not has_state and (is_repeated or overwrites):
+    can_return = overwrites(node) and is_only_reader(node)  # a new tensor
+    if not has_state and (is_repeated or can_return):
         copy = deepcopy(module)
-        if overwrites:
+        if can_return:
             copy.inplace = False  # type: ignore[assignment]
         if is_repeated:
             target = _free_name(root, target)

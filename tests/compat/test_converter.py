@@ -134,6 +134,33 @@ def test_in_place(alias: bool) -> None:
     assert net.act.inplace
 
 
+OVERWRITTEN: dict[str, Callable[[Tensor], object]] = {
+    "method": lambda h: h.mul_(2.0),
+    "function": lambda h: F.relu(h, inplace=True),
+    "function with a word": lambda h: torch.relu_(h),
+    "module": nn.ReLU(inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITTEN)
+@pytest.mark.filterwarnings("ignore:convert:backpack_core.errors.BackpackWarning")
+def test_statements_that_overwrite(name: str) -> None:
+    """Nobody takes what they return."""
+
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = OVERWRITTEN[name]
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + 1.0
+            self.act(h)
+            return h
+
+    net, x = Overwriting(), torch.randn(3, 4)
+    assert_close(convert(net)(x), net(x))
+
+
 def test_repeated_modules_are_copied() -> None:
     class Repeated(nn.Module):
         def __init__(self) -> None:
