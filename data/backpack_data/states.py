@@ -78,7 +78,7 @@ class States:
                     value = parameter.__dict__.pop(extension.savefield)
                     for other in others:
                         other.__dict__.pop(extension.savefield, None)
-                    samples = weights.samples([parameter, *others], extension.subsampling)
+                    samples = weights.samples(extension.subsampling)
                     place = path, extension.savefield
                     state = State.of(extension, value, normaliser, samples, is_given_up)
                     for key, (tensor,) in state.tensors.items():

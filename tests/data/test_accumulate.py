@@ -381,3 +381,33 @@ def test_sums_of_many_batches_in_half_precision(dtype: torch.dtype):
     for name, value in found(model, x, 1).tensors().items():
         assert value.dtype is dtype or not value.dim()
         torch.testing.assert_close(value.double(), wanted[name], rtol=0.02, atol=0.002, msg=name)
+
+
+class Picked(nn.Module):
+    """A layer that receives some samples, one that is a table, and a parameter of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.some = nn.Linear(9, 4).double(), nn.Linear(4, 3).double()
+        self.table = nn.Embedding(1, 3).double()
+        self.rest = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.flatten(1)))
+        where = (x.flatten(1)[:, 0] > 0).nonzero()[:, 0]
+        kept = (h @ self.rest).index_add(0, where, self.some(h[where]))
+        return kept + self.table(torch.arange(1))
+
+
+@pytest.mark.parametrize("sizes", [(20,), (3, 9, 8)])
+def test_all_samples_count_where_a_layer_receives_some(sizes: tuple[int, ...]):
+    model, (x, y) = Picked(), data(20)
+    asked = Variance(), KFLR()
+    found = accumulate(model, nn.CrossEntropyLoss(), batches(x, y, *sizes), *asked, progress=False)
+    for name, parameter in model.named_parameters():
+        losses = [nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(20)]
+        each = torch.stack([torch.autograd.grad(loss / 20, parameter)[0] for loss in losses])
+        assert_same(found[name, "variance"], each.var(0, correction=0))
+    h = torch.tanh(model.first(x.flatten(1)))[x[:, 0, 0, 0] > 0].detach()
+    assert_same(found["some.weight", "kflr"][1], h.T @ h / 20)
