@@ -79,14 +79,14 @@ class State:
         samples: int,
         is_given_up: bool = False,
     ) -> State:
-        """The state of one batch, in memory of its own where it is scaled.
+        """The state of one batch, in memory of its own where it is scaled or added to.
 
         Args:
             extension: The extension; the value may be that of its ``reader``.
             value: The value on a parameter.
             normaliser: What the loss of the batch divides by; ``None`` for a sum.
             samples: How many samples took part.
-            is_given_up: Whether the caller no longer needs the value, so it may be scaled in place.
+            is_given_up: Whether the caller no longer needs the value, so its memory may be taken.
 
         Raises:
             UnsupportedError: The extension refuses, has no degree and the loss is a mean, or its
@@ -108,6 +108,8 @@ class State:
             if factor != 1:
                 scale = tensor.mul_ if is_given_up and tensor.is_contiguous() else tensor.mul
                 tensor = scale(factor)
+            elif part.way in LINEAR and not is_given_up:
+                tensor = tensor.clone()
             state.tensors[name] = [tensor]
         return state
 

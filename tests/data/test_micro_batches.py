@@ -13,6 +13,7 @@ from backpack_core.extensions import (
     KFRA,
     BatchGrad,
     ClippedSumGrad,
+    DiagGGNExact,
     GGNGram,
     SqrtGGNExact,
     Variance,
@@ -45,6 +46,17 @@ def test_one_block_for_one_pass():
         lossfunc(model(x), y).backward()
         with pytest.raises(UsageError, match="once for each backward pass"):
             lossfunc(model(x), y).backward()
+
+
+def test_what_is_kept_of_one_pass_stays():
+    model, lossfunc = extend(net()), extend(loss("sum"))
+    total, kept = combined(model, DiagGGNExact()), []
+    for x, y in batches(*data(), 4, 3):
+        with total:
+            lossfunc(model(x), y).backward()
+            kept.append(model.get_parameter("4.bias").diag_ggn_exact)
+    for found, (x, y) in zip(kept, batches(*data(), 4, 3), strict=True):
+        assert_same(found, expected([DiagGGNExact()], x, y, "sum")["4.bias", "diag_ggn_exact"])
 
 
 def test_a_block_inside_of_itself():
