@@ -21,6 +21,7 @@ from backpack_core.contract.merging import OverBatches, declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
+from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.structure import map_tensors
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.checkpoint import Checkpoint
@@ -334,11 +335,21 @@ class _extended:
 
     def __init__(self, *modules: Any) -> None:
         self._modules = [m for m in modules if isinstance(m, Module) and not is_extended(m)]
+        self._before: list[tuple[Module, dict[str, int]]] = []  # parts that are extended, and axes
 
     def __enter__(self) -> None:
         for module in self._modules:
-            extend(module)
+            axes: dict[str, int] = {}
+            for path, part in module.named_modules():
+                owner = part.__dict__.get(OWNER_ATTRIBUTE)
+                if owner is not None and owner.module is part:
+                    self._before.append((part, owner.axes))
+                    known = owner.axes.items()
+                    axes |= {".".join(filter(None, (path, own))): axis for own, axis in known}
+            extend(module, batch_axis=axes)
 
     def __exit__(self, *exc: object) -> None:
         for module in self._modules:
             unextend(module)
+        for part, axes in self._before:
+            extend(part, batch_axis=axes)

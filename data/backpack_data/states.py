@@ -117,8 +117,8 @@ class States:
             if self.seen[path, name] != self.batches and not is_sum:
                 raise UnsupportedError(
                     f"{self.seen[path, name]} of {self.batches} batches reached the parameter "
-                    f"{path!r}, and {type(extension).__name__} is no plain sum over samples: leave "
-                    "the parameter or the extension out."
+                    f"{path!r}, and its {name!r} is no plain sum over samples: leave the extension "
+                    "out, or the parameter, with requires_grad_(False)."
                 )
             state.normaliser = self.normaliser
             yield path, extension, state.value(self.shapes[path])

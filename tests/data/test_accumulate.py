@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core import FirstOrderExtension, is_extended
+from backpack_core import FirstOrderExtension, extend, is_extended
 from backpack_core.errors import (
     MissingPluginError,
     NotAnExtensionError,
@@ -26,6 +26,7 @@ from backpack_core.extensions import (
     KFLR,
     KFRA,
     BatchDotGrad,
+    BatchGrad,
     ClippedSumGrad,
     DiagGGNExact,
     DiagGGNMC,
@@ -89,6 +90,34 @@ def test_gradients_and_modules_are_left_alone():
     assert all(p.grad is None and not p.__dict__ for p in model.parameters())
     assert not is_extended(model)
     assert not is_extended(lossfunc)
+
+
+def test_parts_that_are_extended_stay_so():
+    model, (x, y) = net(), data()
+    assert isinstance(model, nn.Sequential)
+    extend(model[4])
+    accumulate(model, loss(), [(x, y)], DiagGGNExact(), progress=False)
+    assert [is_extended(part) for part in model] == [False] * 4 + [True]
+
+
+class OfSteps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.CrossEntropyLoss(reduction="sum")
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.each(output.flatten(0, 1), targets)
+
+
+def test_the_declared_axis_stays_where_a_part_was_added():
+    x, y = torch.randn(3, 3, 4, dtype=torch.float64), torch.arange(9) % 2  # steps first
+    model = extend(nn.Sequential(nn.Linear(4, 2).double()), batch_axis=1)
+    model.append(nn.Tanh())
+    found = accumulate(model, OfSteps(), [(x, y)], BatchGrad(), progress=False)
+    for n in range(3):
+        single = OfSteps()(model(x[:, n : n + 1]), y.reshape(3, 3)[:, n])
+        (wanted,) = torch.autograd.grad(single, model[0].weight)
+        assert_same(found["0.weight", "grad_batch"][n], wanted)
 
 
 class Forces(nn.Module):
