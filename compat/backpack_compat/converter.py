@@ -17,16 +17,15 @@ from torch import nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
 
-from backpack_compat.conversions import converted, is_only_reader, overwrites
+from backpack_compat.conversions import converted, is_number, is_only_reader, overwrites
 from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
-# These stay functions: queries of shapes give numbers, which have no gradient; a rearrangement is
-# linear, and may move the samples, which a module must not.
-_NO_CURVATURE = frozenset({"size", "dim", "getattr", "permute", "transpose"})
+# These stay functions: a rearrangement is linear, and may move the samples, as no module may.
+_NO_CURVATURE = frozenset({"getattr", "permute", "transpose"})
 
 _HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
 
@@ -149,7 +148,7 @@ def _report(nodes: Any) -> None:
     left = [
         getattr(node.target, "__name__", str(node.target))
         for node in nodes
-        if node.op in ("call_function", "call_method", "get_attr")
+        if node.op in ("call_function", "call_method", "get_attr") and not is_number(node)
     ]
     names = sorted({name for name in left if name not in _NO_CURVATURE})
     if names:

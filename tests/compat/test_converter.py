@@ -246,10 +246,11 @@ NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.filterwarnings("ignore:convert:backpack_core.errors.BackpackWarning")
 def test_numbers_are_no_tensors(name: str) -> None:
-    x = torch.randn(2, 1, 4) if "sum of sizes" in name else torch.randn(2, 3, 4)
-    assert_close(convert(Net(NUMBERS[name]))(x), NUMBERS[name](x))
+    x = torch.randn(2, 1, 4) if name == "sum of sizes" else torch.randn(2, 3, 4)
+    with pytest.warns(BackpackWarning, match=r"functions: (view|reshape)\."):
+        found = convert(Net(NUMBERS[name]))
+    assert_close(found(x), NUMBERS[name](x))
 
 
 @pytest.mark.parametrize("how", ["parameter", "mean"])
