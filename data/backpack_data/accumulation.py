@@ -193,6 +193,9 @@ class _Run:
         self.model, self.lossfunc, self.loader = model, lossfunc, loader
         self.batch = partial(made_by, batch) if batch else split
         self.normaliser, self.progress, self.check = normaliser, progress, check
+        self.of_loss: list[Tensor] = []
+        if isinstance(lossfunc, Module):
+            self.of_loss += lossfunc.parameters()
         self.trained = [p for p in model.parameters() if p.requires_grad]
         # Hooks that step an optimizer must not run in this pass.
         self.is_hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.trained)
@@ -291,7 +294,7 @@ class _Run:
             loss = self.lossfunc(output_of(self.model, inputs), targets)
         weights = Weights(of_losses=given is None)
         with (
-            _same_gradients(self.model),
+            _same_gradients([*self.model.parameters(), *self.of_loss]),
             backpack(*readers, check=self.check, observer=weights, gradient="skipped"),
         ):
             if self.is_hooked:
@@ -300,17 +303,16 @@ class _Run:
                 loss.backward()
         if states is not None:
             states.add(self.model, weights, given, is_given_up=True)
-            return
-        for parameters in carriers(self.model).values():
+        for parameters in (*carriers(self.model).values(), self.of_loss):
             for parameter in parameters:
                 for extension in readers:
                     parameter.__dict__.pop(extension.savefield, None)
 
 
 @contextmanager
-def _same_gradients(model: Module) -> Iterator[None]:
+def _same_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Restores ``.grad`` after the block, where autograd cannot be told to leave it out."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
     try:

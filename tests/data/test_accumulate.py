@@ -120,6 +120,26 @@ def test_the_declared_axis_stays_where_a_part_was_added():
         assert_same(found["0.weight", "grad_batch"][n], wanted)
 
 
+class WithHead(nn.Module):
+    """A loss with parameters, one of which a function uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(3, 3).double(), nn.Parameter(torch.ones(3).double())
+        self.each = loss()
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.each(self.head(output * self.scale), targets)
+
+
+def test_parameters_of_the_loss_are_left_alone():
+    lossfunc = WithHead()
+    accumulate(net(), lossfunc, batches(*data(), 4, 3), BatchGrad(), progress=False)
+    for parameter in lossfunc.parameters():
+        assert parameter.grad is None
+        assert not vars(parameter)
+
+
 class Forces(nn.Module):
     """Marks what it receives, as models do that differentiate by it."""
 
