@@ -332,8 +332,8 @@ def nothing_arrived(view: View, name: str) -> Exception:
     if view.output_shape == ():
         return missing(
             f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
-            "an installed plugin knows (backpack-plugin-layers covers torch.nn), or write a "
-            f"LossRule for {type(view.call.module).__name__}.",
+            "an installed plugin knows (backpack-plugin-layers covers most of torch.nn), or write "
+            f"a LossRule for {type(view.call.module).__name__}.",
             "loss",
         )
     return errors.NotExtendedError(

@@ -186,7 +186,8 @@ class Survey:
         """What rules see at an output, with the gradient there and what calls have computed."""
         call, index, (node, *_), _ = site
         axis, positions = self.axes.get((call, index), 0), self.alignment.positions_of(site)
-        return View(call, index, grad, node, axis, kept.setdefault(call, {}), positions)
+        known = kept.setdefault(call, {})
+        return View(call, index, grad, node, axis, known, positions, self.batch_size)
 
     def further(self, edge: Edge) -> list[Edge]:
         """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""

@@ -41,6 +41,7 @@ class View:
         is_reached: Whether a gradient arrived: autograd leaves some gradients undefined that are
             zero.
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
+        samples: How many samples the backward pass has, wherever the call has them.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
             pass, for chunks of columns, and in a pass without autograd, except at losses.
         inner: The gradient at the node that the rule named, in the shape of that node's output,
@@ -65,6 +66,7 @@ class View:
         axis: int = 0,
         kept: dict[Any, Any] | None = None,
         positions: int = 1,
+        samples: int = 0,
     ) -> None:
         self.call = call
         self.stored = call.stored
@@ -76,6 +78,7 @@ class View:
         self.is_reached = True
         self.inner: Tensor | None = None
         self.positions = positions
+        self.samples = samples
         self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None

@@ -38,16 +38,36 @@ def converted(node: Node) -> Conversion:
         node: A function or method call.
 
     Returns:
-        The module and its inputs, or ``None`` where the node has to stay: there is no module, its
-        settings are computed in the network, or it overwrites a tensor that is read elsewhere.
+        The module and its inputs, or ``None`` where the node has to stay: there is no module, it
+        computes with numbers or takes its settings from them, or it overwrites a tensor that is
+        read elsewhere.
     """
     key = node.target if node.op == "call_function" else str(node.target)
-    if key not in _CONVERSIONS:
+    if key not in _CONVERSIONS or any(map(is_number, node.all_input_nodes)):
         return None
-    overwrites = key in IN_PLACE or str(key).endswith("_") or node.kwargs.get("inplace", False)
-    if overwrites and not is_only_reader(node):
+    if overwrites(node) and not is_only_reader(node):
         return None
     return _CONVERSIONS[key](node)
+
+
+def overwrites(node: Node) -> bool:
+    """Whether a node changes what it receives, as ``h.mul_(2)`` does."""
+    if node.op == "call_module":
+        return bool(getattr(_root(node).get_submodule(str(node.target)), "inplace", False))
+    name = str(getattr(node.target, "__name__", node.target))
+    has_word = name.endswith("_") and not name.endswith("__")
+    return node.target in IN_PLACE or has_word or bool(node.kwargs.get("inplace", False))
+
+
+def is_number(node: Node) -> bool:
+    """Whether a node is a number, or several, computed from shapes: ``2 * x.shape[1]``."""
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "numel")
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim")
+    if getattr(node.target, "__module__", None) not in ("_operator", "math", "builtins"):
+        return False
+    return bool(node.all_input_nodes) and all(map(is_number, node.all_input_nodes))
 
 
 def is_only_reader(node: Node) -> bool:
@@ -115,7 +135,9 @@ def _module(kind: Callable[..., Module], *names: str) -> Convert:
 
 
 def _sum(node: Node) -> Conversion:
-    both = len(node.args) == 2 and not node.kwargs and all(isinstance(a, Node) for a in node.args)
+    """The sum of two tensors that the network computes: a parameter belongs to no module's call."""
+    are_computed = all(isinstance(a, Node) and a.op != "get_attr" for a in node.args)
+    both = len(node.args) == 2 and not node.kwargs and are_computed
     return (SumModule(), node.args) if both else None
 
 

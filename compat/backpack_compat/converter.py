@@ -7,6 +7,7 @@ nonlinear step.
 
 from __future__ import annotations
 
+import operator
 import re
 import warnings
 from copy import deepcopy
@@ -16,16 +17,15 @@ from torch import nn
 from torch.fx import GraphModule, Node, Tracer
 from torch.nn import Module
 
-from backpack_compat.conversions import converted, is_only_reader
+from backpack_compat.conversions import converted, is_number, is_only_reader, overwrites
 from backpack_core.engine.active import logger
 from backpack_core.errors import BackpackWarning
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
-# These stay functions: queries of shapes give numbers, which have no gradient; a rearrangement is
-# linear, and may move the samples, which a module must not.
-_NO_CURVATURE = frozenset({"size", "dim", "getattr", "permute", "transpose"})
+# These stay functions: a rearrangement is linear, and may move the samples, as no module may.
+_NO_CURVATURE = frozenset({"getattr", "permute", "transpose"})
 
 _HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
 
@@ -60,7 +60,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     ensure_loaded()
     graph = RuleTracer().trace(module)
     result = GraphModule(module, graph)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or overwrites(node))
     called: dict[str, Module] = {}
     for node in list(graph.nodes):
         if node.op == "call_module":
@@ -92,13 +92,15 @@ def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
     is_repeated = target in called
     module = called.setdefault(target, root.get_submodule(target))
     has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    if isinstance(module, (nn.RNN, nn.LSTM)) and _can_be_split(module, node):
-        root.set_submodule(target, _single_layers(module))
+    if isinstance(module, (nn.RNN, nn.LSTM)):
+        calls = [n for n in node.graph.nodes if (n.op, n.target) == (node.op, node.target)]
+        if _can_be_split(module, root, calls):
+            root.set_submodule(target, _single_layers(module))
         return
-    overwrites = getattr(module, "inplace", False) and is_only_reader(node)
-    if not has_state and (is_repeated or overwrites):
+    can_return = overwrites(node) and is_only_reader(node)  # a new tensor
+    if not has_state and (is_repeated or can_return):
         copy = deepcopy(module)
-        if overwrites:
+        if can_return:
             copy.inplace = False  # type: ignore[assignment]
         if is_repeated:
             target = _free_name(root, target)
@@ -106,9 +108,19 @@ def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
         node.target = target
 
 
-def _can_be_split(module: nn.RNN | nn.LSTM, node: Node) -> bool:
+def _can_be_split(module: nn.RNN | nn.LSTM, root: Module, calls: list[Node]) -> bool:
+    """Whether single layers do the same in all calls; of their states, the last ones are left."""
     plain = module.bias and not module.bidirectional and not module.proj_size
-    return module.num_layers > 1 and plain and len(node.args) == 1 and not node.kwargs
+    are_plain = all(len(call.args) == 1 and not call.kwargs for call in calls)
+    are_states_unread = all(_picked(root, user) == 0 for call in calls for user in call.users)
+    return module.num_layers > 1 and plain and are_plain and are_states_unread
+
+
+def _picked(root: Module, node: Node) -> Any:
+    """Which element of a tuple a node picks; ``None`` if it does something else."""
+    if node.op == "call_module":
+        return getattr(root.get_submodule(str(node.target)), "index", None)
+    return node.args[1] if node.target is operator.getitem else None
 
 
 def _single_layers(module: nn.RNN | nn.LSTM) -> nn.Sequential:
@@ -136,7 +148,7 @@ def _report(nodes: Any) -> None:
     left = [
         getattr(node.target, "__name__", str(node.target))
         for node in nodes
-        if node.op in ("call_function", "call_method", "get_attr")
+        if node.op in ("call_function", "call_method", "get_attr") and not is_number(node)
     ]
     names = sorted({name for name in left if name not in _NO_CURVATURE})
     if names:

@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from backpack_core import Extension, backpack, extend, is_extended, unextend
-from backpack_core.contract.merging import declaration
+from backpack_core.contract.merging import OverBatches, declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
+from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.structure import map_tensors
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.checkpoint import Checkpoint
@@ -192,6 +193,9 @@ class _Run:
         self.model, self.lossfunc, self.loader = model, lossfunc, loader
         self.batch = partial(made_by, batch) if batch else split
         self.normaliser, self.progress, self.check = normaliser, progress, check
+        self.of_loss: list[Tensor] = []
+        if isinstance(lossfunc, Module):
+            self.of_loss += lossfunc.parameters()
         self.trained = [p for p in model.parameters() if p.requires_grad]
         # Hooks that step an optimizer must not run in this pass.
         self.is_hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.trained)
@@ -218,7 +222,9 @@ class _Run:
         result = self._pass(1, seconds)
         kinds = {extension.savefield: type(extension).__name__ for extension in extensions}
         shapes = {path: p.shape for path, p in self.model.named_parameters()}
-        return Quantities(dict(result), shapes, kinds, result.batches, result.normaliser)
+        over = {e.savefield: e.over_batches for e in extensions}
+        own = {field: way for field, way in over.items() if isinstance(way, OverBatches)}
+        return Quantities(dict(result), shapes, kinds, result.batches, result.normaliser, own)
 
     def _pass(self, number: int, extensions: Sequence[Extension]) -> Quantities:
         """One pass over the loader."""
@@ -254,7 +260,11 @@ class _Run:
                 "The loader gave no batch: there is nothing to compute. Give what can be gone "
                 "through again, as a DataLoader or a list; an iterator or a generator can not."
             )
-        values = {(path, e.savefield): value for path, e, value in states.values()}
+        parameters = carriers(self.model)
+        values = {
+            (path, e.savefield): e.as_stored(value, parameters[path][0])
+            for path, e, value in states.values()
+        }
         if self.is_sharded:
             values = self._placed(values, readers)
         kinds = {e.savefield: type(e).__name__ for e in readers}
@@ -269,17 +279,22 @@ class _Run:
             for (path, name), value in values.items()
         }
 
+    def _own(self, tensor: Tensor) -> Tensor:
+        """A tensor of a batch on the device; the pass leaves ``.grad`` of the loader's alone."""
+        moved = tensor.to(self.device)
+        return moved.detach().requires_grad_(moved.requires_grad) if moved.is_leaf else moved
+
     def _one(
         self, states: States | None, readers: Sequence[Extension], inputs: Any, targets: Any
     ) -> None:
         """One batch. Without states, it is run only because other processes wait for it."""
-        inputs, targets = map_tensors((inputs, targets), lambda t: t.to(self.device))
+        inputs, targets = map_tensors((inputs, targets), self._own)
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)
         weights = Weights(of_losses=given is None)
         with (
-            _same_gradients(self.model),
+            _same_gradients([*self.model.parameters(), *self.of_loss]),
             backpack(*readers, check=self.check, observer=weights, gradient="skipped"),
         ):
             if self.is_hooked:
@@ -288,17 +303,16 @@ class _Run:
                 loss.backward()
         if states is not None:
             states.add(self.model, weights, given, is_given_up=True)
-            return
-        for parameters in carriers(self.model).values():
+        for parameters in (*carriers(self.model).values(), self.of_loss):
             for parameter in parameters:
                 for extension in readers:
                     parameter.__dict__.pop(extension.savefield, None)
 
 
 @contextmanager
-def _same_gradients(model: Module) -> Iterator[None]:
+def _same_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Restores ``.grad`` after the block, where autograd cannot be told to leave it out."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:
         parameter.grad = None
     try:
@@ -323,11 +337,21 @@ class _extended:
 
     def __init__(self, *modules: Any) -> None:
         self._modules = [m for m in modules if isinstance(m, Module) and not is_extended(m)]
+        self._before: list[tuple[Module, dict[str, int]]] = []  # parts that are extended, and axes
 
     def __enter__(self) -> None:
         for module in self._modules:
-            extend(module)
+            axes: dict[str, int] = {}
+            for path, part in module.named_modules():
+                owner = part.__dict__.get(OWNER_ATTRIBUTE)
+                if owner is not None and owner.module is part:
+                    self._before.append((part, owner.axes))
+                    known = owner.axes.items()
+                    axes |= {".".join(filter(None, (path, own))): axis for own, axis in known}
+            extend(module, batch_axis=axes)
 
     def __exit__(self, *exc: object) -> None:
         for module in self._modules:
             unextend(module)
+        for part, axes in self._before:
+            extend(part, batch_axis=axes)

@@ -83,6 +83,7 @@ class combined:
         self._given = None if normaliser == "loss" else (normaliser,)
         self._readers = [declaration(e).reader(e) for e in extensions]
         self._options = options
+        self._block: backpack | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -90,10 +91,20 @@ class combined:
         self._states = States.over(self._model, self._readers)
 
     def __enter__(self) -> combined:
-        """Begin one backward pass."""
+        """Begin one backward pass.
+
+        Raises:
+            UsageError: This object is entered already.
+        """
+        if self._block is not None:
+            raise UsageError(
+                "combined(...) was entered inside of a block of its own: one block is around one "
+                "backward pass. Leave it first, or make a second combined(...)."
+            )
         self._weights = Weights(of_losses=self._given is None)
-        self._block = backpack(*self._readers, observer=self._weights, **self._options)
-        self._block.__enter__()
+        block = backpack(*self._readers, observer=self._weights, **self._options)
+        block.__enter__()
+        self._block = block
         return self
 
     def __exit__(
@@ -103,7 +114,9 @@ class combined:
         traceback: TracebackType | None,
     ) -> None:
         """Add the values of this pass, and store those of all batches."""
-        self._block.__exit__(exc_type, exc, traceback)
+        block, self._block = self._block, None
+        assert block is not None
+        block.__exit__(exc_type, exc, traceback)
         if exc_type is not None:
             return
         self._states.add(self._model, self._weights, self._given)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from backpack_core import Extension, Propagator
 from backpack_core.errors import UsageError
@@ -54,9 +54,15 @@ class Checkpoint:
             raise UsageError(f"state_file is a file, and {str(path)!r} is a folder: add a name.")
         if path.exists():
             self._tensors, self._about = files.read(path, "state")
+        self._held = {"model": model}
         self._print = {"model": _fingerprint(model)}
         if isinstance(lossfunc, Module):
+            self._held["loss"] = lossfunc
             self._print["loss"] = f"{_settings(lossfunc)} {_fingerprint(lossfunc)}"
+        buffers = self._buffers()
+        # Of a run that has begun, only those that have not changed as it ran.
+        kept = buffers.keys() & self._about.keys() if self._about else buffers.keys()
+        self._print.update({name: buffers[name] for name in sorted(kept)})
 
     def begin(self, number: int, states: States) -> int:
         """Restore the states of a pass, and return how many of its batches are done.
@@ -133,7 +139,18 @@ class Checkpoint:
         self._about[f"numbers {number}"] = states.numbers()
         self._about[f"done {number}"], self._about[f"data {number}"] = self._done, self._checksum
         self._keep(f"now {number}")
+        for name, now in self._buffers().items():
+            if self._about.get(name, now) != now:  # it changes as the model runs
+                del self._about[name], self._print[name]
         files.write(self._path, "state", self._tensors, self._about)
+
+    def _buffers(self) -> dict[str, str]:
+        """Checksums of the buffers of model and loss."""
+        return {
+            f"buffer {name} of the {role}": f"{_checksum(buffer, 0):08x}"
+            for role, module in self._held.items()
+            for name, buffer in module.named_buffers()
+        }
 
     def _keep(self, name: str) -> None:
         self._tensors[f"random|{name}|cpu"] = torch.get_rng_state()
@@ -166,18 +183,13 @@ def _settings(given: Module | Extension) -> str:
 
 
 def _fingerprint(model: Module) -> str:
-    """Tells modules apart by names, shapes and values, by what is trained, and by their modes.
-
-    In train mode, buffers may change as the model runs.
-    """
+    """Tells modules apart by names and shapes, parameters, what is trained, and their modes."""
     modes = {path: module.training for path, module in model.named_modules()}
-    digest = zlib.crc32(repr(modes).encode())
-    held: dict[str, Any] = model.state_dict(keep_vars=True)
-    for name, tensor in held.items():
-        is_at_rest = isinstance(tensor, Tensor) and not modes.get(name.rpartition(".")[0], True)
-        if isinstance(tensor, Parameter) or is_at_rest:
-            about = f"{name} {list(tensor.shape)} {tensor.requires_grad}"
-            digest = _checksum(tensor.detach(), zlib.crc32(about.encode(), digest))
+    buffers = {name: list(buffer.shape) for name, buffer in model.named_buffers()}
+    digest = zlib.crc32(repr((modes, buffers)).encode())
+    for name, tensor in model.named_parameters():
+        about = f"{name} {list(tensor.shape)} {tensor.requires_grad}"
+        digest = _checksum(tensor.detach(), zlib.crc32(about.encode(), digest))
     return f"{digest:08x}"
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, distributed
 from backpack_core.contract.merging import declaration
 from backpack_core.errors import BackpackError, UsageError
 from backpack_data.shards import is_any
-from backpack_data.state import State
-from backpack_data.states import LINEAR, Place, States
+from backpack_data.state import LINEAR, State
+from backpack_data.states import Place, States
 from backpack_data.weights import require_proportional
 
 Name = tuple[Place, str]  # place, and part of the value

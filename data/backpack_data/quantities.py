@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import Extension
-from backpack_core.contract.merging import declaration
+from backpack_core.contract.merging import OverBatches, declaration
 from backpack_core.discovery import choose
 from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
@@ -43,6 +43,7 @@ class Quantities(Mapping[Place, Any]):
         kinds: Mapping[str, str],
         batches: int = 0,
         normaliser: float | None = None,
+        over: Mapping[str, OverBatches] | None = None,
     ) -> None:
         """Store them.
 
@@ -52,8 +53,10 @@ class Quantities(Mapping[Place, Any]):
             kinds: The names of the extensions, by field.
             batches: How many batches there were.
             normaliser: See the class.
+            over: Declarations for values that are no tensors, by field; default: those of the
+                installed extensions.
         """
-        self._shapes, self._kinds = dict(shapes), dict(kinds)
+        self._shapes, self._kinds, self._over = dict(shapes), dict(kinds), dict(over or {})
         ordered = ((path, field) for path in self._shapes for field in self._kinds)
         self._values = {place: values[place] for place in ordered if place in values}
         self.batches, self.normaliser = batches, normaliser
@@ -90,7 +93,12 @@ class Quantities(Mapping[Place, Any]):
 
     def _map(self, function: Callable[[Place, Any], Any]) -> Quantities:
         values = {place: function(place, value) for place, value in self.items()}
-        return Quantities(values, self._shapes, self._kinds, self.batches, self.normaliser)
+        about = self._shapes, self._kinds, self.batches, self.normaliser, self._over
+        return Quantities(values, *about)
+
+    def _declared(self, field: str) -> OverBatches:
+        """How values of a field consist of tensors."""
+        return self._over.get(field) or declaration(_kind(self._kinds[field]))
 
     def __add__(self, other: Quantities) -> Quantities:
         """Value by value.
@@ -147,7 +155,7 @@ class Quantities(Mapping[Place, Any]):
         def moved(place: Place, value: Any) -> Any:
             if isinstance(value, Tensor):
                 return move(value)
-            over = declaration(_kind(self._kinds[place[1]]))
+            over = self._declared(place[1])
             tensors = {key: move(tensor) for key, tensor in over.take_apart(value).items()}
             return over.put_together(tensors, self._shapes[place[0]])
 
@@ -160,8 +168,7 @@ class Quantities(Mapping[Place, Any]):
             if isinstance(value, Tensor):
                 found[files.joined(path, name, "")] = whole(value)
             else:
-                over = declaration(_kind(self._kinds[name]))
-                for key, tensor in over.take_apart(value).items():
+                for key, tensor in self._declared(name).take_apart(value).items():
                     found[files.joined(path, name, key)] = tensor
         return found
 

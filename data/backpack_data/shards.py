@@ -95,9 +95,12 @@ def placed(value: Any, extension: Extension, parameter: Tensor) -> Any:
 
 
 def in_dtype_of(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Cast a tensor to the dtype a parameter is stored in; the forward pass may use another."""
+    """Cast a tensor to the dtype a shard is stored in, or single precision, to add it up there.
+
+    The forward pass may use another one.
+    """
     is_float = tensor.is_floating_point() and is_sharded(parameter)
-    return tensor.to(parameter.dtype) if is_float else tensor
+    return tensor.to(torch.promote_types(parameter.dtype, torch.float32)) if is_float else tensor
 
 
 def is_any(flag: bool, group: distributed.ProcessGroup) -> bool:

@@ -15,6 +15,8 @@ from backpack_core import Extension, backpack
 from backpack_core.contract.merging import OverBatches, Part, declaration
 from backpack_core.errors import ShapeError, UnsupportedError
 
+LINEAR = ("sum", "mean")  # ways in which values are added up
+
 
 def over_batches(extension: Extension, what: str = "values of several batches") -> OverBatches:
     """The extension's declaration of how batches combine.
@@ -45,6 +47,12 @@ def listed(extensions: Any) -> list[Extension]:
     return found
 
 
+def widened(tensor: Tensor) -> Tensor:
+    """A tensor in single precision at least: sums in half precision stop growing."""
+    is_float = tensor.is_floating_point()
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if is_float else tensor
+
+
 @dataclass
 class State:
     """The value for some batches; states of disjoint batches merge.
@@ -71,14 +79,14 @@ class State:
         samples: int,
         is_given_up: bool = False,
     ) -> State:
-        """The state of one batch, in memory of its own where it is scaled.
+        """The state of one batch, in memory of its own where it is scaled or added to.
 
         Args:
             extension: The extension; the value may be that of its ``reader``.
             value: The value on a parameter.
             normaliser: What the loss of the batch divides by; ``None`` for a sum.
             samples: How many samples took part.
-            is_given_up: Whether the caller no longer needs the value, so it may be scaled in place.
+            is_given_up: Whether the caller no longer needs the value, so its memory may be taken.
 
         Raises:
             UnsupportedError: The extension refuses, has no degree and the loss is a mean, or its
@@ -94,10 +102,14 @@ class State:
                     "declare an OverBatches that takes the value apart."
                 )
             part = over.part(name)
+            if part.way in LINEAR:
+                tensor = widened(tensor)
             factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)
             if factor != 1:
                 scale = tensor.mul_ if is_given_up and tensor.is_contiguous() else tensor.mul
                 tensor = scale(factor)
+            elif part.way in LINEAR and not is_given_up:
+                tensor = tensor.clone()
             state.tensors[name] = [tensor]
         return state
 
@@ -112,7 +124,7 @@ class State:
             part, own = over.part(name), self.tensors[name]
             if part.way == "concatenate":
                 own += others
-            elif part.way in ("sum", "mean"):
+            elif part.way in LINEAR:
                 if own[0].shape != others[0].shape:  # it might broadcast
                     raise ShapeError(
                         f"Values of {type(self.extension).__name__} are added over batches, and "

@@ -19,7 +19,6 @@ from backpack_data.state import State
 from backpack_data.weights import Weights, joint, require_proportional
 
 Place = tuple[str, str]  # path of a parameter, field
-LINEAR = ("sum", "mean")
 
 
 @dataclass
@@ -79,7 +78,7 @@ class States:
                     value = parameter.__dict__.pop(extension.savefield)
                     for other in others:
                         other.__dict__.pop(extension.savefield, None)
-                    samples = weights.samples([parameter, *others], extension.subsampling)
+                    samples = weights.samples(extension.subsampling)
                     place = path, extension.savefield
                     state = State.of(extension, value, normaliser, samples, is_given_up)
                     for key, (tensor,) in state.tensors.items():
@@ -118,8 +117,8 @@ class States:
             if self.seen[path, name] != self.batches and not is_sum:
                 raise UnsupportedError(
                     f"{self.seen[path, name]} of {self.batches} batches reached the parameter "
-                    f"{path!r}, and {type(extension).__name__} is no plain sum over samples: leave "
-                    "the parameter or the extension out."
+                    f"{path!r}, and its {name!r} is no plain sum over samples: leave the extension "
+                    "out, or the parameter, with requires_grad_(False)."
                 )
             state.normaliser = self.normaliser
             yield path, extension, state.value(self.shapes[path])

@@ -1,13 +1,10 @@
-"""The weight of a batch: the normalisers of its losses, and the samples at each parameter."""
+"""The weight of a batch: the normalisers of its losses, and the number of its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf, isclose
 from typing import Any
-
-from torch import Tensor
-from torch.nn import Module
 
 from backpack_core import LossRule, View
 from backpack_core._torch import graph_task_id
@@ -31,8 +28,7 @@ class Weights:
         self.normalisers: list[float | None] = []
         self.reduced: set[str] = set()
         self._of_losses = of_losses
-        self._sizes: dict[Module, int] = {}
-        self._by_parameter: dict[int, int] = {}
+        self._samples: int | None = None
         self._passes: set[int] = set()
 
     def __call__(self, view: View) -> None:
@@ -41,8 +37,9 @@ class Weights:
         Raises:
             UsageError: A loss belongs to a second backward pass.
         """
+        if self._samples is None:
+            self._samples = view.samples
         if not view.call.rule.is_loss:
-            self._sizes[view.module] = view.batch_size
             return
         self._passes.add(graph_task_id())
         if len(self._passes) > 1:
@@ -53,34 +50,13 @@ class Weights:
         if self._of_losses:
             self.normalisers.append(normaliser_of(view))
 
-    def samples(self, carriers: Sequence[Tensor], subsampling: tuple[int, ...] | None) -> int:
-        """How many samples take part at a parameter.
+    def samples(self, subsampling: tuple[int, ...] | None) -> int:
+        """How many samples take part.
 
         Args:
-            carriers: The parameter, and the gathered one that a sharded model uses in its place.
             subsampling: The samples that the extension takes; ``None`` for all.
-
-        Raises:
-            UsageError: The parameter belongs to no module that was called, and calls have batches
-                of different sizes.
         """
-        if subsampling is not None:
-            return len(subsampling)
-        if not self._by_parameter:
-            # Looked up after the pass: during it, fully_shard puts other tensors in their place.
-            for module, size in self._sizes.items():
-                self._by_parameter.update((id(p), size) for p in module.parameters(recurse=False))
-        for parameter in carriers:
-            if id(parameter) in self._by_parameter:
-                return self._by_parameter[id(parameter)]
-        sizes = set(self._by_parameter.values())
-        if len(sizes) != 1:
-            raise UsageError(
-                f"A parameter of shape {list(carriers[0].shape)} belongs to no module that was "
-                f"called, and calls have batches of the sizes {sorted(sizes)}: it is not "
-                "known which counts."
-            )
-        return sizes.pop()
+        return self._samples or 0 if subsampling is None else len(subsampling)
 
 
 def normaliser_of(view: View) -> float | None:

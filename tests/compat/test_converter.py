@@ -134,6 +134,33 @@ def test_in_place(alias: bool) -> None:
     assert net.act.inplace
 
 
+OVERWRITTEN: dict[str, Callable[[Tensor], object]] = {
+    "method": lambda h: h.mul_(2.0),
+    "function": lambda h: F.relu(h, inplace=True),
+    "function with a word": lambda h: torch.relu_(h),
+    "module": nn.ReLU(inplace=True),
+}
+
+
+@pytest.mark.parametrize("name", OVERWRITTEN)
+@pytest.mark.filterwarnings("ignore:convert:backpack_core.errors.BackpackWarning")
+def test_statements_that_overwrite(name: str) -> None:
+    """Nobody takes what they return."""
+
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = OVERWRITTEN[name]
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + 1.0
+            self.act(h)
+            return h
+
+    net, x = Overwriting(), torch.randn(3, 4)
+    assert_close(convert(net)(x), net(x))
+
+
 def test_repeated_modules_are_copied() -> None:
     class Repeated(nn.Module):
         def __init__(self) -> None:
@@ -181,6 +208,71 @@ def test_layers_of_recurrent_networks(kind: type[nn.RNNBase]) -> None:
 def test_recurrent_networks_that_stay_whole() -> None:
     for net in (Recurrent(nn.GRU), Recurrent(nn.RNN, bidirectional=True)):
         assert not isinstance(convert(net).layer, nn.Sequential)
+
+
+STATES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "of the first layer": lambda rnn, x: rnn(x)[1][0],
+    "of all layers": lambda rnn, x: rnn(x)[1].transpose(0, 1).flatten(1),
+    "in one of two calls": lambda rnn, x: rnn(x)[0][:, -1] + rnn(2 * x)[1][0],
+    "in the other one": lambda rnn, x: rnn(2 * x)[1][0] + rnn(x)[0][:, -1],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.filterwarnings("ignore:convert:backpack_core.errors.BackpackWarning")
+def test_states_of_several_layers(name: str) -> None:
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(4, 3, num_layers=2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return STATES[name](self.rnn, x)
+
+    net, x = Reading(), torch.randn(2, 5, 4)
+    assert_close(convert(net)(x), net(x))
+
+
+def test_the_output_of_several_layers_picked_by_a_module() -> None:
+    found = convert(nn.Sequential(nn.LSTM(4, 3, num_layers=2), ReduceTuple()))
+    assert isinstance(found.get_submodule("0"), nn.Sequential)
+
+
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice a size": lambda x: x.view(x.size(0), 2 * x.size(1), 2),
+    "sum of sizes": lambda x: x.reshape(x.shape[0] + x.size(1) - 1, 4),
+    "sum of shapes": lambda x: x.view(x.shape[:1] + x.shape[1:2] + (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_no_tensors(name: str) -> None:
+    x = torch.randn(2, 1, 4) if name == "sum of sizes" else torch.randn(2, 3, 4)
+    with pytest.warns(BackpackWarning, match=r"functions: (view|reshape)\."):
+        found = convert(Net(NUMBERS[name]))
+    assert_close(found(x), NUMBERS[name](x))
+
+
+@pytest.mark.parametrize("how", ["parameter", "mean"])
+@pytest.mark.filterwarnings("ignore:convert:backpack_core.errors.BackpackWarning")
+def test_sums_of_several_shapes(how: str) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(4, 3), nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return h + (self.shift if how == "parameter" else h.mean(-2, keepdim=True))
+
+    net, x, y = Shifted(), torch.randn(5, 2, 4), torch.randn(5, 2, 3)
+    model, lossfunc = extend(convert(net)), extend(nn.MSELoss(reduction="sum"))
+    with backpack(BatchGrad()):
+        lossfunc(model(x), y).backward()
+    for parameter in model.parameters():
+        for n, found in enumerate(parameter.grad_batch):
+            loss = F.mse_loss(net(x[n]), y[n], reduction="sum")
+            assert_close(found, torch.autograd.grad(loss, parameter)[0])
 
 
 def test_states_of_an_lstm() -> None:

@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core import FirstOrderExtension, is_extended
-from backpack_core.errors import NotAnExtensionError, ShapeError, UnsupportedError, UsageError
+from backpack_core import FirstOrderExtension, extend, is_extended
+from backpack_core.errors import (
+    MissingPluginError,
+    NotAnExtensionError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+)
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -20,6 +26,7 @@ from backpack_core.extensions import (
     KFLR,
     KFRA,
     BatchDotGrad,
+    BatchGrad,
     ClippedSumGrad,
     DiagGGNExact,
     DiagGGNMC,
@@ -83,6 +90,92 @@ def test_gradients_and_modules_are_left_alone():
     assert all(p.grad is None and not p.__dict__ for p in model.parameters())
     assert not is_extended(model)
     assert not is_extended(lossfunc)
+
+
+def test_parts_that_are_extended_stay_so():
+    model, (x, y) = net(), data()
+    assert isinstance(model, nn.Sequential)
+    extend(model[4])
+    accumulate(model, loss(), [(x, y)], DiagGGNExact(), progress=False)
+    assert [is_extended(part) for part in model] == [False] * 4 + [True]
+
+
+class OfSteps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.CrossEntropyLoss(reduction="sum")
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.each(output.flatten(0, 1), targets)
+
+
+def test_the_declared_axis_stays_where_a_part_was_added():
+    x, y = torch.randn(3, 3, 4, dtype=torch.float64), torch.arange(9) % 2  # steps first
+    model = extend(nn.Sequential(nn.Linear(4, 2).double()), batch_axis=1)
+    model.append(nn.Tanh())
+    found = accumulate(model, OfSteps(), [(x, y)], BatchGrad(), progress=False)
+    for n in range(3):
+        single = OfSteps()(model(x[:, n : n + 1]), y.reshape(3, 3)[:, n])
+        (wanted,) = torch.autograd.grad(single, model[0].weight)
+        assert_same(found["0.weight", "grad_batch"][n], wanted)
+
+
+class WithHead(nn.Module):
+    """A loss with parameters, one of which a function uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale = nn.Linear(3, 3).double(), nn.Parameter(torch.ones(3).double())
+        self.each = loss()
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.each(self.head(output * self.scale), targets)
+
+
+def test_parameters_of_the_loss_are_left_alone():
+    lossfunc = WithHead()
+    accumulate(net(), lossfunc, batches(*data(), 4, 3), BatchGrad(), progress=False)
+    for parameter in lossfunc.parameters():
+        assert parameter.grad is None
+        assert not vars(parameter)
+
+
+class Forces(nn.Module):
+    """Marks what it receives, as models do that differentiate by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.requires_grad_())
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_data_are_left_alone(is_marked: bool):
+    (x, y), wanted = data(), run(DiagGGNExact())
+    x.requires_grad_(is_marked)
+    found = accumulate(Forces(), loss(), [(x, y)], DiagGGNExact(), progress=False)
+    assert x.grad is None
+    assert x.requires_grad is is_marked
+    for (name, field), value in wanted.items():
+        assert_same(found[f"net.{name}", field], value)
+
+
+class Renamed(KFLR):
+    """Values that are no tensors, of an extension that no plugin provides."""
+
+    savefield = "renamed"
+
+
+def test_extensions_of_ones_own(tmp_path: Path):
+    found, wanted = run(Renamed()), run(KFLR())
+    for name in net().state_dict():
+        assert_same(found[name, "renamed"], wanted[name, "kflr"])
+    assert (2 * found).to(dtype=torch.float32).summary().count("renamed") == len(found)
+    found.save(tmp_path / "results")
+    with pytest.raises(MissingPluginError, match="no installed plugin provides it"):
+        Quantities.load(tmp_path / "results")
 
 
 def test_batches_of_other_forms():
@@ -319,3 +412,51 @@ def test_shapes_that_do_not_add():
     for sizes in ((3, 3, 1), (3, 4)):  # one sample would broadcast
         with pytest.raises(ShapeError, match=r"Values of Counted are added .* 'concatenate'"):
             run(Counted(), sizes=sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_many_batches_in_half_precision(dtype: torch.dtype):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2).to(dtype), torch.randn(1500, 3).to(dtype), torch.arange(1500) % 2
+    double = nn.Linear(3, 2).double()
+    double.load_state_dict(model.state_dict())
+
+    def found(model: nn.Module, x: Tensor, size: int) -> Quantities:
+        loader = list(zip(x.split(size), y.split(size), strict=True))
+        asked = DiagGGNExact(), KFLR()
+        return accumulate(model, nn.CrossEntropyLoss(), loader, *asked, progress=False)
+
+    wanted = found(double, x.double(), 1500).tensors()
+    for name, value in found(model, x, 1).tensors().items():
+        assert value.dtype is dtype or not value.dim()
+        torch.testing.assert_close(value.double(), wanted[name], rtol=0.02, atol=0.002, msg=name)
+
+
+class Picked(nn.Module):
+    """A layer that receives some samples, one that is a table, and a parameter of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.some = nn.Linear(9, 4).double(), nn.Linear(4, 3).double()
+        self.table = nn.Embedding(1, 3).double()
+        self.rest = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.flatten(1)))
+        where = (x.flatten(1)[:, 0] > 0).nonzero()[:, 0]
+        kept = (h @ self.rest).index_add(0, where, self.some(h[where]))
+        return kept + self.table(torch.arange(1))
+
+
+@pytest.mark.parametrize("sizes", [(20,), (3, 9, 8)])
+def test_all_samples_count_where_a_layer_receives_some(sizes: tuple[int, ...]):
+    model, (x, y) = Picked(), data(20)
+    asked = Variance(), KFLR()
+    found = accumulate(model, nn.CrossEntropyLoss(), batches(x, y, *sizes), *asked, progress=False)
+    for name, parameter in model.named_parameters():
+        losses = [nn.functional.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(20)]
+        each = torch.stack([torch.autograd.grad(loss / 20, parameter)[0] for loss in losses])
+        assert_same(found[name, "variance"], each.var(0, correction=0))
+    h = torch.tanh(model.first(x.flatten(1)))[x[:, 0, 0, 0] > 0].detach()
+    assert_same(found["some.weight", "kflr"][1], h.T @ h / 20)

@@ -13,6 +13,7 @@ from backpack_core.extensions import (
     KFRA,
     BatchGrad,
     ClippedSumGrad,
+    DiagGGNExact,
     GGNGram,
     SqrtGGNExact,
     Variance,
@@ -45,6 +46,29 @@ def test_one_block_for_one_pass():
         lossfunc(model(x), y).backward()
         with pytest.raises(UsageError, match="once for each backward pass"):
             lossfunc(model(x), y).backward()
+
+
+def test_what_is_kept_of_one_pass_stays():
+    model, lossfunc = extend(net()), extend(loss("sum"))
+    total, kept = combined(model, DiagGGNExact()), []
+    for x, y in batches(*data(), 4, 3):
+        with total:
+            lossfunc(model(x), y).backward()
+            kept.append(model.get_parameter("4.bias").diag_ggn_exact)
+    for found, (x, y) in zip(kept, batches(*data(), 4, 3), strict=True):
+        assert_same(found, expected([DiagGGNExact()], x, y, "sum")["4.bias", "diag_ggn_exact"])
+
+
+def test_a_block_inside_of_itself():
+    (x, y), (asked,) = data(), [BatchGrad()]
+    model, lossfunc = extend(net()), extend(loss())
+    total = combined(model, asked)
+    with pytest.raises(UsageError, match="entered inside of a block of its own"), total, total:
+        pass
+    with total:
+        lossfunc(model(x), y).backward()
+    for (name, field), value in expected([asked], x, y).items():
+        assert_same(getattr(model.get_parameter(name), field), value)
 
 
 def test_two_passes_are_refused():

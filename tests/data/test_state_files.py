@@ -31,6 +31,12 @@ def smoothed() -> nn.Module:
     return nn.CrossEntropyLoss(label_smoothing=0.3).double()
 
 
+def reweighted() -> nn.Module:
+    lossfunc = loss()
+    lossfunc.get_buffer("weight")[0] = 3.0
+    return lossfunc
+
+
 def begun(path: Path, sizes: tuple[int, ...], **changes: Any) -> Quantities:
     x, y = data()
     given: dict[str, Any] = {
@@ -65,7 +71,9 @@ def of_more() -> list[tuple[Tensor, Tensor]]:
         ({"lossfunc": loss("sum")}, "reduction='sum'"),
         ({"lossfunc": smoothed()}, "label_smoothing=0.3"),
         ({"lossfunc": loss(ignored=1)}, "ignore_index=1"),
-        ({"model": normalised(net())}, '"model"'),
+        ({"lossfunc": nn.CrossEntropyLoss(ignore_index=2)}, '"loss"'),
+        ({"lossfunc": reweighted()}, "buffer weight of the loss"),
+        ({"model": normalised(net())}, "buffer 2.running_var of the model"),
         ({"model": frozen(net().eval())}, '"model"'),
         ({"extensions": (DiagGGNExact(subsampling=[0]), EKFAC())}, r"subsampling=\(0,\)"),
         ({"extensions": (DiagGGNExact(), EKFAC(weight_sharing="expand"))}, "'expand'"),
@@ -82,6 +90,35 @@ def test_of_the_same_run(tmp_path: Path) -> None:
     again = begun(tmp_path / "state", (3, 3, 1))
     for name, tensor in first.tensors().items():
         assert torch.equal(again.tensors()[name], tensor)
+
+
+class Counted(nn.Module):
+    """Multiplies by a buffer that stays, and has another that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 3).double()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return self.layer(x.flatten(1)) * self.get_buffer("scale")
+
+
+def test_buffers_that_change_as_the_model_runs_and_those_that_do_not(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Counted()  # in train mode
+    given: dict[str, Any] = {"model": model, "extensions": (DiagGGNExact(),)}
+    first = begun(tmp_path / "state", (3, 3, 1), **given)
+    for _ in range(2):
+        again = begun(tmp_path / "state", (3, 3, 1), **given)
+        model.get_buffer("calls").zero_()  # as in another process
+    for name, tensor in first.tensors().items():
+        assert torch.equal(again.tensors()[name], tensor)
+    model.get_buffer("scale").mul_(2)
+    with pytest.raises(UsageError, match="buffer scale of the model"):
+        begun(tmp_path / "state", (3, 3, 1), **given)
 
 
 def test_names_of_any_characters(tmp_path: Path) -> None:

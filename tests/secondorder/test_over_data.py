@@ -107,6 +107,18 @@ def test_forms_of_vectors() -> None:
     assert (operator @ matrix[:, :0]).shape == (len(dense), 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_many_batches_in_half_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2).to(dtype), torch.randn(1500, 3).to(dtype), torch.arange(1500) % 2
+    vector = torch.randn(8).to(dtype)
+    found = GGN(model, nn.CrossEntropyLoss(), list(zip(x.split(1), y.split(1), strict=True)))
+    product = found @ vector
+    wanted = GGN(model.double(), nn.CrossEntropyLoss(), [(x.double(), y)]) @ vector.double()
+    assert product.dtype is dtype
+    torch.testing.assert_close(product.double(), wanted, rtol=0.02, atol=0.01)
+
+
 def test_scipy() -> None:
     given = make()
     dense = dense_ggn(given)

@@ -30,25 +30,27 @@ __all__ = [
 
 
 class SumModule(Module):
-    """Sum of tensors that have the same shape."""
+    """Sum of tensors. Those that broadcast are added as by a function, without a module's call."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Add the inputs."""
+        shapes = {tensor.shape for tensor in inputs if isinstance(tensor, Tensor)}
+        return self.forward(*inputs) if len(shapes) > 1 else super().__call__(*inputs)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Add the inputs.
 
         Args:
-            inputs: One or more tensors of one shape.
+            inputs: One or more tensors.
 
         Returns:
             Their sum.
 
         Raises:
-            ValueError: There is nothing to add, or the shapes differ.
+            ValueError: There is nothing to add.
         """
         if not inputs:
             raise ValueError("SumModule got no tensor to add: pass at least one.")
-        shapes = [tuple(tensor.shape) for tensor in inputs]
-        if len(set(shapes)) > 1:
-            raise ValueError(f"SumModule adds tensors of one shape, and got {shapes}.")
         total = inputs[0]
         for tensor in inputs[1:]:
             total = total + tensor

@@ -139,7 +139,7 @@ class DataOperator(LinearOperator):
         self, of_batch: Callable[[Any, int], tuple[AtOutput, list[Tensor]]]
     ) -> list[Tensor]:
         total: list[Tensor] | None = None
-        divisor = 0.0
+        divisor, wide = 0.0, torch.promote_types(self.dtype, torch.float32)
         with (
             self._passes.one() as record,
             suspended(),
@@ -155,7 +155,7 @@ class DataOperator(LinearOperator):
                     continue  # no sample counts, and a mean over none is NaN
                 record(at.loss * weight)
                 divisor += weight * (at.normaliser is not None)
-                parts = [product.detach() * weight for product in products]
+                parts = [product.detach().to(wide) * weight for product in products]
                 total = parts if total is None else _added(total, parts)
         assert total is not None
         if self._group is not None:  # one all-reduce for the sum and what it is divided by
@@ -164,7 +164,7 @@ class DataOperator(LinearOperator):
             pieces = flat[:-1].split([part.numel() for part in total])
             total = [piece.reshape_as(part) for piece, part in zip(pieces, total, strict=True)]
             divisor = float(flat[-1])
-        return [part / divisor for part in total] if divisor else total
+        return [(part / (divisor or 1)).to(self.dtype) for part in total]
 
     def _columns(
         self,
