@@ -109,7 +109,7 @@ def test_matrix_of_some_extensions() -> None:
     assert report.header == ["layer", "DiagHessian", "KFAC"]
     (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
     assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
-    assert "mixed second derivatives" in bilinear["reasons"]["DiagHessian"]
+    assert "second derivatives in the first input" in bilinear["reasons"]["DiagHessian"]
 
 
 def test_reasons_of_a_model() -> None:

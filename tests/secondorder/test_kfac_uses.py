@@ -125,3 +125,18 @@ def test_rows_that_a_mask_picked(setting: Any) -> None:
         lossfunc(head(torch.tanh(trunk(x))[mask]), y).backward()
     _, inner = head.weight.kflr  # type: ignore[misc]
     torch.testing.assert_close(inner, rows.T @ rows / (8 if setting == "expand" else 4))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_rows_that_the_loss_leaves_out(samples: int) -> None:
+    """They are a use of the weight by each sample, for any number of samples."""
+    net = Net(
+        lambda net, x: net.b(torch.cat([net.a(x), net.a(-x)]))[: len(x)],
+        a=nn.Linear(3, 4),
+        b=nn.Linear(4, 2),
+    )
+    x, lossfunc = torch.randn(samples, 3), extend(nn.MSELoss())
+    loss = lossfunc(extend(net)(x), torch.zeros(samples, 2))
+    with backpack(KFLR()):
+        loss.backward()
+    oracle.assert_close(net.a.weight.kflr[1], 2 * x.T @ x / samples)  # type: ignore[union-attr]
