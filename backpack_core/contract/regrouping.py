@@ -138,7 +138,7 @@ def _layout(reached: Tensor) -> tuple[int, int] | None:
     """
     samples, rows = reached.shape
     used = reached.any(0).nonzero().flatten()
-    if rows % samples or reached.sum(0).max() > 1:
+    if not reached.numel() or rows % samples or reached.sum(0).max() > 1:
         return None
     share, owner = rows // samples, reached.int().argmax(0)[used]
     for after in range(share, 0, -1):
