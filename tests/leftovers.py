@@ -64,9 +64,11 @@ def left_behind(before: State) -> dict[str, tuple[int, int]]:
 
 def _cut_circles(generation: int) -> None:
     """Drop results whose graph holds the parameter that they are stored on, as was asked for."""
+    freed: list[Any] = []  # when the parameters are not looked at any more
     for thing in gc.get_objects(generation):
         is_parameter = issubclass(type(thing), Tensor) and isinstance(thing, Parameter)
         if is_parameter and any(map(_has_graph, (thing.grad, *vars(thing).values()))):
+            freed += [thing, thing.grad, *vars(thing).values()]
             thing.grad = None
             vars(thing).clear()
 
