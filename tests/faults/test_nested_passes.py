@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack
@@ -126,6 +127,8 @@ def test_pass_after_a_failed_one(cause: str, kind: str) -> None:
 def begin(where: str, problem: Problem, inner: Callable[[], None]) -> dict[str, Any]:
     """Let ``inner`` be called once during the next backward pass; options for ``backpack``."""
     todo = [inner]
+    if where == "accumulated" and TorchVersion(torch.__version__) < (2, 7):
+        pytest.skip("torch 2.6 by itself waits for ever where such a hook begins a pass")
 
     def run(*_: Any) -> None:
         if todo:
