@@ -200,6 +200,11 @@ def _batched(out: Tensor) -> Tensor:
     return out.permute(1, 3, 0, 4, 2).reshape(*shape, positions)
 
 
+def flattened(tensor: Tensor, axis: int) -> Tensor:
+    """All axes from one on as a single one, also where there are none: a number for each sample."""
+    return tensor.flatten(axis) if tensor.dim() > axis else tensor.unsqueeze(axis)
+
+
 def square_norm_of(mat: Tensor) -> Tensor:
     """``Σ_k mat[..., k]²``; writes no squares unless autograd records."""
     if torch.is_grad_enabled():

@@ -158,10 +158,10 @@ def squared_norm(product: SampleProduct) -> Tensor:
     """``‖M[v, n]‖²``. Shape ``[V, N]``."""
     values = _values(product)
     if values is not None:
-        return contractions.square_norm_of(_flat(values))
+        return contractions.square_norm_of(contractions.flattened(values, 2))
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in _pieces(product):
-        result[columns, samples] = contractions.square_norm_of(_flat(part))
+        result[columns, samples] = contractions.square_norm_of(contractions.flattened(part, 2))
     return result
 
 
@@ -180,7 +180,7 @@ def batch_sum(product: SampleProduct) -> Tensor:
 @Operation
 def gram(product: SampleProduct) -> Tensor:
     """``⟨M[v, n], M[w, m]⟩``. Shape ``[V, N, V, N]``."""
-    flat = _flat(dense(product)).flatten(0, 1)
+    flat = contractions.flattened(dense(product), 2).flatten(0, 1)
     lead = (product.columns, product.samples)
     return (flat @ flat.T).reshape(*lead, *lead)
 
@@ -254,8 +254,3 @@ def batch_sum_sum(product: SumProduct) -> Tensor:
 def weighted_sum_sum(product: SumProduct, weights: Tensor) -> Tensor:
     """The sum over the parts."""
     return reduce(torch.add, (weighted_sum(part, weights) for part in product.parts))
-
-
-def _flat(part: Tensor) -> Tensor:
-    """``M`` as ``[V, N, P]``, also of a parameter that is a single number."""
-    return part.flatten(2) if part.dim() > 2 else part.unsqueeze(2)

@@ -14,6 +14,7 @@ from torch import Tensor
 from backpack_core import Extension, backpack
 from backpack_core.contract.merging import OverBatches, Part, declaration
 from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.values import at_least_single
 
 LINEAR = ("sum", "mean")  # ways in which values are added up
 
@@ -45,12 +46,6 @@ def listed(extensions: Any) -> list[Extension]:
     found = [*extensions] if isinstance(extensions, (list, tuple)) else [extensions]
     backpack(*found)
     return found
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """A tensor in single precision at least: sums in half precision stop growing."""
-    is_float = tensor.is_floating_point()
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if is_float else tensor
 
 
 @dataclass
@@ -103,7 +98,7 @@ class State:
                 )
             part = over.part(name)
             if part.way in LINEAR:
-                tensor = widened(tensor)
+                tensor = at_least_single(tensor)  # sums in half precision stop growing
             factor = state._power(part, normaliser) * (samples if part.way == "mean" else 1)
             if factor != 1:
                 scale = tensor.mul_ if is_given_up and tensor.is_contiguous() else tensor.mul

@@ -341,4 +341,6 @@ def test_hooks_are_known_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPat
     loss = extend(nn.MSELoss())(extend(net)(torch.randn(4, 3)), torch.randn(4, 2))
     with backpack(BatchGrad(), DiagGGNExact()):
         loss.backward()
-    assert net.a.weight.grad_batch.shape == (4, 2, 3)  # type: ignore[union-attr]
+    weight: Any = net.a.weight
+    assert weight.grad_batch.shape == (4, 2, 3)
+    oracle.assert_close(weight.grad_batch.sum(0), weight.grad)

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from backpack_core import Columns
 from backpack_core.contract.columns import ApartColumns, Root
-from backpack_core.contract.contractions import slices
+from backpack_core.contract.contractions import flattened, slices
 from backpack_core.contract.operands import FactoredColumns
-from backpack_secondorder.linalg import flattened
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 

@@ -23,6 +23,7 @@ from backpack_core import (
     memory_budget,
 )
 from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.contractions import flattened
 from backpack_core.contract.extension import FailMode, as_subsampling
 from backpack_core.contract.product import Reading
 from backpack_core.errors import UnsupportedError, UsageError
@@ -34,7 +35,7 @@ from backpack_secondorder.factors import WeightSharing, kept_input_covariance, p
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
 from backpack_secondorder.kronecker import KroneckerFactors
-from backpack_secondorder.linalg import eigh, flattened
+from backpack_secondorder.linalg import eigh
 from backpack_secondorder.matrix import ParameterOrder
 from backpack_secondorder.merging import OF_AVERAGES
 from backpack_secondorder.propagators import warn_of_zero

@@ -23,11 +23,6 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 
-def flattened(tensor: Tensor, axis: int) -> Tensor:
-    """All axes from one on as a single one, also where there are none: a number for each sample."""
-    return tensor.flatten(axis) if tensor.dim() > axis else tensor.unsqueeze(axis)
-
-
 def multiply(factors: Sequence[Tensor | None], sizes: Sequence[int], coordinates: Tensor) -> Tensor:
     """``(F₁ ⊗ F₂ ⊗ …) coordinates`` for each block. Shape ``[V, P] → [V, P]``.
 

@@ -22,7 +22,7 @@ from backpack_core import disable
 from backpack_core.engine.active import suspended
 from backpack_core.errors import UsageError
 from backpack_core.record.compiled import uncompiled
-from backpack_core.values import without_autocast
+from backpack_core.values import at_least_single, without_autocast
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser
 from backpack_secondorder.determinism import Passes, require_deterministic
 from backpack_secondorder.jacobians import (
@@ -139,7 +139,7 @@ class DataOperator(LinearOperator):
         self, of_batch: Callable[[Any, int], tuple[AtOutput, list[Tensor]]]
     ) -> list[Tensor]:
         total: list[Tensor] | None = None
-        divisor, wide = 0.0, torch.promote_types(self.dtype, torch.float32)
+        divisor = 0.0
         with (
             self._passes.one() as record,
             suspended(),
@@ -155,7 +155,7 @@ class DataOperator(LinearOperator):
                     continue  # no sample counts, and a mean over none is NaN
                 record(at.loss * weight)
                 divisor += weight * (at.normaliser is not None)
-                parts = [product.detach().to(wide) * weight for product in products]
+                parts = [at_least_single(product.detach()) * weight for product in products]
                 total = parts if total is None else _added(total, parts)
         assert total is not None
         if self._group is not None:  # one all-reduce for the sum and what it is divided by

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from backpack_core.contract import contractions
 from backpack_core.contract.affine import AffineProduct, for_weights
+from backpack_core.contract.contractions import flattened
 from backpack_core.contract.operations import OpenFunction
 from backpack_core.contract.product import SampleProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE
-from backpack_secondorder.linalg import flattened
 
 
 @OpenFunction

@@ -27,14 +27,13 @@ from backpack_core import (
     View,
 )
 from backpack_core.contract.columns import ApartColumns, Root
-from backpack_core.contract.contractions import slices
+from backpack_core.contract.contractions import flattened, slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
-from backpack_secondorder.linalg import flattened
 from backpack_secondorder.node_residual import add_residual
 from backpack_secondorder.propagators import LossSqrt
 from backpack_secondorder.residual import (
