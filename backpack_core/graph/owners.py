@@ -35,6 +35,12 @@ class Owners:
     def _samples(self) -> Tensor:
         return torch.arange(self._survey.batch_size, device="cpu")
 
+    @property
+    def _received_rows(self) -> Tensor:
+        """The sample of each row that a model received: one row each, or as the user says."""
+        told = self._survey.told
+        return self._samples if told is None else told.index
+
     def rows(self, node: Node | None, number: int) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
 
@@ -48,6 +54,7 @@ class Owners:
             return None
         rows = numbers.flatten().expand(shape[:1])
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
+        is_turned &= self._survey.told is None
         return None if is_turned or bool((rows < 0).any()) else rows
 
     @property
@@ -56,6 +63,7 @@ class Owners:
         survey = self._survey
         if survey.are_moved is None:  # it is found out while calls have their tensors
             is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
+            is_other |= survey.told is not None and not survey.told.is_usual
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
             survey.are_moved = is_other and survey.is_readable and self._are_known
@@ -73,8 +81,9 @@ class Owners:
     def _of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            is_usual = not call.stored.inputs or call.receives_input > 1
-            self._data[call] = None if is_usual else of_data(call, self._samples)
+            is_usual = call.receives_input > 1 and self._survey.told is None
+            is_usual = is_usual or not call.stored.inputs
+            self._data[call] = None if is_usual else of_data(call, self._received_rows)
         return self._data[call]
 
     def _moves(self, node: Node) -> bool:
@@ -255,11 +264,11 @@ class Owners:
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
-        samples = self._survey.batch_size
-        is_known = is_sure or axis or not is_doubtful(shape, samples)
-        if not is_known or shape[axis : axis + 1] != (samples,):
+        rows = self._received_rows
+        is_known = is_sure or axis or not is_doubtful(shape, len(rows))
+        if not is_known or shape[axis : axis + 1] != (len(rows),):
             return None
-        return along(self._samples, axis, shape)
+        return along(rows, axis, shape)
 
 
 def of_data(call: Call, samples: Tensor) -> Numbers | None:
