@@ -63,7 +63,7 @@ class Owners:
         survey = self._survey
         if survey.are_moved is None:  # it is found out while calls have their tensors
             is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
-            is_other |= survey.told is not None and not survey.told.is_usual
+            is_other |= survey.is_told
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
             survey.are_moved = is_other and survey.is_readable and self._are_known
@@ -81,9 +81,13 @@ class Owners:
     def _of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            is_usual = call.receives_input > 1 and self._survey.told is None
-            is_usual = is_usual or not call.stored.inputs
-            self._data[call] = None if is_usual else of_data(call, self._received_rows)
+            told, found = self._survey.told, None
+            if call.stored.inputs and (told is not None or call.receives_input < 2):
+                found = of_data(call, self._received_rows)
+            if call.stored.inputs and found is None and told is not None:
+                axis = declared_axis(call)
+                found = self._of_data(tuple(call.stored.inputs[0].shape), axis)
+            self._data[call] = found
         return self._data[call]
 
     def _moves(self, node: Node) -> bool:
@@ -242,7 +246,19 @@ class Owners:
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
-        return found
+        return self._as_said(shape) if found is None else found
+
+    def _as_said(self, shape: Shape) -> Numbers | None:
+        """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
+
+        So it is where rows of one sample have met.
+        """
+        told = self._survey.told
+        if told is None or told.is_usual or not shape or not len(told.index):
+            return None
+        count, rest = divmod(shape[0], len(told.index))
+        rest |= self._survey.is_declared and count > 1  # several for each may come first, too
+        return None if rest else along(told.index.repeat_interleave(count), 0, shape)
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""

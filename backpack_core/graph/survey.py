@@ -132,6 +132,11 @@ class Survey:
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the user says that rows are other samples than one each, in order."""
+        return self.told is not None and not self.told.is_usual
+
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
         if self.leaves and (leaf := self.leaves.get((edge.node, edge.output_nr))) is not None:
