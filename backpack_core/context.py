@@ -108,9 +108,9 @@ class backpack:
                 raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")
         self._extensions = extensions
         self._profile = Profile()
+        said = None if samples is None else told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
-        asked = (*asked, None if samples is None else told(samples))
-        self._begin = partial(Context, extensions, *asked, self._profile)
+        self._begin = partial(Context, extensions, *asked, said, self._profile)
         self._entered: list[tuple[Context, Announcer]] = []
 
     def summary(self) -> Summary:

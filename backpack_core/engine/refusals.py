@@ -138,7 +138,7 @@ def refuse_misaligned(
                 raise fault
             if is_split:
                 is_picked = survey.received[call, index] % alignment.batch_size
-                raise fault if is_picked else faults.merged_samples(call, positions)
+                raise fault if is_picked and not survey.is_told else faults.merged_samples(call)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
 

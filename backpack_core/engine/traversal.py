@@ -233,8 +233,9 @@ class Traversal:
         if is_apart and numbers is not None and (is_behind or self.survey.is_told):
             shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
             axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
-            every = torch.arange(samples, device="cpu").unsqueeze(1)
-            positions = (numbers.flatten() == every) | (numbers.flatten() < 0)
+            chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
+            shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
+            positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
         elif not call.receives_input:
             return
         if samples == 1 or quantity is None:

@@ -39,7 +39,7 @@ class Owners:
     def _received_rows(self) -> Tensor:
         """The sample of each row that a model received: one row each, or as the user says."""
         told = self._survey.told
-        return self._samples if told is None else told.index
+        return self._samples if told is None else told.rows
 
     def rows(self, node: Node | None, number: int) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
@@ -254,11 +254,11 @@ class Owners:
         So it is where rows of one sample have met.
         """
         told = self._survey.told
-        if told is None or told.is_usual or not shape or not len(told.index):
+        if told is None or told.is_usual or not shape or not len(told.rows):
             return None
-        count, rest = divmod(shape[0], len(told.index))
+        count, rest = divmod(shape[0], len(told.rows))
         rest |= self._survey.is_declared and count > 1  # several for each may come first, too
-        return None if rest else along(told.index.repeat_interleave(count), 0, shape)
+        return None if rest else along(told.rows.repeat_interleave(count), 0, shape)
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""

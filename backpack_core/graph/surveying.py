@@ -31,7 +31,7 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
     if survey.told is not None:
         runs = (call.run for call, _ in survey.sites if not call.rule.is_loss)
         survey.told.require(run.sizes for run in runs if not run.is_inner)
-        survey.batch_size = survey.told.count
+        survey.batch_size = survey.told.samples
     elif not survey.batch_size:
         survey.batch_size, survey.rows = some_rows(survey)
         survey.batch_size = survey.batch_size or batch_of(survey)

@@ -21,17 +21,17 @@ class Told(NamedTuple):
     """What was said of the rows that the model receives.
 
     Attributes:
-        index: The sample of each row, ``[R]``, on the CPU.
-        count: How many samples there are.
+        rows: The sample of each row, ``[R]``, on the CPU.
+        samples: How many there are.
     """
 
-    index: Tensor
-    count: int
+    rows: Tensor
+    samples: int
 
     @property
     def is_usual(self) -> bool:
         """Whether each row is a sample, in order."""
-        return len(self.index) == self.count and self.index.equal(torch.arange(self.count, device="cpu"))
+        return self.rows.equal(torch.arange(self.samples, device="cpu"))
 
     def require(self, received: Iterable[tuple[int, ...]]) -> None:
         """See that models received as many rows.
@@ -43,9 +43,9 @@ class Told(NamedTuple):
             UsageError: One received none with as many.
         """
         for sizes in received:
-            if sizes and len(self.index) not in sizes:
+            if sizes and len(self.rows) not in sizes:
                 raise UsageError(
-                    f"samples=... has {len(self.index)} entries, and the model received "
+                    f"samples=... has {len(self.rows)} entries, and the model received "
                     f"{' and '.join(map(str, sizes))} rows. Give it one entry for each row: the "
                     "number of the sample that the row belongs to."
                 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend, memory_budget, set_memory_budget
-from backpack_core.errors import BackpackError, SampleMixingError, ShapeError, UsageError
+from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.extensions import (
     HMP,
     BatchDiagGGNExact,
@@ -304,16 +304,22 @@ def test_samples_that_influence_each_other_raise(
         loss.backward()
 
 
-def test_some_of_the_samples() -> None:
-    told = Told("perceptron", INDICES["turned"], "mean", is_module=True)
-    grads = told.gradients()
-    try:
-        told.run(BatchGrad(subsampling=[2, 0]))
-    except BackpackError as error:
-        assert "subsampling" in str(error)
-    else:
-        for p, each in zip(told.parameters, grads, strict=True):
-            oracle.assert_close(p.grad_batch, each[[2, 0]])
+@pytest.mark.parametrize("chosen", [[2, 0], [1, 1], [-1]])
+@pytest.mark.parametrize("name", ["in order", "turned", "side by side", "pairs", "no multiple"])
+def test_some_of_the_samples(name: str, chosen: list[int]) -> None:
+    told = Told("graphs of nodes", INDICES[name], "mean", is_module=True)
+    told.run(BatchGrad(subsampling=chosen), BatchDiagGGNExact(subsampling=chosen))
+    for p, grads, diagonals in zip(
+        told.parameters, told.gradients(), told.ggn_diagonals(), strict=True
+    ):
+        oracle.assert_close(p.grad_batch, grads[chosen])
+        oracle.assert_close(p.diag_ggn_exact_batch, diagonals[chosen])
+
+
+def test_a_loss_of_several_rows_of_a_sample_does_not_choose() -> None:
+    told = Told("perceptron", INDICES["no multiple"], "mean", is_module=True)
+    with pytest.raises(ShapeError, match=r"several entries of a sample.*choose from the result"):
+        told.run(BatchGrad(subsampling=[0]))
 
 
 def test_products_with_the_whole_hessian_ask_for_no_samples() -> None:
@@ -350,13 +356,12 @@ def test_another_number_of_rows_is_refused() -> None:
         told.run(BatchGrad())
 
 
-def test_a_loss_with_another_number_of_entries_is_refused() -> None:
+def test_a_loss_of_some_rows() -> None:
     net, lossfunc = extend(_net(lambda net, x: net.b(net.a(x))[:5])), extend(nn.CrossEntropyLoss())
     loss = lossfunc(net(torch.randn(7, D)), torch.randint(C, (5,)))
     with backpack(BatchGrad(), samples=[1, 1, 0, 0, 0, 2, 2]):
         loss.backward()
     assert len(net.a.bias.grad_batch) == 3
-    with pytest.raises((ShapeError, UsageError)):
-        loss = lossfunc(net(torch.randn(6, D)), torch.randint(C, (5,)))
-        with backpack(BatchGrad(), samples=[1, 1, 0, 0, 0, 2, 2]):
-            loss.backward()
+    loss = lossfunc(net(torch.randn(6, D)), torch.randint(C, (5,)))
+    with pytest.raises(UsageError), backpack(BatchGrad(), samples=[1, 1, 0, 0, 0, 2, 2]):
+        loss.backward()
