@@ -229,7 +229,7 @@ class Traversal:
         edge = self.survey.sites[call, view.index].edge
         is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
         positions: int | Tensor = 1
-        is_behind = numbers is not None and numbers.numel() == samples > len(numbers)
+        is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
         if is_apart and numbers is not None and (is_behind or self.survey.is_told):
             shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
             axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
@@ -238,7 +238,8 @@ class Traversal:
             positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
         elif not call.receives_input:
             return
-        if samples == 1 or quantity is None:
+        is_owned = self.survey.alignment.owned_at(edge) is not None  # by columns of all samples
+        if samples == 1 or quantity is None or is_owned:
             return
         for axis in axes:
             try:

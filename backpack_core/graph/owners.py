@@ -41,13 +41,16 @@ class Owners:
         told = self._survey.told
         return self._samples if told is None else told.rows
 
-    def rows(self, node: Node | None, number: int) -> Tensor | None:
-        """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
+    def rows(self, node: Node | None, number: int, axis: int = 0) -> Tensor | None:
+        """The sample of each entry of an axis; ``None`` if that is unknown, or several share one.
 
         Or if these are all samples in another order: they may be paired with targets of others.
         """
         numbers = None if node is None else self._of((node, number))
-        return None if node is None else self._rows(numbers, nodes.lengths_of(node, number))
+        if node is None or numbers is None or not numbers.dim():
+            return None
+        lengths = nodes.lengths_of(node, number)
+        return self._rows(numbers.movedim(axis, 0), lengths[axis : axis + 1])
 
     def _rows(self, numbers: Numbers | None, shape: Shape) -> Tensor | None:
         if numbers is None or not numbers.dim() or are_elsewhere(numbers):
@@ -66,7 +69,9 @@ class Owners:
             is_other |= survey.is_told
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
-            survey.are_moved = is_other and survey.is_readable and self._are_known
+            # What the user says needs no reading of what operations saved.
+            is_readable = survey.is_told or survey.is_readable
+            survey.are_moved = is_other and is_readable and self._are_known
         return survey.are_moved
 
     def _is_moved(self, call: Call) -> bool:
