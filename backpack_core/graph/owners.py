@@ -28,7 +28,7 @@ class Owners:
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
-        self._is_table = Origins(survey).of_tables
+        self._origins = Origins(survey)
         self._data: dict[Call, Numbers | None] = {}
 
     @cached_property
@@ -188,7 +188,8 @@ class Owners:
             this = todo.pop()
             if this not in known:
                 given = {position: known[operand] for position, operand in behind.items()}
-                known[this] = self._found(this, given)
+                found = self._found(this, given)
+                known[this] = self._as_said(this) if found is None else found
         return known[place]
 
     def _operands(self, place: Place) -> dict[int, Place]:
@@ -236,7 +237,7 @@ class Owners:
         if nodes.is_leaf(node):
             leaf = node.variable  # type: ignore[attr-defined]
             return is_parameter(leaf) or not leaf.dim() or id(leaf) in self._survey.uses
-        return self._is_table(node)
+        return self._origins.of_tables(node)
 
     def _found(self, place: Place, given: Given) -> Numbers | None:
         node, number = place
@@ -251,15 +252,18 @@ class Owners:
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
-        return self._as_said(shape) if found is None else found
+        return found
 
-    def _as_said(self, shape: Shape) -> Numbers | None:
+    def _as_said(self, place: Place) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
 
         So it is where rows of one sample have met.
         """
-        told = self._survey.told
-        if told is None or told.is_usual or not shape or not len(told.rows):
+        (node, number), told = place, self._survey.told
+        if told is None or told.is_usual or not len(told.rows):
+            return None
+        shape, is_other = nodes.lengths_of(node, number), nodes.is_stack_of_numbers(node)
+        if not shape or is_other or self._origins.of_weights(node):
             return None
         count, rest = divmod(shape[0], len(told.rows))
         rest |= self._survey.is_declared and count > 1  # several for each may come first, too
