@@ -299,14 +299,14 @@ class DyePropagator(Propagator):
             for i, columns in crossed
         ]
 
-    def _dyed(self, dye: Dye, node: Node, number: int) -> Dye:
+    def _dyed(self, dye: Dye, node: Node | None, number: int) -> Dye:
         """Multiply columns by the weights if they have just got samples."""
         blocks: dict[Root, Tensor] = {}
         is_whole, size = dye.is_whole, dye.size
         for root, block in dye.columns.blocks.items():
             is_before = root is _BEFORE
             # A loss may stack as many terms as there are samples, by chance.
-            are_terms = is_before and nodes.is_stack_of_numbers(node)
+            are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             # An extended loss has a row for each sample, or several.
             is_usual = not (is_before or self._owners.are_moved) and self._weights.fit(block[0])
             owners = None if is_usual else self._owners.rows(node, number)
