@@ -103,7 +103,6 @@ class ColumnPropagator(Propagator):
 
     def split_positions(self, quantity: Columns, turns: Tensor) -> Columns:
         """Columns of their own for the entries of one sample, zeros at the others."""
-
         blocks = {
             Root(root.name, None, root.scale, turns): taken_apart(mat, turns).flatten(0, 1)
             for root, mat in quantity.blocks.items()
