@@ -66,7 +66,7 @@ class Run(NamedTuple):
         memories: How input tensors, and what layers made of them, lie in their memories.
         is_distributed: Whether it runs inside of DistributedDataParallel.
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
-        is_inner: Whether all that it received was computed from parameters or by other models.
+        is_inner: Whether any of what it received was computed from parameters or by other models.
         rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
         first: Returns that tensor, if it has samples in front and somebody still holds it.
     """
@@ -203,7 +203,7 @@ class Owner:
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
                 )
             self._note_handed()
-            is_inner = all(tensor.grad_fn is not None for tensor in tensors)
+            is_inner = any(tensor.grad_fn is not None for tensor in tensors)
             rows = rows_of(tensors[0]) if tensors and not axis else None
             is_distributed = _torch.is_distributed(self.module)
             first = weakref.ref(tensors[0]) if tensors and not axis else lambda: None
