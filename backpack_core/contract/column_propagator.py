@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.apart import cross_apart, cross_columns, owned_by, put_together
-from backpack_core.contract.columns import ApartColumns, Columns, OwnedColumns, Root
+from backpack_core.contract.columns import ApartColumns, Columns, OwnedColumns, Root, taken_apart
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.product import SampleProduct
@@ -106,13 +106,11 @@ class ColumnPropagator(Propagator):
 
     def split_positions(self, quantity: Columns, turns: Tensor) -> Columns:
         """Columns of their own for the entries of one sample, zeros at the others."""
-
-        def split(mat: Tensor) -> Tensor:  # [V, R, *] → [k · V, R, *]
-            at = turns.to(mat.device, mat.dtype)
-            return torch.cat([mat * t.reshape(-1, *[1] * (mat.dim() - 2)) for t in at])
-
-        blocks = quantity.blocks.items()
-        return Columns({Root(r.name, scale=r.scale): split(mat) for r, mat in blocks})
+        blocks = {
+            Root(root.name, None, root.scale, turns): taken_apart(mat, turns).flatten(0, 1)
+            for root, mat in quantity.blocks.items()
+        }
+        return Columns(blocks)
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
         """Apply the function to all columns at once."""

@@ -24,11 +24,14 @@ class Root:
         name: For messages and debugging.
         signs: Sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
         scale: The factor in front of each sample's loss; ``None`` if it is unknown.
+        turns: Which entries of axis 0 have columns beside those of others, ``[K, R]``, if samples
+            have several: of ``V · K`` columns, ``v · K + k`` is zero but at the entries ``k``.
     """
 
     name: str
     signs: Tensor | None = None
     scale: Tensor | None = None
+    turns: Tensor | None = None
 
 
 class Columns:

@@ -215,13 +215,11 @@ def square_norm_of(mat: Tensor) -> Tensor:
 
 def gram(out: Tensor, inp: Rows) -> Tensor:
     """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
-    columns, samples, positions, groups, features = out.shape
+    columns, samples, _, groups, features = out.shape
     size, count = inp.shape[3], columns * samples
     if is_empty(out, inp):
         return out.new_zeros(columns, samples, columns, samples)
-    rows, pairs = samples * positions, (count * positions) ** 2
-    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
-    if is_cheaper and pairs * out.element_size() <= memory_budget():
+    if is_gram_of_positions_cheaper(out, inp):
         return _gram_by_positions(out, inp[:])
     total = out.new_zeros(count, count)
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
@@ -229,6 +227,15 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
         some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
         total = torch.addmm(total, some, some.T)
     return total.reshape(columns, samples, columns, samples)
+
+
+def is_gram_of_positions_cheaper(out: Tensor, inp: Rows) -> bool:
+    """Whether inner products of ``M`` cost less from those of positions, and these fit."""
+    columns, samples, positions, _, features = out.shape
+    size, count = inp.shape[3], columns * samples
+    rows, pairs = samples * positions, (count * positions) ** 2
+    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
+    return is_cheaper and pairs * out.element_size() <= memory_budget()
 
 
 def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:

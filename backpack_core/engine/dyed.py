@@ -170,8 +170,10 @@ class Weights:
         if tensor.dim() and not tensor.shape[0] % size and 0 not in axes:  # [N · k, *], [k · N, *]
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
-            merged = [self._shaped(values, tensor, 0) for values in rows[: min(size, 2)]]
-            # Another axis (classes) may be as long. With one sample, both guesses agree.
+            # With one sample, both guesses agree. If there is a single one, it is that of the walk.
+            most = min(size, self.guesses if is_first else 2)
+            merged = [self._shaped(values, tensor, 0) for values in rows[:most]]
+            # Another axis (classes) may be as long.
             found = merged if is_first or not found else [*found, merged[0]]
         if not found:
             return None

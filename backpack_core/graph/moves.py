@@ -81,7 +81,7 @@ def _behind(node: Node, position: int) -> Shape:
     return () if child is None else nodes.lengths_of(child, number)
 
 
-def _shortened(numbers: Tensor) -> Numbers:
+def shortened(numbers: Tensor) -> Numbers:
     """Numbers with length one along each axis where they are all the same.
 
     What is no sample's, as padding, is that of the others along the axis: a sample alone has it.
@@ -101,7 +101,7 @@ def viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
         lead += 1
     count = sizes.index(torch.Size(before[:lead]).numel())
     whole = numbers.reshape(numbers.shape[:lead]).expand(before[:lead]).reshape(after[:count])
-    return _shortened(_with_axes(whole, len(after) - count))
+    return shortened(_with_axes(whole, len(after) - count))
 
 
 def _with_axes(numbers: Tensor, count: int) -> Numbers:
@@ -129,7 +129,7 @@ def _picked(numbers: Numbers, picks: Picks, before: Shape) -> Numbers:
     count = sum(pick.dim() if pick is not None and _is_mask(pick) else 1 for pick in picks)
     lead = numbers.expand(*before[:count], *numbers.shape[count:])
     chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
-    return _shortened(lead[chosen])
+    return shortened(lead[chosen])
 
 
 def _is_mask(index: Tensor) -> bool:
@@ -161,7 +161,7 @@ def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | No
     found = found.clamp(0, most)
     if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
         return None
-    return _shortened(torch.where(is_some, found, -1))
+    return shortened(torch.where(is_some, found, -1))
 
 
 def _generator() -> torch.Generator:

@@ -16,11 +16,20 @@ from backpack_core._torch import Node, has_memory, is_symbolic, memory_of
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made, viewed
+from backpack_core.graph.moves import (
+    Given,
+    Numbers,
+    Shape,
+    along,
+    are_elsewhere,
+    made,
+    shortened,
+    viewed,
+)
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import is_parameter
+from backpack_core.record.owner import Layout, is_parameter, layout_of
 
 
 class Owners:
@@ -204,9 +213,12 @@ class Owners:
     def _call(self, place: Place) -> Site | None:
         """The call that returned a tensor, if its rule tells where samples are in it.
 
-        It does not where they are on another axis: then the nodes inside do.
+        It does not where they are on another axis, or axis 0 got another length: then the nodes
+        inside do.
         """
         site = self._site(place)
+        if site is not None and self._survey.received.get(site[:2]) == -1:
+            return None
         given = None if site is None else self._received(site.call)
         if site is None or given is None or not are_elsewhere(given):
             return site
@@ -299,16 +311,19 @@ class Owners:
 def of_data(call: Call, samples: Tensor) -> Numbers | None:
     """The samples of data that a module received, as far as what the model received tells.
 
-    Of a view, strides tell. Where axes were merged, as in ``x.flatten(0, 1)``, or a copy has
+    Of a view, strides tell, also of what layers without a graph have made of it. Where a copy has
     another order, as ``x.transpose(0, 1).reshape(-1, D)``, the values do.
     """
     received, run, size = call.stored.inputs[0], call.run, len(samples)
     shape = tuple(received.shape)
-    if has_memory(received) and memory_of(received) in run.memories:
-        ways = enumerate(zip(shape, received.stride(), strict=True))
-        axes = [k for k, way in ways if way == (size, run.memories[memory_of(received)])]
-        if axes:
-            return along(samples, axes[0], shape)
+    layout = run.memories.get(memory_of(received)) if has_memory(received) else None
+    if layout is not None and layout.axis >= 0 and layout.shape[layout.axis] == size:
+        axis = layout.axis_in(received)
+        return (
+            _seen_through(received, layout, samples)
+            if axis is None
+            else along(samples, axis, shape)
+        )
     whole = run.first() if call.is_readable else None
     if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
         return None
@@ -320,6 +335,18 @@ def of_data(call: Call, samples: Tensor) -> Numbers | None:
         if turned.reshape(shape).equal(received):
             return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
     return None
+
+
+def _seen_through(view: Tensor, layout: Layout, samples: Tensor) -> Numbers:
+    """The samples of the entries of a view, as of numbers in a memory of the same layout."""
+    ends = [layout, layout_of(view, 0)]
+    spans = [sum(s * (n - 1) for n, s in zip(e.shape, e.strides, strict=True)) for e in ends]
+    first = min(end.offset for end in ends)
+    size = max(end.offset + span for end, span in zip(ends, spans, strict=True)) - first + 1
+    memory = torch.full((size,), -1, device="cpu")
+    whole, seen = (memory.as_strided(e.shape, e.strides, e.offset - first) for e in ends)
+    whole.copy_(along(samples, layout.axis, layout.shape).expand(layout.shape))
+    return shortened(seen)
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:

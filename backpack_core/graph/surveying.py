@@ -107,7 +107,9 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
         survey.opened.add(call)
         survey.given[call] = ChainMap(_computed(call), survey.handed)
         return [(site.below, (call, *region))]
-    if call.is_rewired or is_left or (is_given and not call.rule.is_loss):
+    # Nor does a rule know rows of another number than it was given: operations inside do.
+    is_moved = survey.received.get((call, index)) == -1 and not survey.trained[call]
+    if call.is_rewired or is_left or is_moved or (is_given and not call.rule.is_loss):
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]

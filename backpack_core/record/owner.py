@@ -22,21 +22,57 @@ OWNER_ATTRIBUTE: Final = "_backpack_owner"
 PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
 
 
+class Layout(NamedTuple):
+    """How a tensor that has samples lies in its memory.
+
+    Attributes:
+        shape: Its shape.
+        strides: Its strides.
+        offset: Where it begins.
+        axis: The axis of the samples; negative if that is unknown.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    axis: int
+
+    def axis_in(self, tensor: Tensor) -> int | None:
+        """Which axis of a tensor in the same memory is that of the samples, as strides tell."""
+        if self.axis < 0:
+            return None
+        length, stride = self.shape[self.axis], self.strides[self.axis]
+        ways = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        return next((k for k, way in ways if way == (length, stride)), None)
+
+    def is_in_front(self, tensor: Tensor) -> bool:
+        """Whether axis 0 of a tensor in the same memory is that of samples, of some at least."""
+        if self.axis < 0 or not tensor.dim():
+            return False
+        is_along = tensor.stride(0) == self.strides[self.axis]
+        return is_along and len(tensor) <= self.shape[self.axis]
+
+
+def layout_of(tensor: Tensor, axis: int) -> Layout:
+    """The layout of a tensor that has samples on an axis."""
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), axis)
+
+
 class Run(NamedTuple):
     """What an extended model received in one run.
 
     Attributes:
         sizes: The lengths of axis 0 of its input tensors; one of them is the number of samples.
-        memories: The memory of each input tensor, and the stride of that axis.
+        memories: How input tensors, and what layers made of them, lie in their memories.
         is_distributed: Whether it runs inside of DistributedDataParallel.
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
-        is_inner: Whether all that it received was computed from parameters or by other models.
+        is_inner: Whether any of what it received was computed from parameters or by other models.
         rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
         first: Returns that tensor, if it has samples in front and somebody still holds it.
     """
 
     sizes: tuple[int, ...]
-    memories: dict[int, int]
+    memories: dict[int, Layout]
     is_distributed: bool
     passed: list[object]
     is_inner: bool = False
@@ -48,9 +84,13 @@ class Run(NamedTuple):
 
         Samples are first if axis 0 has the same stride in both: a transposed view has another.
         """
+        found = self._known(tensors)
+        return bool(found) + any(layout.is_in_front(t) for t, layout in found)
+
+    def _known(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Layout]]:
+        """Those of some tensors that share a memory, with what is known of that."""
         given = [*filter(has_memory, tensors)] if self.memories else ()
-        found = [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
-        return bool(found) + any(t.dim() and t.stride(0) == stride for t, stride in found)
+        return [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
 
     def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
         """Count results without a graph as received, if a layer made them of the model's input.
@@ -58,20 +98,21 @@ class Run(NamedTuple):
         A module with a layer rule keeps samples where they are. Others may not: a table of
         positions is made from the input as well.
         """
-        if self.receives(tensors) > 1:
-            for result in results:
+        axes = [(t, layout.axis_in(t)) for t, layout in self._known(tensors)]
+        for tensor, axis in axes:
+            for result in results if axis is not None else ():
+                lead = slice(0, (axis or 0) + 1)
                 # A view shares memory with the input, and is known by it already.
-                if result.dim() and has_memory(result):
-                    self.memories.setdefault(memory_of(result), result.stride(0))
+                if result.shape[lead] == tensor.shape[lead] and has_memory(result):
+                    self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
                     self.passed.append(hold_address(result))
 
     def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
         """The same run for a call whose tensors are replaced by stand-ins with other memory."""
         found = self.receives(tensors)
         given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
-        return self._replace(
-            memories={memory_of(t): t.stride(0) if found > 1 else -1 for t in given}
-        )
+        axis = 0 if found > 1 else -1
+        return self._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
 
 
 def rows_of(tensor: Tensor) -> tuple[int, range] | None:
@@ -150,23 +191,23 @@ class Owner:
         """
         run = NO_RUN
         if tensors is not None:
-            axis, sizes, strides = self.axes.get("", 0), [], {}
+            axis, sizes, layouts = self.axes.get("", 0), [], {}
             for tensor in tensors:
                 if tensor.dim() > axis and not tensor.is_nested:
                     sizes.append(tensor.shape[axis])
                     if has_memory(tensor):
-                        strides[memory_of(tensor)] = tensor.stride(axis)
+                        layouts[memory_of(tensor)] = layout_of(tensor, axis)
             if axis and tensors and not sizes:
                 raise UsageError(
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
                 )
             self._note_handed()
-            is_inner = all(tensor.grad_fn is not None for tensor in tensors)
+            is_inner = any(tensor.grad_fn is not None for tensor in tensors)
             rows = rows_of(tensors[0]) if tensors and not axis else None
             is_distributed = _torch.is_distributed(self.module)
             first = weakref.ref(tensors[0]) if tensors and not axis else lambda: None
-            run = Run(tuple(sizes), strides, is_distributed, [], is_inner, rows, first)
+            run = Run(tuple(sizes), layouts, is_distributed, [], is_inner, rows, first)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def _note_handed(self) -> None:

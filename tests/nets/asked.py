@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import Protocol
 
+from tests.nets.catalogue import KINDS
 from tests.nets.kinds import Unfit
 from tests.nets.losses import BESIDE, LOSSES, OUTER
 from tests.nets.passes import CHANGING, PASSES
@@ -23,6 +24,7 @@ class Draft(Protocol):
     recipe: Recipe
     is_smooth: bool
     is_tame: bool
+    is_frozen: bool
 
     @property
     def numbers(self) -> list[str]:
@@ -56,11 +58,15 @@ def _head(draft: Draft) -> str:
         raise Unfit
     latest = 0.97 if draft.is_tame else 0.8
     name = names[-1] if draft.random.random() < latest else draft.random.choice(names)
-    has_parts = any(step.part for step in draft.recipe.steps)
+    part = f"head{len(draft.recipe.steps)}"
+    has_parts = any(step.part for step in draft.recipe.steps) and not draft.is_frozen
+    if not draft.is_tame and len(draft.shape(name)) > 1 and draft.random.random() < 0.35:
+        settings = KINDS["MergedHead"].draw(draft.random, (draft.shape(name),))
+        return _append(draft, Step("MergedHead", (name,), (), settings, part))
     if size(draft.shape(name)) > OUTPUTS or draft.random.random() < 0.3 or not has_parts:
         if len(draft.shape(name)) > 1:
             name = _append(draft, Step("reshape", (name,), (), {"shape": [-1]}))
-        settings = {"out": draft.random.randint(2, 4), "bias": True}
+        settings = {"out": draft.random.randint(2, 4 if draft.is_tame else 6), "bias": True}
         part = f"head{len(draft.recipe.steps)}"
         name = _append(draft, Step("Linear", (name,), (), settings, part))
     return name
@@ -97,7 +103,7 @@ def draw_terms(draft: Draft) -> tuple[Term, ...]:
             term = terms[0]  # the same module once more, on the same value or on one like it
             fitting = [n for n in draft.numbers if draft.shape(n) == draft.shape(term.value)]
             if LOSSES[term.kind].before is None:
-                term = replace(term, value=draft.random.choice(fitting))
+                term = replace(term, value=draft.random.choice(fitting or [term.value]))
             terms.append(term)
             continue
         terms.append(_term(draft, number))

@@ -17,5 +17,6 @@ for _name in (
     "of_models",
     "in_place",
     "traps",
+    "heads",
 ):
     import_module(f"tests.nets.{_name}")

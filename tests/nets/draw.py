@@ -45,11 +45,13 @@ class Draft:
         self.net = DrawnNet(self.recipe)
         self.values: Values = dict(zip(self.recipe.sources, data(self.recipe), strict=True))
         self.is_smooth = random.random() < 0.25
+        self.is_frozen = False
 
     @property
     def numbers(self) -> list[str]:
         """Names of the values that are real numbers."""
-        return [name for name, value in self.values.items() if value.is_floating_point()]
+        found = self.values.items()
+        return [n for n, v in found if v.is_floating_point() and len(v) == self.batch]
 
     def shape(self, name: str) -> Shape:
         """Shape of a value without the batch axis."""
@@ -65,6 +67,16 @@ class Draft:
                 continue
             if self.accept(step):
                 return
+
+    def freeze(self) -> None:
+        """Freeze all that was drawn, as of a model whose last layer alone is trained."""
+        self.is_frozen = True
+        steps = self.recipe.steps
+        frozen = [replace(s, settings={**s.settings, "frozen": "all"}) for s in steps if s.part]
+        by_outputs = {step.outputs: step for step in frozen}
+        self.recipe = self.recipe.with_(steps=tuple(by_outputs.get(s.outputs, s) for s in steps))
+        for parameter in self.net.parameters():
+            parameter.requires_grad_(False)
 
     def draw_trap(self) -> None:
         """Try traps until one fits.
@@ -97,7 +109,7 @@ class Draft:
             kind
             for kind in KINDS.values()
             if ("tokens" in kind.traits) == wants_tokens
-            and "trap" not in kind.traits
+            and not kind.traits & {"trap", "head"}
             and ("hessian" in kind.traits or not strict)
             and (not self.is_tame or kind.is_tame)
         ]
@@ -192,7 +204,7 @@ class Draft:
 
     def _is_fine(self, value: Tensor) -> bool:
         shape = value.shape
-        if len(shape) not in {2, 3, 4} or len(value) != self.batch:
+        if len(shape) not in {2, 3, 4} or len(value) % self.batch:
             return False
         if not 0 < value[0].numel() <= LARGEST or not value.is_floating_point():
             return False
@@ -250,6 +262,8 @@ def draw(seed: int) -> Prepared:
         draft = Draft(random, seed)
         for _ in range(random.randint(1, STEPS)):
             draft.draw_step()
+        if random.random() < 0.1:
+            draft.freeze()
         try:
             terms = draw_terms(draft)
             requests = draw_requests(random, draft, terms)

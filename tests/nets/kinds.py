@@ -38,7 +38,8 @@ class Kind:
         traits: ``"tokens"`` reads indices; ``"matching"`` reads values of one shape; ``"in_place"``
             writes into its first input; ``"random"`` draws random numbers in the forward pass;
             ``"hessian"`` may have second derivatives; ``"mixing"`` lets samples influence each
-            other; ``"trap"`` is drawn only where a trap is asked for.
+            other; ``"trap"`` is drawn only where a trap is asked for; ``"head"`` is drawn for
+            losses only, and may give several entries of axis 0 for each sample.
     """
 
     name: str

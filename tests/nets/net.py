@@ -20,6 +20,11 @@ from tests.nets.recipe import Recipe, Step
 Values = dict[str, Tensor]
 
 
+def by_sample(value: Tensor, batch: int) -> Tensor:
+    """A value with samples in front, ``[N · T, *]`` as ``[N, T, *]``."""
+    return value if len(value) == batch else value.unflatten(0, (batch, -1))
+
+
 def generator(seed: int, name: str) -> torch.Generator:
     """Random numbers that depend on a seed and a name alone."""
     return torch.Generator().manual_seed((seed * 1_000_003 + crc32(name.encode())) % 2**62)

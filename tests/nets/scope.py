@@ -52,7 +52,7 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
     found = set()
     for step in recipe.steps:
         part = net.parts[step.part] if step.part in net.parts else nn.Identity()
-        if data.issuperset(step.inputs) and not [*part.parameters()]:
+        if data.issuperset(step.inputs) and not trained(part):
             data.update(step.outputs)
         elif data.intersection(step.inputs) - recipe.sources.keys():
             found.add("table")

@@ -13,7 +13,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from tests.nets.catalogue import KINDS
 from tests.nets.losses import Losses
-from tests.nets.net import DrawnNet, Values, data
+from tests.nets.net import DrawnNet, Values, by_sample, data
 from tests.nets.recipe import Recipe
 from tests.nets.scope import NEED_BATCH, WATCHED, trained, traps
 
@@ -141,11 +141,14 @@ class Truth:
         """The outputs of each sample, computed alone where that is possible."""
         if self.needs_batch:
             whole = self._forward(self.inputs)
-            return [[whole[name][n] for name in self.names] for n in range(self.batch)]
+            every = [by_sample(whole[name], self.batch) for name in self.names]
+            return [[value[n] for value in every] for n in range(self.batch)]
         rows = []
         for n in range(self.batch):
             alone = self._forward([x[n : n + 1] for x in self.inputs])
-            rows.append([alone[name][0] for name in self.names])
+            is_one = [len(self.outputs[name]) == self.batch for name in self.names]
+            pairs = zip(self.names, is_one, strict=True)
+            rows.append([alone[name][0] if is_single else alone[name] for name, is_single in pairs])
         return rows
 
     def _check(self, loss: Tensor) -> None:
@@ -153,7 +156,7 @@ class Truth:
             raise Unstable("The loss depends on no parameter, or is not finite.")
         for k, name in enumerate(self.names):
             rows = torch.stack([row[k].detach() for row in self.rows])
-            if not difference(rows, self.outputs[name], 1e-3) < AGREEMENT:
+            if not difference(rows, self._each(self.outputs[name]), 1e-3) < AGREEMENT:
                 raise Unstable(f"{name} of single samples differs from that of the batch.")
         if not self.scale > SMALLEST:
             raise Unstable("Gradients cancel.")
@@ -191,7 +194,10 @@ class Truth:
         """Gradient of the loss in the outputs of each sample. Shape ``[N, D]``."""
         leaves = list((by_name := self._leaves(shift)).values())
         found = torch.autograd.grad(self._loss(by_name), leaves)
-        return torch.cat([g.flatten(1) for g in found], 1)
+        return torch.cat([self._each(g).flatten(1) for g in found], 1)
+
+    def _each(self, value: Tensor) -> Tensor:
+        return by_sample(value, self.batch)
 
     def _shaped(self, n: int, flat: Tensor) -> list[Tensor]:
         """A vector ``[D]`` in the shapes of the outputs of sample ``n``."""
@@ -232,7 +238,7 @@ class Truth:
     def _loss_hessians(self, shift: float = 0.0) -> Tensor:
         leaves = list((by_name := self._leaves(shift)).values())
         first = torch.autograd.grad(self._loss(by_name), leaves, create_graph=True)
-        flat = torch.cat([g.flatten(1) for g in first], 1)
+        flat = torch.cat([self._each(g).flatten(1) for g in first], 1)
         if not flat.requires_grad:
             return torch.diag_embed(torch.zeros_like(flat))
         columns = []
@@ -244,7 +250,7 @@ class Truth:
                 allow_unused=True,
                 materialize_grads=True,
             )
-            columns.append(torch.cat([g.flatten(1) for g in second], 1))
+            columns.append(torch.cat([self._each(g).flatten(1) for g in second], 1))
         return torch.stack(columns, 1).detach()
 
     def ggn(self, name: str) -> Tensor:
@@ -270,7 +276,7 @@ class Truth:
                 rows = [row[k] for row in self.rows]
                 if n is not None:
                     rows = [row if m == n else row.detach() for m, row in enumerate(rows)]
-                values[name] = torch.stack(rows)
+                values[name] = torch.stack(rows).reshape(self.outputs[name].shape)
             found = torch.autograd.grad(
                 self._loss(values),
                 list(self.parameters.values()),

@@ -22,26 +22,20 @@ from torch.nn import (
 )
 
 from backpack_core.contract.rules import LayerRule
-from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule, over_columns
 
 
 class ReshapeRule(LayerRule):
-    """``Flatten``, ``Unflatten``, ``Identity``: the same entries in another shape."""
+    """``Flatten``, ``Unflatten``, ``Identity``: the same entries in another shape.
+
+    One that changes the length of axis 0 is gone through by its operation, as the function is.
+    """
 
     module_types = (Flatten, Unflatten, Identity)
     hessian_is_zero = True
     jacobian_is_constant = True
-
-    def check(self, view: View) -> None:
-        """Refuse a reshape of the batch axis."""
-        if view.input_shape[:1] != view.output_shape[:1]:
-            raise UnsupportedError(
-                f"{view.path} reshapes {list(view.input_shape)} into {list(view.output_shape)}, "
-                "which changes the batch axis 0: leave that axis alone, as Flatten() does."
-            )
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat.reshape(len(mat), *view.input_shape)

@@ -2,7 +2,8 @@
 
 A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer (the *head*) has
 ``D < C`` inputs, the sum of outer products of the columns at these inputs has rank ``D`` at most.
-So ``D`` columns with the same sum can take their place in the rest of the model.
+So ``D`` columns with the same sum can take their place in the rest of the model. Entries of axis 0
+that belong to one sample (merged tokens, pixels) have columns apart, and each has ``D`` of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import Columns, View
-from backpack_core.contract.columns import ApartColumns, Root
+from backpack_core.contract.columns import ApartColumns, Root, taken_apart
 from backpack_core.contract.contractions import slices
 from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.call import Call, Edge, site_at
@@ -54,11 +55,13 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
         return None
     size = head.stored.inputs[0].shape[1:].numel()
     outputs = view.input_shape[1:2].numel()
-    if any(size > WORTHWHILE * min(count, outputs) for count in quantity.sizes.values()):
-        return None
+    for root, count in quantity.sizes.items():
+        sets = 1 if root.turns is None else len(root.turns)
+        if size > WORTHWHILE * min(count // sets, outputs):
+            return None
     return Columns(
         {
-            HeadRoot(root.name, root.signs, root.scale, head): mat
+            HeadRoot(root.name, root.signs, root.scale, root.turns, head): mat
             for root, mat in quantity.blocks.items()
         }
     )
@@ -77,24 +80,37 @@ def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
 def condensed(columns: Columns) -> Columns:
     """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
 
-    They are the triangular factor ``R`` of ``M[:, n] = Q R``. Forming ``Mᵀ M`` instead would square
-    the condition number.
+    With ``K`` sets of columns, for entries of one sample that are apart, ``D`` for each:
+    ``[D · K, R, *in]``.
 
     Args:
-        columns: At a tensor with ``D`` numbers ``[*in]`` for each sample.
+        columns: At a tensor with ``D`` numbers ``[*in]`` for each entry of axis 0.
     """
     blocks: dict[Root, Tensor] = {}
     for root, mat in columns.blocks.items():
-        dtype = torch.promote_types(mat.dtype, torch.float32)
-        count, samples, *shape = mat.shape
-        result = mat.new_empty(min(count, torch.Size(shape).numel()), samples, *shape)
-        # The factorisation copies its argument, so it gets some samples at a time.
-        for rows in slices(samples, memory_budget() // max(1, mat[:, :1].nbytes)):
-            vectors = mat[:, rows].flatten(2).transpose(0, 1).to(dtype)
-            triangles = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
-            result[:, rows] = triangles.unflatten(2, shape)
-        blocks[Root(root.name, scale=root.scale)] = result
+        if root.turns is None:
+            blocks[Root(root.name, scale=root.scale)] = _triangles(mat)
+        else:  # each entry is in one set, and zero in the others
+            found = _triangles(mat.unflatten(0, (-1, len(root.turns))).sum(1))
+            new = Root(root.name, None, root.scale, root.turns)
+            blocks[new] = taken_apart(found, root.turns).flatten(0, 1)
     return Columns(blocks)
+
+
+def _triangles(mat: Tensor) -> Tensor:
+    """The triangular factors ``R`` of ``M[:, n] = Q R``, ``[V, N, *in] → [min(V, D), N, *in]``.
+
+    Forming ``Mᵀ M`` instead would square the condition number.
+    """
+    dtype = torch.promote_types(mat.dtype, torch.float32)
+    count, samples, *shape = mat.shape
+    result = mat.new_empty(min(count, torch.Size(shape).numel()), samples, *shape)
+    # The factorisation copies its argument, so it gets some samples at a time.
+    for rows in slices(samples, memory_budget() // max(1, mat[:, :1].nbytes)):
+        vectors = mat[:, rows].flatten(2).transpose(0, 1).to(dtype)
+        triangles = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
+        result[:, rows] = triangles.unflatten(2, shape)
+    return result
 
 
 def _only_edge(call: Call) -> Edge | None:
