@@ -12,11 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory, is_symbolic, memory_of
+from backpack_core._torch import Node, is_symbolic
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made, viewed
+from backpack_core.graph.data import of_data
+from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
@@ -56,6 +57,7 @@ class Owners:
         survey = self._survey
         if survey.are_moved is None:  # it is found out while calls have their tensors
             is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
+            is_other = is_other or survey.depth is not None
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
             survey.are_moved = is_other and survey.is_readable and self._are_known
@@ -64,17 +66,18 @@ class Owners:
     def _is_moved(self, call: Call) -> bool:
         """Whether a module received data in another order than the model did."""
         is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
-        numbers, size = None if is_other else self._of_input(call), self._survey.batch_size
+        numbers, size = None if is_other else self.of_input(call), self._survey.batch_size
         if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
         rows = self._rows(numbers, tuple(call.stored.inputs[0].shape))
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
 
-    def _of_input(self, call: Call) -> Numbers | None:
+    def of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            is_usual = not call.stored.inputs or call.receives_input > 1
-            self._data[call] = None if is_usual else of_data(call, self._samples)
+            depth, size = self._survey.depth, len(call.stored.inputs)
+            is_usual = not size or (depth is None and call.receives_input > 1)
+            self._data[call] = None if is_usual else of_data(call, self._samples, depth)
         return self._data[call]
 
     def _moves(self, node: Node) -> bool:
@@ -150,6 +153,10 @@ class Owners:
             seen.add(this)
             todo += self._operands(this).values()
         return False
+
+    def numbers_at(self, place: Place) -> Numbers | None:
+        """The samples that entries of a tensor belong to, as far as it is known."""
+        return self._of(place)
 
     @cached_property
     def _are_known(self) -> bool:
@@ -242,7 +249,7 @@ class Owners:
             return None
         received, declared = call.stored.inputs[0], declared_axis(call)
         if given is None and not any(call.edges[:1]):
-            given = self._of_input(call)
+            given = self.of_input(call)
         if given is None and not any(call.edges[:1]):
             given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
         if given is None or given.numel() != max(given.shape, default=0):
@@ -257,35 +264,10 @@ class Owners:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
         samples = self._survey.batch_size
         is_known = is_sure or axis or not is_doubtful(shape, samples)
+        is_known = is_known and self._survey.depth is None
         if not is_known or shape[axis : axis + 1] != (samples,):
             return None
         return along(self._samples, axis, shape)
-
-
-def of_data(call: Call, samples: Tensor) -> Numbers | None:
-    """The samples of data that a module received, as far as what the model received tells.
-
-    Of a view, strides tell. Where axes were merged, as in ``x.flatten(0, 1)``, or a copy has
-    another order, as ``x.transpose(0, 1).reshape(-1, D)``, the values do.
-    """
-    received, run, size = call.stored.inputs[0], call.run, len(samples)
-    shape = tuple(received.shape)
-    if has_memory(received) and memory_of(received) in run.memories:
-        ways = enumerate(zip(shape, received.stride(), strict=True))
-        axes = [k for k, way in ways if way == (size, run.memories[memory_of(received)])]
-        if axes:
-            return along(samples, axes[0], shape)
-    whole = run.first() if call.is_readable else None
-    if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
-        return None
-    is_same = whole.dtype == received.dtype and whole.device == received.device
-    if not is_same or whole.numel() != received.numel():
-        return None
-    for axis in range(whole.dim()):
-        turned = whole.movedim(0, axis)
-        if turned.reshape(shape).equal(received):
-            return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
-    return None
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
