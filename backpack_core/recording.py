@@ -145,7 +145,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if owner is not None:
         if kwargs:
             kwargs = in_order(module, kwargs)
-        owner.begin(tensors_in(args, kwargs) if is_recording() else None)
+        owner.begin((*args, *kwargs.values()) if is_recording() else None)
 
 
 @_Hook

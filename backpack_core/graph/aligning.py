@@ -33,15 +33,14 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
     """
     alignment.batch_size = survey.batch_size
-    tables: set[Call] = set()
+    survey.numbers, survey.are_moved = {}, None
+    tables, owners = set[Call](), Owners(survey)
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
-        tables = {site.call for site in survey.unusual if _is_table(survey, site)}
+        tables = {site.call for site in survey.unusual if _is_table(survey, owners, site)}
         tables -= {call for (call, _), axis in survey.axes.items() if axis}
     within = (inside(site) for site in survey.unusual if site.call in tables)
     survey.tables = set().union(*within)
-    survey.numbers, survey.are_moved = {}, None
-    owners = Owners(survey)
     for place, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(place[0])
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
@@ -93,7 +92,7 @@ def _hand_to_nodes(survey: Survey) -> None:
                 look_inside(survey, site)
 
 
-def _is_table(survey: Survey, site: Site) -> bool:
+def _is_table(survey: Survey, owners: Owners, site: Site) -> bool:
     """Whether a call's output is taken for a table, which is as long as the batch by chance.
 
     As of ``wpe(torch.arange(T))``: the call received nothing of the model's input, and its output
@@ -110,7 +109,7 @@ def _is_table(survey: Survey, site: Site) -> bool:
         or not (survey.trained[call] or call in survey.freed)
     ):
         return False
-    if any(edge is not None for edge in call.edges):
+    if any(edge is not None for edge in call.edges) or owners.of_input(call) is not None:
         return False
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
     return is_small or _is_of_buffers(call)

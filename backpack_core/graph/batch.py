@@ -129,7 +129,7 @@ def other_run(survey: Survey) -> tuple[Call, int] | None:
     samples = survey.batch_size
     if samples == 1 and not survey.rows and (other := _for_each(survey)) is not None:
         return other
-    if not samples or survey.rows or _of_losses(survey) == {samples}:
+    if not samples or survey.rows or survey.depth is not None or _of_losses(survey) == {samples}:
         return None
     for call, _ in survey.received:
         sizes = () if call.rule.is_loss or call.run.is_inner else call.run.sizes

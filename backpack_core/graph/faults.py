@@ -130,6 +130,16 @@ def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
     )
 
 
+def ragged(call: Call) -> BackpackError:
+    """Tensors of several lengths were joined, and nothing says what their rows are."""
+    return ShapeError(
+        f"{call.path} received several inputs of the model that were joined, of different lengths, "
+        "and nothing says whether each of them is one sample's: give the loss one entry for each. "
+        "If one of them is no list of samples (a memory that all share), give it to a module by "
+        "itself."
+    )
+
+
 def merged_samples(call: Call) -> BackpackError:
     """Samples cannot be chosen if each has several entries of axis 0."""
     return ShapeError(

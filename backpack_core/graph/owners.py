@@ -12,24 +12,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory, is_symbolic, memory_of
+from backpack_core._torch import Node, is_symbolic
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.moves import (
-    Given,
-    Numbers,
-    Shape,
-    along,
-    are_elsewhere,
-    made,
-    shortened,
-    viewed,
-)
+from backpack_core.graph.data import of_data
+from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import Layout, is_parameter, layout_of
+from backpack_core.record.owner import is_parameter
 
 
 class Owners:
@@ -75,7 +67,7 @@ class Owners:
         survey = self._survey
         if survey.are_moved is None:  # it is found out while calls have their tensors
             is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
-            is_other |= survey.is_told
+            is_other = is_other or survey.is_told or survey.depth is not None
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
             # What the user says needs no reading of what operations saved.
@@ -86,21 +78,27 @@ class Owners:
     def _is_moved(self, call: Call) -> bool:
         """Whether a module received data in another order than the model did."""
         is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
-        numbers, size = None if is_other else self._of_input(call), self._survey.batch_size
+        numbers, size = None if is_other else self.of_input(call), self._survey.batch_size
+        if numbers is None and self._survey.is_told and not (is_other or self._is_of_table(call)):
+            numbers = self._of_data(tuple(call.stored.inputs[0].shape), declared_axis(call))
         if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
         rows = self._rows(numbers, tuple(call.stored.inputs[0].shape))
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
 
-    def _of_input(self, call: Call) -> Numbers | None:
+    def _is_of_table(self, call: Call) -> bool:
+        """Whether a module made a table, or received no tensor."""
+        sites = (site.edge.node for (own, _), site in self._survey.sites.items() if own is call)
+        return not call.stored.inputs or not self._survey.tables.isdisjoint(sites)
+
+    def of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            told, found = self._survey.told, None
-            if call.stored.inputs and (told is not None or call.receives_input < 2):
-                found = of_data(call, self._received_rows)
-            if call.stored.inputs and found is None and told is not None:
-                axis = declared_axis(call)
-                found = self._of_data(tuple(call.stored.inputs[0].shape), axis)
+            told, depth, found = self._survey.told, self._survey.depth, None
+            is_usual = told is None and depth is None and call.receives_input > 1
+            if call.stored.inputs and not is_usual:
+                items = None if told is None else told.items
+                found = of_data(call, self._received_rows, depth, items)
             self._data[call] = found
         return self._data[call]
 
@@ -177,6 +175,10 @@ class Owners:
             seen.add(this)
             todo += self._operands(this).values()
         return False
+
+    def numbers_at(self, place: Place) -> Numbers | None:
+        """The samples that entries of a tensor belong to, as far as it is known."""
+        return self._of(place)
 
     @cached_property
     def _are_known(self) -> bool:
@@ -288,7 +290,7 @@ class Owners:
             return None
         received, declared = call.stored.inputs[0], declared_axis(call)
         if given is None and not any(call.edges[:1]):
-            given = self._of_input(call)
+            given = self.of_input(call)
         if given is None and not any(call.edges[:1]):
             given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
         if given is None or given.numel() != max(given.shape, default=0):
@@ -303,50 +305,10 @@ class Owners:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
         rows = self._received_rows
         is_known = is_sure or axis or not is_doubtful(shape, len(rows))
+        is_known = is_known and self._survey.depth is None
         if not is_known or shape[axis : axis + 1] != (len(rows),):
             return None
         return along(rows, axis, shape)
-
-
-def of_data(call: Call, samples: Tensor) -> Numbers | None:
-    """The samples of data that a module received, as far as what the model received tells.
-
-    Of a view, strides tell, also of what layers without a graph have made of it. Where a copy has
-    another order, as ``x.transpose(0, 1).reshape(-1, D)``, the values do.
-    """
-    received, run, size = call.stored.inputs[0], call.run, len(samples)
-    shape = tuple(received.shape)
-    layout = run.memories.get(memory_of(received)) if has_memory(received) else None
-    if layout is not None and layout.axis >= 0 and layout.shape[layout.axis] == size:
-        axis = layout.axis_in(received)
-        return (
-            _seen_through(received, layout, samples)
-            if axis is None
-            else along(samples, axis, shape)
-        )
-    whole = run.first() if call.is_readable else None
-    if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
-        return None
-    is_same = whole.dtype == received.dtype and whole.device == received.device
-    if not is_same or whole.numel() != received.numel():
-        return None
-    for axis in range(whole.dim()):
-        turned = whole.movedim(0, axis)
-        if turned.reshape(shape).equal(received):
-            return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
-    return None
-
-
-def _seen_through(view: Tensor, layout: Layout, samples: Tensor) -> Numbers:
-    """The samples of the entries of a view, as of numbers in a memory of the same layout."""
-    ends = [layout, layout_of(view, 0)]
-    spans = [sum(s * (n - 1) for n, s in zip(e.shape, e.strides, strict=True)) for e in ends]
-    first = min(end.offset for end in ends)
-    size = max(end.offset + span for end, span in zip(ends, spans, strict=True)) - first + 1
-    memory = torch.full((size,), -1, device="cpu")
-    whole, seen = (memory.as_strided(e.shape, e.strides, e.offset - first) for e in ends)
-    whole.copy_(along(samples, layout.axis, layout.shape).expand(layout.shape))
-    return shortened(seen)
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:

@@ -68,6 +68,8 @@ class Survey:
         widest: Bytes that one column takes at the widest call.
         sites: Every output of a call that is in the graph, as (call, index).
         tables: Nodes inside of calls that returned something that all samples share.
+        depth: At which depth of what models received each item is one sample's; ``None`` if samples
+            are in front of all.
         rows: The samples of calls that received some of them only, by the node of the output.
         axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
@@ -106,6 +108,7 @@ class Survey:
     widest: int = 0
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
     tables: set[Node] = field(default_factory=set)
+    depth: int | None = None
     rows: dict[Node, Tensor] = field(default_factory=dict)
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)

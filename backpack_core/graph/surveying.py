@@ -15,6 +15,7 @@ from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of, declared_axis, other_run, some_rows
 from backpack_core.graph.of_weights import has_parameters_given
+from backpack_core.graph.parts import tell_parts
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
@@ -30,11 +31,13 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
         survey.faults.append((faults.changed_output(survey.inner[place]), None))
     if survey.told is not None:
         runs = (call.run for call, _ in survey.sites if not call.rule.is_loss)
-        survey.told.require(run.sizes for run in runs if not run.is_inner)
+        survey.told = survey.told.fitting(run for run in runs if not run.is_inner)
         survey.batch_size = survey.told.samples
     elif not survey.batch_size:
         survey.batch_size, survey.rows = some_rows(survey)
-        survey.batch_size = survey.batch_size or batch_of(survey)
+        if not survey.batch_size:
+            survey.batch_size = batch_of(survey)
+            tell_parts(survey)
         if (other := other_run(survey)) is not None:
             survey.faults.append((faults.other_run(*other, survey.batch_size), None))
 

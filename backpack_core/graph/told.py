@@ -13,68 +13,106 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
+from backpack_core.record.owner import Run
 
-Samples: TypeAlias = Tensor | Sequence[int]
+Samples: TypeAlias = Tensor | Sequence[int | Tensor]
 
 
 class Told(NamedTuple):
     """What was said of the rows that the model receives.
 
     Attributes:
-        rows: The sample of each row, ``[R]``, on the CPU.
+        rows: The sample of each row, ``[R]``, on the CPU; of several tensors, one behind the other.
         samples: How many there are.
+        items: The samples of the rows of each tensor, or its only one; ``None`` where one index
+            is of all tensors that are as long.
     """
 
     rows: Tensor
     samples: int
+    items: tuple[Tensor, ...] | None = None
 
     @property
     def is_usual(self) -> bool:
         """Whether each row is a sample, in order."""
-        return self.rows.equal(torch.arange(self.samples, device="cpu"))
+        return self.items is None and self.rows.equal(torch.arange(self.samples, device="cpu"))
 
-    def require(self, received: Iterable[tuple[int, ...]]) -> None:
-        """See that models received as many rows.
-
-        Args:
-            received: For each run of a model, how many rows its input tensors had.
+    def fitting(self, runs: Iterable[Run]) -> Told:
+        """The same for what models received in a pass.
 
         Raises:
-            UsageError: One received none with as many.
+            UsageError: One received other tensors, or none with as many rows.
         """
-        for sizes in received:
-            if sizes and len(self.rows) not in sizes:
+        found = self
+        for run in runs:
+            if self.items is not None and not (self._is_index and len(run.given) < 2):
+                found = self._of_items(run)
+            elif run.sizes and len(self.rows) not in run.sizes:
                 raise UsageError(
                     f"samples=... has {len(self.rows)} entries, and the model received "
-                    f"{' and '.join(map(str, sizes))} rows. Give it one entry for each row: the "
-                    "number of the sample that the row belongs to."
+                    f"{' and '.join(map(str, run.sizes))} rows. Give it one entry for each row: "
+                    "the number of the sample that the row belongs to."
                 )
+            else:
+                found = found._replace(items=None)
+        return found
+
+    @property
+    def _is_index(self) -> bool:
+        """Whether it is a list of numbers, which may be an index as well."""
+        return self.items is not None and all(len(rows) == 1 for rows in self.items)
+
+    def _of_items(self, run: Run) -> Told:
+        items, lengths = self.items or (), [given.rows for given in run.given]
+        fits = [len(rows) in (1, n) for rows, n in zip(items, lengths, strict=False)]
+        if len(items) != len(lengths) or not all(fits):
+            raise UsageError(
+                f"samples=[...] has {len(items)} entries of lengths {[len(r) for r in items]}, one "
+                f"for each tensor that the model receives, and it received {len(lengths)} with "
+                f"{lengths} rows. An entry is the number of the sample that a whole tensor belongs "
+                "to, or an index of its rows; for one index of all rows, give a tensor."
+            )
+        rows = [own.expand(n) for own, n in zip(items, lengths, strict=True)]
+        return self._replace(rows=torch.cat([torch.zeros(0, dtype=torch.long), *rows]))
 
 
 def told(samples: Samples) -> Told:
     """Check what was said.
 
     Args:
-        samples: ``index[row] = sample``.
+        samples: ``index[row] = sample``; or a list with the sample of each tensor that the model
+            receives, or an index of its rows.
 
     Raises:
         UsageError: These are no whole numbers from zero on.
     """
+    items = None
+    if isinstance(samples, (list, tuple)):
+        items = tuple(_index(entry, samples).reshape(-1) for entry in samples)
+    index = _index(samples, samples) if items is None else torch.cat([*items, _NOBODY])
+    if index.dim() != 1:
+        raise _no_index(samples)
+    return Told(index, int(index.max()) + 1 if len(index) else 0, items)
+
+
+_NOBODY = torch.zeros(0, dtype=torch.long)
+
+
+def _index(entry: object, samples: object) -> Tensor:
+    """Numbers of samples, on the CPU."""
     try:
-        index = torch.as_tensor(samples).detach().cpu()
+        index = torch.as_tensor(entry).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise _no_index(samples) from error
-    is_whole = not (index.is_floating_point() or index.is_complex() or index.dtype is torch.bool)
-    if index.dim() != 1 or not (is_whole or not index.numel()):
+    is_other = index.is_floating_point() or index.is_complex() or index.dtype is torch.bool
+    if index.dim() > 1 or (is_other and index.numel()) or bool((index < 0).any()):
         raise _no_index(samples)
-    index = index.long()
-    if bool((index < 0).any()):
-        raise _no_index(samples)
-    return Told(index, int(index.max()) + 1 if len(index) else 0)
+    return index.long()
 
 
 def _no_index(samples: object) -> UsageError:
     return UsageError(
         "samples=index says to which sample each row belongs that the model receives: whole "
-        f"numbers from 0 on, shape [rows], as torch.tensor([0, 0, 1]). Got {samples!r:.200}."
+        "numbers from 0 on, shape [rows], as torch.tensor([0, 0, 1]); of several tensors, a list "
+        f"with a number or an index for each. Got {samples!r:.200}."
     )

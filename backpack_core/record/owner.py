@@ -6,17 +6,20 @@ The model's input tells how many samples there are; what a part receives may hav
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core import _torch
 from backpack_core._torch import Node, has_memory, hold_address, memory_of, running_calls
 from backpack_core.errors import UsageError
+from backpack_core.record.structure import placed_tensors
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
 PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
@@ -55,7 +58,35 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: Tensor, axis: int) -> Layout:
     """The layout of a tensor that has samples on an axis."""
-    return Layout(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), axis)
+    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), axis)
+
+
+class Given(NamedTuple):
+    """A tensor that an extended model received.
+
+    Attributes:
+        path: The number of the argument, and of the item of a list or dictionary, at each depth.
+        shape: Its shape.
+        span: Its memory, and the first and last number there; see :func:`span_of`.
+        tensor: Returns it, if somebody still holds it.
+        dtype: The type of its numbers.
+    """
+
+    path: tuple[int, ...]
+    shape: tuple[int, ...]
+    span: tuple[int, int, int]
+    tensor: Callable[[], Tensor | None]
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        """The length of axis 0; one of a number."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def kind(self) -> tuple[torch.dtype, int]:
+        """The type of its numbers, and how many axes it has."""
+        return self.dtype, len(self.shape)
 
 
 class Run(NamedTuple):
@@ -68,7 +99,7 @@ class Run(NamedTuple):
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
         is_inner: Whether any of what it received was computed from parameters or by other models.
         rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
-        first: Returns that tensor, if it has samples in front and somebody still holds it.
+        given: Its input tensors, if samples are in front.
     """
 
     sizes: tuple[int, ...]
@@ -77,7 +108,23 @@ class Run(NamedTuple):
     passed: list[object]
     is_inner: bool = False
     rows: tuple[int, range] | None = None
-    first: Callable[[], Tensor | None] = lambda: None
+    given: tuple[Given, ...] = ()
+
+    def lists(self, depth: int) -> list[list[Given]]:
+        """Tensors whose paths differ at one depth only: those in a list, or in items of one."""
+        found = defaultdict[tuple[int, ...], list[Given]](list)
+        for given in self.given if len(self.given) > 1 else ():
+            if len(given.path) > depth:
+                found[given.path[:depth] + given.path[depth + 1 :]].append(given)
+        return [several for several in found.values() if len(several) > 1]
+
+    def groups(self, depth: int) -> list[list[Given]]:
+        """The same of one kind each: an index beside them in the list is none of them."""
+        found = []
+        for several in self.lists(depth):
+            for kind in dict.fromkeys(given.kind for given in several):
+                found.append([given for given in several if given.kind == kind])
+        return [group for group in found if len(group) > 1]
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
@@ -113,6 +160,16 @@ class Run(NamedTuple):
         given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
         axis = 0 if found > 1 else -1
         return self._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
+
+
+def span_of(tensor: Tensor) -> tuple[int, int, int]:
+    """The memory of a tensor, and the first and last number there that are its own."""
+    first, ways = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
+    return memory_of(tensor), first, first + sum((length - 1) * step for length, step in ways)
+
+
+def _given(path: tuple[int, ...], tensor: Tensor) -> Given:
+    return Given(path, tuple(tensor.shape), span_of(tensor), weakref.ref(tensor), tensor.dtype)
 
 
 def rows_of(tensor: Tensor) -> tuple[int, range] | None:
@@ -180,17 +237,19 @@ class Owner:
         if module is not None:
             _models[id(module)] = module
 
-    def begin(self, tensors: Sequence[Tensor] | None) -> None:
+    def begin(self, received: Sequence[Any] | None) -> None:
         """Note that the model begins to run on this thread.
 
         Args:
-            tensors: What the model received; ``None`` if nothing is recorded.
+            received: The arguments of the model; ``None`` if nothing is recorded.
 
         Raises:
             UsageError: None of them has the axis on which samples are said to lie.
         """
         run = NO_RUN
-        if tensors is not None:
+        if received is not None:
+            placed = [*placed_tensors(received)]
+            tensors = [tensor for _, tensor in placed]
             axis, sizes, layouts = self.axes.get("", 0), [], {}
             for tensor in tensors:
                 if tensor.dim() > axis and not tensor.is_nested:
@@ -206,8 +265,10 @@ class Owner:
             is_inner = any(tensor.grad_fn is not None for tensor in tensors)
             rows = rows_of(tensors[0]) if tensors and not axis else None
             is_distributed = _torch.is_distributed(self.module)
-            first = weakref.ref(tensors[0]) if tensors and not axis else lambda: None
-            run = Run(tuple(sizes), layouts, is_distributed, [], is_inner, rows, first)
+            given = (
+                () if axis else tuple(_given(*place) for place in placed if has_memory(place[1]))
+            )
+            run = Run(tuple(sizes), layouts, is_distributed, [], is_inner, rows, given)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def _note_handed(self) -> None:

@@ -6,7 +6,7 @@ They may be nested in tuples, lists, dicts, dataclasses, and distributions of to
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -46,15 +46,24 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in a structure, in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from iter_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from iter_tensors(item)
     else:
-        for item in _attributes(value).values():
+        for item in _items(value):
             yield from iter_tensors(item)
+
+
+def placed_tensors(value: Any, *path: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The same, each with its path: the number of the item that it lies in, at each depth."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for number, item in enumerate(_items(value)):
+            yield from placed_tensors(item, *path, number)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        return value
+    return value.values() if isinstance(value, dict) else _attributes(value).values()
 
 
 def _attributes(value: Any) -> dict[str, Any]:

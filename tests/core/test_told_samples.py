@@ -365,3 +365,50 @@ def test_a_loss_of_some_rows() -> None:
     loss = lossfunc(net(torch.randn(6, D)), torch.randint(C, (5,)))
     with pytest.raises(UsageError), backpack(BatchGrad(), samples=[1, 1, 0, 0, 0, 2, 2]):
         loss.backward()
+
+
+LISTS: dict[str, tuple[list[int], list[Any]]] = {
+    "of one each": ([2, 3, 1], [0, 1, 2]),
+    "turned": ([2, 3, 2], [2, 0, 1]),
+    "several of one": ([3, 1, 2, 2], [0, 1, 1, 0]),
+    "as long as the list": ([3, 2, 3], [1, 1, 0]),
+    "rows": ([2, 3], [torch.tensor([0, 1]), torch.tensor([1, 2, 0])]),
+    "rows and one": ([2, 3], [torch.tensor([1, 0]), 2]),
+    "one row": ([1, 1], [1, 0]),
+}
+
+
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("function", [torch.cat, lambda xs: torch.cat(xs) / 2 + 1])
+@pytest.mark.parametrize(("sizes", "told"), LISTS.values(), ids=LISTS)
+def test_tensors_of_a_list_belong_to_the_samples_that_were_told(
+    sizes: list[int], told: list[Any], function: Callable[[Any], Tensor], is_module: bool
+) -> None:
+    torch.manual_seed(0)
+    net = extend(_net(lambda net, xs: net.b(torch.tanh(net.a(function(xs))))))
+    lossfunc: Any = partial(F.cross_entropy, reduction="sum")
+    if is_module:
+        lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    items = [torch.randn(size, D) for size in sizes]
+    whose = torch.cat([torch.as_tensor(t).expand(n) for t, n in zip(told, sizes, strict=True)])
+    y = torch.randint(C, whose.shape)
+    loss = lossfunc(net(items), y)
+    asked = [BatchGrad(), BatchL2Grad(), *([BatchDiagGGNExact()] if is_module else [])]
+    with backpack(*asked, samples=told):
+        loss.backward()
+    assert len(net.a.bias.grad_batch) == int(whose.max()) + 1
+    for sample in range(int(whose.max()) + 1):
+        rows = whose == sample
+        alone = F.cross_entropy(net([torch.cat(items)[rows]]), y[rows], reduction="sum")
+        grads = torch.autograd.grad(alone, [*net.parameters()])
+        for p, grad in zip(net.parameters(), grads, strict=True):
+            oracle.assert_close(p.grad_batch[sample], grad)
+            oracle.assert_close(p.batch_l2[sample], grad.square().sum())
+
+
+def test_a_list_with_other_entries_than_tensors_is_refused() -> None:
+    net = extend(_net(lambda net, xs: net.b(net.a(torch.cat(xs)))))
+    loss = net([torch.randn(2, D), torch.randn(3, D)]).square().sum()
+    with pytest.raises(UsageError, match=r"has 3 entries.*2 with \[2, 3\] rows"):  # noqa: SIM117
+        with backpack(BatchGrad(), samples=[0, 1, 1]):
+            loss.backward()
