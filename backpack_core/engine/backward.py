@@ -291,11 +291,19 @@ class BackwardPass:
 
     def _visit_leaf(self, node: Node, number: int, gradient: Tensor | None) -> None:
         site = self.survey.leaves.get((node, number))
-        if site is not None and (lanes := self.schedule.waiting_at(site)):
-            view = self._view(site, gradient)
-            for lane in lanes:
-                self.traversal.visit(lane, site, view)
-            self.visiting, self._looked_at[site.call.module] = None, None
+        if site is None:
+            return
+        (own,) = self.survey.trained[site.call]
+        sent, ends = self.schedule.waiting_at(site), self._sink.waits_for(own.parameter)
+        if not (sent or ends):
+            return
+        view = self._view(site, gradient)
+        for lane in sent:
+            self.traversal.visit(lane, site, view)
+        for lane in ends:
+            if lane not in sent:
+                self._sink.end(lane, view, own.parameter)
+        self.visiting, self._looked_at[site.call.module] = None, None
 
     def _visit_leaves(self) -> None:
         """Those that autograd does not get to, as it only brings their gradients."""
@@ -323,10 +331,8 @@ class BackwardPass:
         for call in self._release_last:
             call.release()
         self._visit_leaves()
-        # With backward(inputs=...), a parameter that is none of these may be reached in part: it
-        # gets nothing then.
-        is_through = self.schedule.is_empty() and not self.traversal.inside
-        assert is_through, "a quantity was left on its way"
+        self.traversal.see_end()
+        self._sink.see_end()
         if self._is_part:
             return
         if self.measurement is not None:

@@ -21,6 +21,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
+from backpack_core.errors import InternalError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.order import children_of
@@ -77,9 +78,14 @@ class Schedule(ABC):
         lanes = range(len(self.groups))
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
-    def is_empty(self) -> bool:
-        """Whether everything that was sent has been taken."""
-        return not (self._at_sites or self._at_nodes)
+    def see_end(self) -> None:
+        """Raise unless everything that was sent has been taken.
+
+        Raises:
+            InternalError: A result would miss it.
+        """
+        if self._at_sites or self._at_nodes:
+            raise InternalError("A quantity was left on its way.")
 
     def deliver(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
         """Send a quantity to an edge, unless the pass does not get there.
@@ -315,7 +321,7 @@ class RankSchedule(Schedule):
             for site in self._sites.pop(node, {}).values():
                 visit(site)
             self.cross(node)
-        assert self.is_empty(), "a chunk of columns was left on its way"
+        self.see_end()
 
 
 def _add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core import _torch
+from backpack_core._torch import memories_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
@@ -20,12 +21,12 @@ from backpack_core.engine.gradient import PlainGradient
 from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.errors import InternalError, ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import noted, owned, see_unchanged
+from backpack_core.record.untouched import memories, noted, owned, see_unchanged
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -67,7 +68,7 @@ class Sink(ABC):
         trained: Sequence[Trained],
         readings: Iterable[Reading],
     ) -> None:
-        """Read what no further use is coming of; the rest waits for the others.
+        """Read what no further use is coming of; the rest waits for the others, or for :meth:`end`.
 
         Args:
             lane: The index of the group.
@@ -93,11 +94,22 @@ class Sink(ABC):
         if complete:
             self._complete(group, view, complete)
 
-    def flush(self) -> None:
-        """Read what is still waiting: no other use is coming."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
-        self._pending.clear()
+    def waits_for(self, parameter: Tensor) -> list[int]:
+        """The groups in which a parameter waits for further uses."""
+        return [lane for lane, number in self._pending if number == id(parameter)]
+
+    def end(self, lane: int, view: View, parameter: Tensor) -> None:
+        """Read what waits: nothing was sent to the last use, which a function leaves out.
+
+        Args:
+            lane: The index of the group.
+            view: That of the last use; calls that were visited before have been freed.
+            parameter: The parameter.
+        """
+        group, _, uses = self._pending.pop((lane, id(parameter)))
+        held = (tensor for use in uses[1] for tensor, _ in use.held())
+        memories(view).update(memories_of(held))
+        self._complete(group, view, [uses])
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Let all extensions of a group read off parameters, each in all of its uses."""
@@ -178,8 +190,10 @@ class ChunkSink(Sink):
         self._values[extension, id(parameter)] = value
 
     def add_to(self, partial: Values) -> None:
-        """Combine the values with those of earlier chunks."""
-        self.flush()
+        """Read what is still waiting, and combine the values with those of earlier chunks."""
+        for group, view, uses in self._pending.values():
+            self._complete(group, view, [uses])
+        self._pending.clear()
         for key, value in self._values.items():
             before = partial.get(key)
             partial[key] = value if before is None else key[0].combine(before, value)
@@ -208,6 +222,7 @@ class FieldSink(Sink):
         self._outside: dict[int, object] = outer._owners if outer and not is_part else {}
         self._token = object()  # a reference to this sink would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
+        self._in_part: set[int] = set()  # parameters that autograd reaches in part, by ``id``
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
@@ -234,12 +249,34 @@ class FieldSink(Sink):
         """Whether all uses were visited that autograd gets to.
 
         Those that it leaves out (``backward(inputs=...)``) do not depend on a parameter that it was
-        asked for: another output of the same call may be one.
+        asked for: another output of the same call may be one. A parameter that is none of these may
+        be reached in part. It gets nothing then.
         """
         if seen == uses:
+            self._in_part.discard(id(parameter))
             return True
-        is_all = seen + self.look_ahead()[id(parameter)] == uses
-        return is_all and _torch.will_get_gradient(parameter)
+        if not _torch.will_get_gradient(parameter):
+            self._in_part.add(id(parameter))
+            return False
+        return seen + self.look_ahead()[id(parameter)] == uses
+
+    def waits_for(self, parameter: Tensor) -> list[int]:
+        """None if autograd reaches it in part."""
+        return [] if id(parameter) in self._in_part else super().waits_for(parameter)
+
+    def see_end(self) -> None:
+        """Raise if anything that was read is not stored, but of parameters that are reached in part.
+
+        Raises:
+            InternalError: A use that was waited for did not come.
+        """
+        left = {number for _, number in (*self._pending, *self.partial)} - self._in_part
+        if left:
+            use = self.survey.uses[min(left)]
+            raise InternalError(
+                f"What was found at {use.name!r} of {use.call.path} waits for another use, which "
+                "the backward pass did not get to."
+            )
 
     def look_ahead(self) -> Counter[int]:
         """How many uses of each parameter autograd does not get to, by ``id``."""

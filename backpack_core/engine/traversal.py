@@ -23,7 +23,12 @@ from backpack_core.engine.location import place
 from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
+from backpack_core.errors import (
+    InternalError,
+    OverwrittenInputError,
+    SampleMixingError,
+    UnsupportedError,
+)
 from backpack_core.graph.owners import turns_of
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
@@ -299,6 +304,16 @@ class Traversal:
         return found(extension, group.propagator)
 
     # Reading -------------------------------------------------------------------------------------
+
+    def see_end(self) -> None:
+        """Raise if anything was left on its way.
+
+        Raises:
+            InternalError: A result would miss it.
+        """
+        self.schedule.see_end()
+        if self.inside:
+            raise InternalError("A parameter inside of a module was left unread.")
 
     def read(
         self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
