@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core import _torch
-from backpack_core._torch import memories_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
@@ -48,7 +47,7 @@ class Sink(ABC):
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Take the value an extension computed for a parameter."""
+        """Take the value an extension computed for a parameter; ``None`` if it leaves it out."""
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
         """Whether no other use of a parameter that has several is coming; default: nobody knows.
@@ -108,7 +107,7 @@ class Sink(ABC):
         """
         group, _, uses = self._pending.pop((lane, id(parameter)))
         held = (tensor for use in uses[1] for tensor, _ in use.held())
-        memories(view).update(memories_of(held))
+        memories(view).update(_torch.memories_of(held))
         self._complete(group, view, [uses])
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
@@ -129,7 +128,7 @@ class Sink(ABC):
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
                         value = owned(extension.as_stored(value, parameter), view)
-                        self.store(extension, parameter, value)
+                    self.store(extension, parameter, value)
             extension = group.extensions[0]
             if plain is not None:
                 for parameter, uses, is_reached in summed:
@@ -175,6 +174,14 @@ def _whole(uses: list[Reading]) -> Any:
     return uses[0]
 
 
+def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
+    """A value with that of earlier chunks, which is taken out; ``None`` if either is left out."""
+    if key not in partial:
+        return value
+    before = partial.pop(key)
+    return None if before is None or value is None else key[0].combine(before, value)
+
+
 class ChunkSink(Sink):
     """Keeps the values of one chunk of columns.
 
@@ -195,8 +202,7 @@ class ChunkSink(Sink):
             self._complete(group, view, [uses])
         self._pending.clear()
         for key, value in self._values.items():
-            before = partial.get(key)
-            partial[key] = value if before is None else key[0].combine(before, value)
+            partial[key] = _combined(partial, key, value)
 
 
 class FieldSink(Sink):
@@ -227,7 +233,8 @@ class FieldSink(Sink):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
-        if key in self._outside:
+        value = _combined(self.partial, (extension, key), value)
+        if value is None or key in self._outside:
             return
         if self._owners.setdefault(key, self._token) is not self._token:
             raise UnsupportedError(
@@ -237,9 +244,6 @@ class FieldSink(Sink):
                 "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
                 "themselves (odeint, not odeint_adjoint)."
             )
-        if self.partial:
-            before = self.partial.pop((extension, key), None)
-            value = value if before is None else extension.combine(before, value)
         if extension.is_deferred:
             self.deferred.setdefault(extension, {})[parameter] = value
         else:
@@ -265,7 +269,7 @@ class FieldSink(Sink):
         return [] if id(parameter) in self._in_part else super().waits_for(parameter)
 
     def see_end(self) -> None:
-        """Raise if anything that was read is not stored, but of parameters that are reached in part.
+        """Raise if anything that was read is not stored, but of what is reached in part.
 
         Raises:
             InternalError: A use that was waited for did not come.
