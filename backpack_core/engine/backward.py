@@ -86,6 +86,9 @@ class BackwardPass:
         self.is_running = self.is_alone = False
         self._is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
+        self._clears = outer is None or (is_part and outer._clears)
+        # A part of one in which there is nothing else is measured as if it were alone.
+        self._is_measured = outer is None or (is_part and not outer.survey.sites)
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         # A pass inside another one has no part in what that is read as a whole.
@@ -102,7 +105,7 @@ class BackwardPass:
         self._looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
-        self._is_part = is_part and outer is not None
+        self._is_part = is_part
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer else None, is_part)
         self._walked: list[Edge] = []
         chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
@@ -140,8 +143,8 @@ class BackwardPass:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
-        if is_first and self.is_outermost:
-            clear(self.survey, self.context.extensions)
+        if is_first and self._clears:
+            clear(survey, self.context.extensions, self._sink.new)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -158,7 +161,7 @@ class BackwardPass:
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
         context = self.context
-        if self.is_outermost and any(self._question):
+        if self._is_measured and any(self._question):
             self.measurement = measurement(self.survey, roots, context.check, self._question)
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
@@ -176,7 +179,7 @@ class BackwardPass:
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
-        if not self.is_outermost:
+        if not self.is_outermost or not self.survey.sites:
             return {}
         found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
         return found
@@ -333,10 +336,10 @@ class BackwardPass:
         self._visit_leaves()
         self.traversal.see_end()
         self._sink.see_end()
-        if self._is_part:
-            return
         if self.measurement is not None:
             self.measurement.settle()
+        if self._is_part:
+            return
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
             results = self._graph.results(self.survey, self.context.watch)

@@ -7,6 +7,7 @@ there; at nodes between calls, a subclass sees to it that :meth:`Schedule.cross`
 from __future__ import annotations
 
 import heapq
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -225,10 +226,22 @@ class HookSchedule(Schedule):
         super().__init__(chunks.survey, chunks.groups)
         self._chunks, self.passes = chunks, passes
         self.task = -1  # of autograd's, once that has begun
+        self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
+
+    def begin(self) -> None:
+        """Autograd is in the pass already."""
+        self.task = _torch.graph_task_id()
+        self._begun = threading.get_ident(), len(_torch.running_passes())
+
+    @property
+    def inside(self) -> list[bool]:
+        """Whether functions began the passes inside of this one, known or not; innermost first."""
+        (thread, own), found = self._begun, _torch.running_passes()
+        return found[: len(found) - own] if thread == threading.get_ident() else found
 
     def is_in(self, task: int) -> bool:
-        """Whether one of autograd's tasks is that of this pass; the first one is."""
-        if self.task < 0:
+        """Whether one of autograd's tasks is that of this pass; a hook may begin another before."""
+        if self.task < 0 and not self.inside:
             self.task = task
         return self.task == task
 

@@ -6,7 +6,7 @@ Nothing may be read before the last use: the products of all uses are added befo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -223,9 +223,14 @@ class FieldSink(Sink):
         """
         super().__init__(survey)
         self.partial: Values = {}
-        self.deferred: dict[Extension, Any] = outer.deferred if outer and is_part else {}
-        self._owners: dict[int, object] = outer._owners if outer and is_part else {}
-        self._outside: dict[int, object] = outer._owners if outer and not is_part else {}
+        self.deferred: dict[Extension, Any] = {}
+        self._owners: dict[int, object] = {}
+        self._outside: Mapping[int, object] = {}
+        if outer is not None and is_part:
+            self.deferred, self._owners = outer.deferred, outer._owners
+            self._outside = outer._outside
+        elif outer is not None:
+            self._outside = outer.new
         self._token = object()  # a reference to this sink would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
         self._in_part: set[int] = set()  # parameters that autograd reaches in part, by ``id``
@@ -304,6 +309,11 @@ class FieldSink(Sink):
                 place_between(error, self.survey, extension)
                 raise
         return found
+
+    @property
+    def new(self) -> Mapping[int, object]:
+        """Parameters with results of this pass, and of those around it, by ``id``."""
+        return ChainMap(self._owners, {**self._outside})
 
     def refuse_late_uses(self) -> None:
         """Raise if a parameter that was read already turns out to be used once more."""
