@@ -345,7 +345,9 @@ class Traversal:
         is_computed = found.name in view.stored.computed
         if is_computed or is_shared or number in others:
             what = (
-                "computed from others, as by a parametrization," if is_computed else "used twice,"
+                "computed from others, as by a parametrization,"
+                if is_computed
+                else "used more than once,"
             )
             raise UnsupportedError(
                 f"The parameter {found.name!r} of {view.path} is {what} which a carrier for "

@@ -137,11 +137,12 @@ class Registry:
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
         """The function that makes a carrier for a pair: the instance's own, else a plugin's.
 
-        It speaks for the modules that a rule for the same type would speak for.
+        A plugin's speaks for the modules that a rule for the same type would speak for; that of an
+        instance for no subclass.
         """
         own = module.__dict__.keys()
         kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(own)]
-        for kind in kinds:
+        for kind in kinds[:1]:
             if kind in extension.carriers:
                 return extension.carriers[kind]
         for kind in kinds:
