@@ -91,15 +91,25 @@ def keeps_graph() -> bool:
     return torch.is_grad_enabled() or _keeps_graph()
 
 
-def is_inside_function() -> bool:
-    """Whether the backward of a Python ``autograd.Function`` is running, as a checkpoint's."""
-    code = torch.autograd.function.BackwardCFunction.apply.__code__
-    frame: Any = sys._getframe(1)
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+
+
+def running_passes() -> list[bool]:
+    """The backward passes that run on this thread, innermost first: whether a function began each.
+
+    That is the backward of a Python ``autograd.Function``, as a checkpoint's; else a hook began it,
+    or nothing did. Of one that was begun on another thread, this thread does not know.
+    """
+    found: list[bool] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
-            return True
+        if frame.f_code is _ENGINE:
+            found.append(False)
+        elif frame.f_code is _FUNCTION and found:
+            found[-1] = True
         frame = frame.f_back
-    return False
+    return found
 
 
 def running_calls(module: Module | None) -> int:

@@ -11,6 +11,7 @@
     │   ├── SampleMixingError
     │   └── BridgeError
     ├── ShapeError            (ValueError)           a rule or extension returned a wrong shape
+    ├── InternalError         (AssertionError)       a check of the library on itself failed
     └── PluginError           (RuntimeError)
         ├── PluginLoadError
         ├── PluginConflictError
@@ -105,6 +106,16 @@ class BridgeError(UnsupportedError):
 
 class ShapeError(BackpackError, ValueError):
     """A rule or an extension returned, or was given, a tensor of the wrong shape."""
+
+
+class InternalError(BackpackError, AssertionError):
+    """A check of the library on itself failed, and results would be wrong: please report it."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"{found} This is a fault of the library: please report it, with the model and the "
+            "call of backward(). Other extensions, or single ones, may work until it is mended."
+        )
 
 
 class PluginError(BackpackError, RuntimeError):

@@ -86,6 +86,9 @@ class BackwardPass:
         self.is_running = self.is_alone = False
         self._is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
+        self._clears: bool = outer is None or (is_part and outer._clears)
+        # A part of one in which there is nothing else is measured as if it were alone.
+        self._is_measured = outer is None or (is_part and not outer.survey.sites)
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         # A pass inside another one has no part in what that is read as a whole.
@@ -102,7 +105,7 @@ class BackwardPass:
         self._looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
-        self._is_part = is_part and outer is not None
+        self._is_part = is_part
         self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer else None, is_part)
         self._walked: list[Edge] = []
         chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
@@ -140,8 +143,8 @@ class BackwardPass:
             self._sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
-        if is_first and self.is_outermost:
-            clear(self.survey, self.context.extensions)
+        if is_first and self._clears:
+            clear(survey, self.context.extensions, self._sink.new)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -158,7 +161,7 @@ class BackwardPass:
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
         context = self.context
-        if self.is_outermost and any(self._question):
+        if self._is_measured and any(self._question):
             self.measurement = measurement(self.survey, roots, context.check, self._question)
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
@@ -176,7 +179,7 @@ class BackwardPass:
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
-        if not self.is_outermost:
+        if not self.is_outermost or not self.survey.sites:
             return {}
         found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
         return found
@@ -291,11 +294,19 @@ class BackwardPass:
 
     def _visit_leaf(self, node: Node, number: int, gradient: Tensor | None) -> None:
         site = self.survey.leaves.get((node, number))
-        if site is not None and (lanes := self.schedule.waiting_at(site)):
-            view = self._view(site, gradient)
-            for lane in lanes:
-                self.traversal.visit(lane, site, view)
-            self.visiting, self._looked_at[site.call.module] = None, None
+        if site is None:
+            return
+        (own,) = self.survey.trained[site.call]
+        sent, ends = self.schedule.waiting_at(site), self._sink.waits_for(own.parameter)
+        if not (sent or ends):
+            return
+        view = self._view(site, gradient)
+        for lane in sent:
+            self.traversal.visit(lane, site, view)
+        for lane in ends:
+            if lane not in sent:
+                self._sink.end(lane, view, own.parameter)
+        self.visiting, self._looked_at[site.call.module] = None, None
 
     def _visit_leaves(self) -> None:
         """Those that autograd does not get to, as it only brings their gradients."""
@@ -323,14 +334,12 @@ class BackwardPass:
         for call in self._release_last:
             call.release()
         self._visit_leaves()
-        # With backward(inputs=...), a parameter that is none of these may be reached in part: it
-        # gets nothing then.
-        is_through = self.schedule.is_empty() and not self.traversal.inside
-        assert is_through, "a quantity was left on its way"
-        if self._is_part:
-            return
+        self.traversal.see_end()
+        self._sink.see_end()
         if self.measurement is not None:
             self.measurement.settle()
+        if self._is_part:
+            return
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():
             finished = self._sink.finished()
             results = self._graph.results(self.survey, self.context.watch)

@@ -6,7 +6,7 @@ passes are removed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import chain
 
 from backpack_core._torch import Node, shards_in
@@ -30,15 +30,22 @@ def add_leaves(survey: Survey) -> set[Node]:
     return {node for (node, _), _ in leaves}
 
 
-def clear(survey: Survey, extensions: Iterable[Extension]) -> None:
-    """Remove the results of earlier passes from the models that take part."""
+def clear(survey: Survey, extensions: Iterable[Extension], new: Container[int]) -> None:
+    """Remove the results of earlier passes from the models that take part.
+
+    Args:
+        survey: What is known about the graph.
+        extensions: What was asked for.
+        new: Parameters with results of passes that are under way, by ``id``.
+    """
     fields = [extension.savefield for extension in extensions]
     for model in owners_of(call.module for call in survey.trained):
         shards = shards_in(model)
         survey.shards.update(shards)
         tables = (module._parameters.values() for module in model.modules())
         for parameter in chain(*tables, shards.values()):
-            for field in fields if parameter is not None else ():
+            is_old = parameter is not None and id(parameter) not in new
+            for field in fields if is_old else ():
                 parameter.__dict__.pop(field, None)
 
 

@@ -20,12 +20,14 @@ from torch.overrides import TorchFunctionMode
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
+from backpack_core.engine import refusals
 from backpack_core.engine.active import Context, current
 from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UsageError
+from backpack_core.graph import nodes
 from backpack_core.record.call import Call, Edge, Site, edge_of
 
 
@@ -47,8 +49,8 @@ class OutputHook:
     def __call__(self, grad: Tensor | None) -> None:
         """Called by autograd with the gradient, before other hooks change it."""
         context = current(self.call.thread)
-        if context is None:
-            if not _torch.keeps_graph():
+        if context is None or context.is_idle:
+            if not (_torch.keeps_graph() or (context is not None and context.retain_graph)):
                 self.call.release()
             return
         begun = _known_pass(context)
@@ -80,7 +82,7 @@ def _known_pass(context: Context) -> BackwardPass | None:
     """The backward pass that is running, if it was announced, or has been here before."""
     task = graph_task_id()
     found: BackwardPass | None = context.passes.get(task)
-    if found is None and context.announced and not _torch.is_inside_function():
+    if found is None and context.announced:
         announced: BackwardPass = context.announced[-1]
         if not announced.is_running and announced.schedule.is_in(task):
             announced.is_running = True
@@ -92,14 +94,24 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
     """The backward pass that is running; a new one if it was not known."""
     found = _known_pass(context)
     if found is None:
-        announced = context.announced[-1] if context.announced else None
-        outer = next(iter(context.passes.values()), announced)
-        found = BackwardPass(context, [edge], outer=outer, is_part=_torch.is_inside_function())
+        outer = _innermost(context)
+        ways = [] if outer is None else outer.schedule.inside
+        is_part = ways[:1] == [True]
+        if is_part:
+            refusals.refuse_part(ways, context.graph_extensions)
+        found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
         # Autograd owns it: it ends when autograd is through, or has failed.
         _torch.at_end_of_pass(found.finish)
-        found.is_running = found.schedule.is_in(graph_task_id())
+        found.schedule.begin()
+        found.is_running = True
         context.passes[graph_task_id()] = found
     return found
+
+
+def _innermost(context: Context) -> BackwardPass | None:
+    """The pass that one which begins now is inside of."""
+    under_way: list[BackwardPass] = [*context.announced[-1:], *context.passes.values()]
+    return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
 def begin(
@@ -113,7 +125,8 @@ def begin(
         gradients: What comes in at each of them.
 
     Returns:
-        The pass; ``None`` where nothing was asked for, or no extended module is behind the roots.
+        The pass; ``None`` where nothing was asked for, or no extended module is behind the roots,
+        nor a function that may begin a pass which has some, as a re-entrant checkpoint does.
 
     Raises:
         UsageError: In inference mode, no tensor says whether it was changed.
@@ -127,15 +140,15 @@ def begin(
             edges.append(edge)
             is_one = gradient is None and isinstance(root, Tensor)
             incoming.append(torch.ones_like(root) if is_one else gradient)
-    outer = next(iter(context.passes.values()), None)
     graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
-    found = BackwardPass(context, edges, graph, outer, gradients=incoming)
+    found = BackwardPass(context, edges, graph, _innermost(context), gradients=incoming)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
             "place, which quantities rely on. Leave inference_mode() first."
         )
-    return found if found.survey.sites else None
+    is_part_of = found.survey.sites or any(nodes.is_function(n) for n, _ in found.survey.seen)
+    return found if is_part_of else None
 
 
 # The functions that start autograd's engine, and their arguments for roots and gradients.

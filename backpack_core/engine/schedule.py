@@ -7,6 +7,7 @@ there; at nodes between calls, a subclass sees to it that :meth:`Schedule.cross`
 from __future__ import annotations
 
 import heapq
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
+from backpack_core.errors import InternalError
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.order import children_of
@@ -77,9 +79,14 @@ class Schedule(ABC):
         lanes = range(len(self.groups))
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
-    def is_empty(self) -> bool:
-        """Whether everything that was sent has been taken."""
-        return not (self._at_sites or self._at_nodes)
+    def see_end(self) -> None:
+        """Raise unless everything that was sent has been taken.
+
+        Raises:
+            InternalError: A result would miss it.
+        """
+        if self._at_sites or self._at_nodes:
+            raise InternalError("A quantity was left on its way.")
 
     def deliver(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
         """Send a quantity to an edge, unless the pass does not get there.
@@ -219,10 +226,22 @@ class HookSchedule(Schedule):
         super().__init__(chunks.survey, chunks.groups)
         self._chunks, self.passes = chunks, passes
         self.task = -1  # of autograd's, once that has begun
+        self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
+
+    def begin(self) -> None:
+        """Autograd is in the pass already."""
+        self.task = _torch.graph_task_id()
+        self._begun = threading.get_ident(), len(_torch.running_passes())
+
+    @property
+    def inside(self) -> list[bool]:
+        """Whether functions began the passes inside of this one, known or not; innermost first."""
+        (thread, own), found = self._begun, _torch.running_passes()
+        return found[: len(found) - own] if thread == threading.get_ident() else found
 
     def is_in(self, task: int) -> bool:
-        """Whether one of autograd's tasks is that of this pass; the first one is."""
-        if self.task < 0:
+        """Whether one of autograd's tasks is that of this pass; a hook may begin another before."""
+        if self.task < 0 and not self.inside:
             self.task = task
         return self.task == task
 
@@ -315,7 +334,7 @@ class RankSchedule(Schedule):
             for site in self._sites.pop(node, {}).values():
                 visit(site)
             self.cross(node)
-        assert self.is_empty(), "a chunk of columns was left on its way"
+        self.see_end()
 
 
 def _add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:

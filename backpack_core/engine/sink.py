@@ -6,7 +6,7 @@ Nothing may be read before the last use: the products of all uses are added befo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +20,12 @@ from backpack_core.engine.gradient import PlainGradient
 from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.errors import InternalError, ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import noted, owned, see_unchanged
+from backpack_core.record.untouched import memories, noted, owned, see_unchanged
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -47,7 +47,7 @@ class Sink(ABC):
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Take the value an extension computed for a parameter."""
+        """Take the value an extension computed for a parameter; ``None`` if it leaves it out."""
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
         """Whether no other use of a parameter that has several is coming; default: nobody knows.
@@ -67,7 +67,7 @@ class Sink(ABC):
         trained: Sequence[Trained],
         readings: Iterable[Reading],
     ) -> None:
-        """Read what no further use is coming of; the rest waits for the others.
+        """Read what no further use is coming of; the rest waits for the others, or for :meth:`end`.
 
         Args:
             lane: The index of the group.
@@ -93,11 +93,22 @@ class Sink(ABC):
         if complete:
             self._complete(group, view, complete)
 
-    def flush(self) -> None:
-        """Read what is still waiting: no other use is coming."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
-        self._pending.clear()
+    def waits_for(self, parameter: Tensor) -> list[int]:
+        """The groups in which a parameter waits for further uses."""
+        return [lane for lane, number in self._pending if number == id(parameter)]
+
+    def end(self, lane: int, view: View, parameter: Tensor) -> None:
+        """Read what waits: nothing was sent to the last use, which a function leaves out.
+
+        Args:
+            lane: The index of the group.
+            view: That of the last use; calls that were visited before have been freed.
+            parameter: The parameter.
+        """
+        group, _, uses = self._pending.pop((lane, id(parameter)))
+        held = (tensor for use in uses[1] for tensor, _ in use.held())
+        memories(view).update(_torch.memories_of(held))
+        self._complete(group, view, [uses])
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Let all extensions of a group read off parameters, each in all of its uses."""
@@ -117,7 +128,7 @@ class Sink(ABC):
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
                         value = owned(extension.as_stored(value, parameter), view)
-                        self.store(extension, parameter, value)
+                    self.store(extension, parameter, value)
             extension = group.extensions[0]
             if plain is not None:
                 for parameter, uses, is_reached in summed:
@@ -163,6 +174,14 @@ def _whole(uses: list[Reading]) -> Any:
     return uses[0]
 
 
+def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
+    """A value with that of earlier chunks, which is taken out; ``None`` if either is left out."""
+    if key not in partial:
+        return value
+    before = partial.pop(key)
+    return None if before is None or value is None else key[0].combine(before, value)
+
+
 class ChunkSink(Sink):
     """Keeps the values of one chunk of columns.
 
@@ -178,11 +197,12 @@ class ChunkSink(Sink):
         self._values[extension, id(parameter)] = value
 
     def add_to(self, partial: Values) -> None:
-        """Combine the values with those of earlier chunks."""
-        self.flush()
+        """Read what is still waiting, and combine the values with those of earlier chunks."""
+        for group, view, uses in self._pending.values():
+            self._complete(group, view, [uses])
+        self._pending.clear()
         for key, value in self._values.items():
-            before = partial.get(key)
-            partial[key] = value if before is None else key[0].combine(before, value)
+            partial[key] = _combined(partial, key, value)
 
 
 class FieldSink(Sink):
@@ -203,16 +223,23 @@ class FieldSink(Sink):
         """
         super().__init__(survey)
         self.partial: Values = {}
-        self.deferred: dict[Extension, Any] = outer.deferred if outer and is_part else {}
-        self._owners: dict[int, object] = outer._owners if outer and is_part else {}
-        self._outside: dict[int, object] = outer._owners if outer and not is_part else {}
+        self.deferred: dict[Extension, Any] = {}
+        self._owners: dict[int, object] = {}
+        self._outside: Mapping[int, object] = {}
+        if outer is not None and is_part:
+            self.deferred, self._owners = outer.deferred, outer._owners
+            self._outside = outer._outside
+        elif outer is not None:
+            self._outside = outer.new
         self._token = object()  # a reference to this sink would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
+        self._in_part: set[int] = set()  # parameters that autograd reaches in part, by ``id``
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
-        if key in self._outside:
+        value = _combined(self.partial, (extension, key), value)
+        if value is None or key in self._outside:
             return
         if self._owners.setdefault(key, self._token) is not self._token:
             raise UnsupportedError(
@@ -222,9 +249,6 @@ class FieldSink(Sink):
                 "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
                 "themselves (odeint, not odeint_adjoint)."
             )
-        if self.partial:
-            before = self.partial.pop((extension, key), None)
-            value = value if before is None else extension.combine(before, value)
         if extension.is_deferred:
             self.deferred.setdefault(extension, {})[parameter] = value
         else:
@@ -234,12 +258,34 @@ class FieldSink(Sink):
         """Whether all uses were visited that autograd gets to.
 
         Those that it leaves out (``backward(inputs=...)``) do not depend on a parameter that it was
-        asked for: another output of the same call may be one.
+        asked for: another output of the same call may be one. A parameter that is none of these may
+        be reached in part. It gets nothing then.
         """
         if seen == uses:
+            self._in_part.discard(id(parameter))
             return True
-        is_all = seen + self.look_ahead()[id(parameter)] == uses
-        return is_all and _torch.will_get_gradient(parameter)
+        if not _torch.will_get_gradient(parameter):
+            self._in_part.add(id(parameter))
+            return False
+        return seen + self.look_ahead()[id(parameter)] == uses
+
+    def waits_for(self, parameter: Tensor) -> list[int]:
+        """None if autograd reaches it in part."""
+        return [] if id(parameter) in self._in_part else super().waits_for(parameter)
+
+    def see_end(self) -> None:
+        """Raise if anything that was read is not stored, but of what is reached in part.
+
+        Raises:
+            InternalError: A use that was waited for did not come.
+        """
+        left = {number for _, number in (*self._pending, *self.partial)} - self._in_part
+        if left:
+            use = self.survey.uses[min(left)]
+            raise InternalError(
+                f"What was found at {use.name!r} of {use.call.path} waits for another use, which "
+                "the backward pass did not get to."
+            )
 
     def look_ahead(self) -> Counter[int]:
         """How many uses of each parameter autograd does not get to, by ``id``."""
@@ -263,6 +309,11 @@ class FieldSink(Sink):
                 place_between(error, self.survey, extension)
                 raise
         return found
+
+    @property
+    def new(self) -> Mapping[int, object]:
+        """Parameters with results of this pass, and of those around it, by ``id``."""
+        return ChainMap(self._owners, {**self._outside})
 
     def refuse_late_uses(self) -> None:
         """Raise if a parameter that was read already turns out to be used once more."""

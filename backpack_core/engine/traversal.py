@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, class_of
 from backpack_core.contract.bare import BareRule
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator
@@ -24,7 +24,12 @@ from backpack_core.engine.location import place
 from backpack_core.engine.refusals import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.errors import OverwrittenInputError, SampleMixingError, UnsupportedError
+from backpack_core.errors import (
+    InternalError,
+    OverwrittenInputError,
+    SampleMixingError,
+    UnsupportedError,
+)
 from backpack_core.graph.owners import turns_of
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
@@ -310,6 +315,16 @@ class Traversal:
 
     # Reading -------------------------------------------------------------------------------------
 
+    def see_end(self) -> None:
+        """Raise if anything was left on its way.
+
+        Raises:
+            InternalError: A result would miss it.
+        """
+        self.schedule.see_end()
+        if self.inside:
+            raise InternalError("A parameter inside of a module was left unread.")
+
     def read(
         self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
     ) -> None:
@@ -321,7 +336,7 @@ class Traversal:
         if carrier.gives_values:
             others = self.survey.freed.get(view.call, ())
             for found in carrier.find(view, (*trained, *others), quantity):
-                self._refuse_shared(found)
+                self._refuse_more(found, view)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
@@ -331,15 +346,23 @@ class Traversal:
         readings = carrier.find(view, trained, quantity)  # before any of it is read
         self.sink.note(lane, group, view, trained, readings)
 
-    def _refuse_shared(self, found: Found) -> None:
+    def _refuse_more(self, found: Found, view: View) -> None:
+        """Raise if the value of a carrier is not all that there is to a parameter."""
         number, survey = id(found.parameter), self.survey
         use = survey.uses[number]
-        if (use.unruled or use.count) > 1 or number in (
-            survey.outside if use.unruled else survey.bare
-        ):
+        is_shared = (use.unruled or use.count) > 1
+        others = survey.outside if use.unruled else survey.bare
+        is_computed = found.name in view.stored.computed
+        if is_computed or is_shared or number in others:
+            what = (
+                "computed from others, as by a parametrization,"
+                if is_computed
+                else "used more than once,"
+            )
             raise UnsupportedError(
-                f"The parameter {found.name!r} is used more than once, which a carrier of its "
-                "own cannot account for: write a layer rule instead."
+                f"The parameter {found.name!r} of {view.path} is {what} which a carrier for "
+                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
+                "instead, or leave the carrier out."
             )
 
 

@@ -22,7 +22,7 @@ from backpack_core.contract.rules import LayerRule, ModuleType
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
-from backpack_core.plugins.sameness import is_same_map, methods_behind
+from backpack_core.plugins.sameness import methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -83,8 +83,11 @@ class Registry:
         self.forget()
 
     def forget(self) -> None:
-        """Empty the cache: every module is looked up anew."""
-        self._rule_cache.clear()
+        """Take a new cache: every module is looked up anew.
+
+        What another thread is looking up meanwhile goes into the old one.
+        """
+        self._rule_cache = {}
         self.generation += 1
 
     @property
@@ -105,24 +108,24 @@ class Registry:
             PluginConflictError: Several distributions claim the type.
             PluginError: The rule speaks of parameters that the module does not have.
         """
-        kind = class_of(module)
-        found = self._rule_cache.get(kind)
+        kind, cache = class_of(module), self._rule_cache
+        found = cache.get(kind)
         if found is None:
             found = self.resolve_type(kind)
             fault = missing_params(found.rule, module)
             if fault:
                 who = f"{described(type(found.rule))} of {found.provenance}"
                 raise PluginError(f"{who}: {fault}.".replace("?.", "?"))
-            self._rule_cache[kind] = found
+            cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found
         return FALLBACK
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class, as for a module."""
-        for parent in kind.__mro__:
+        for parent in same_maps(kind):
             claims = self._claims_for(parent)
-            if claims and is_same_map(kind, parent):
+            if claims:
                 claim = choose(claims, spelled_out(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
@@ -130,19 +133,27 @@ class Registry:
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
-        found = [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
+        rules = [*self.rules.items()]  # which another thread may add to
+        found = [c for key, claims in rules if _names(key, kind) for c in claims]
         # A rule that names a class twice, as a class and by its name, makes one claim.
         return [*{_identity(claim.value): claim for claim in found}.values()]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
-        """The function that makes a carrier for a pair: the instance's own, else a plugin's."""
-        kind = type(module)
-        if kind in extension.carriers:
-            return extension.carriers[kind]
-        for (extension_type, key), claims in self.overrides.items():
-            if isinstance(extension, extension_type) and _names(key, kind):
-                name = f"{extension_type.__name__}/{spelled_out(kind)}"
-                return choose(claims, name, "pair override").value
+        """The function that makes a carrier for a pair: the instance's own, else a plugin's.
+
+        A plugin's speaks for the modules that a rule for the same type would speak for; that of an
+        instance for no subclass.
+        """
+        own = module.__dict__.keys()
+        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(own)]
+        for kind in kinds[:1]:
+            if kind in extension.carriers:
+                return extension.carriers[kind]
+        for kind in kinds:
+            for (extension_type, key), claims in [*self.overrides.items()]:
+                if isinstance(extension, extension_type) and _names(key, kind):
+                    name = f"{extension_type.__name__}/{spelled_out(kind)}"
+                    return choose(claims, name, "pair override").value
         return None
 
     def refuse_rivals(self, kind: type[Propagator]) -> None:

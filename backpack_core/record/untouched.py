@@ -131,21 +131,26 @@ def owned(value: Any, view: View) -> Any:
     Args:
         value: What an extension returned: a tensor, a list, tuple or dict of tensors, or an object
             that sees to its memory itself.
-        view: The visit; it knows the memory of what rules were shown, and of earlier results.
+        view: The visit.
     """
     if not isinstance(value, Tensor):
         if isinstance(value, list):
             value[:] = [owned(item, view) for item in value]
         is_plain = isinstance(value, (tuple, dict))
         return map_tensors(value, lambda tensor: owned(tensor, view)) if is_plain else value
-    taken = view.memories
-    if taken is None or view.taken is not None:  # else more tensors were unpacked since
-        # It has the memory of results of earlier columns, too.
-        taken = view.memories = view.kept.setdefault(_TAKEN, set())
-        taken |= memories_of(_shown(view))
-    memory = memory_of(value)
+    taken, memory = memories(view), memory_of(value)
     if memory in taken:
         value = value.clone()
         memory = memory_of(value)
     taken.add(memory)
     return value
+
+
+def memories(view: View) -> set[int]:
+    """The memory of what rules were shown at a visit, and of earlier results."""
+    taken = view.memories
+    if taken is None or view.taken is not None:  # else more tensors were unpacked since
+        # It has the memory of results of earlier columns, too.
+        taken = view.memories = view.kept.setdefault(_TAKEN, set())
+        taken |= memories_of(_shown(view))
+    return taken

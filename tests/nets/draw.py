@@ -143,6 +143,9 @@ class Draft:
         if kind.make and self.random.random() < 0.1:
             options["frozen"] = self.random.choice(["all", "bias", "weight"])
         if "in_place" not in kind.traits:
+            if kind.make and not self.is_smooth and self.random.random() < 0.06:
+                place = self.random.choice(["before", "after"])
+                options["silent"] = f"{place}, {self.random.choice(['first', 'last'])}"
             if self.random.random() < 0.04:
                 options["checkpoint"] = True
             elif self.random.random() < 0.02:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.nets.catalogue import KINDS
-from tests.nets.kinds import Part
+from tests.nets.kinds import Part, Run
+from tests.nets.own_functions import Silent
 from tests.nets.recipe import Recipe, Step
 
 Values = dict[str, Tensor]
@@ -78,6 +79,8 @@ class DrawnNet(nn.Module):
         """What a step gives."""
         inputs = [values[name] for name in step.inputs]
         run = partial(KINDS[step.kind].run, self.part(step), step.settings)
+        if step.settings.get("silent"):
+            run = partial(_with_silent_use, run, self.part(step), step.settings["silent"])
         with torch.no_grad() if step.settings.get("no_grad") else nullcontext():
             if step.settings.get("checkpoint"):
                 found: Any = checkpoint(run, *inputs, use_reentrant=False)
@@ -120,6 +123,19 @@ class DrawnNet(nn.Module):
         for name, parameter in named:
             if frozen == "all" or ("bias" in name) == (frozen == "bias"):
                 parameter.requires_grad_(False)
+
+
+def _with_silent_use(run: Run, part: Any, place: str, *inputs: Tensor) -> Any:
+    """Run a step, and use one of its parameters in a function that sends it no gradient."""
+    own = [part] if isinstance(part, nn.Parameter) else [*part.parameters()]
+    weight = own[-1 if place.endswith("last") else 0]
+    first, *others = inputs
+    if place.startswith("before") and first.is_floating_point():
+        return run(Silent.apply(first, weight), *others)  # type: ignore[no-untyped-call]
+    found = run(*inputs)
+    if isinstance(found, Tensor):
+        return Silent.apply(found, weight)  # type: ignore[no-untyped-call]
+    return Silent.apply(found[0], weight), *found[1:]  # type: ignore[no-untyped-call]
 
 
 def fill(part: nn.Module | nn.Parameter, random: torch.Generator) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.nets.kinds import Shapes, axes, divisor, function, module, need, on_axes
+from tests.nets.own_functions import Silent
 from tests.nets.own_modules import Dense, Gated, Scale
 from tests.nets.recipe import Settings
 
@@ -164,6 +165,7 @@ OUTSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "both": lambda part, x: part(x) + F.linear(torch.sin(x), part.weight),
     "transposed": lambda part, x: torch.tanh(part(x)) @ part.weight,
     "norm": lambda part, x: x * part.weight.norm(),
+    "silent": lambda part, x: Silent.apply(part(x), part.weight),
     "row": lambda part, x: x + part.weight[0],
     "hypernetwork": _hypernetwork,
 }
@@ -208,12 +210,19 @@ def _derivative(part: nn.Module, settings: Settings, x: Tensor) -> Tensor:
 
 
 function("hook", _hooked, weight=2, traits="trap hook")
+
+
+def _net_to_derive(settings: Settings, shapes: Shapes) -> nn.Module:
+    """Where a norm is among its layers, the derivative uses its bias, and sends it nothing."""
+    norm = [nn.LayerNorm(3, eps=0.1)] if settings["norm"] else []
+    return nn.Sequential(nn.Linear(shapes[0][-1], 3), *norm, nn.Tanh(), nn.Linear(3, 1, bias=False))
+
+
 module(
     "Derivative",
-    lambda s, shapes: nn.Sequential(
-        nn.Linear(shapes[0][-1], 3), nn.Tanh(), nn.Linear(3, 1, bias=False)
-    ),
-    run=_derivative,
+    _net_to_derive,
+    lambda random, shapes: {"norm": random.random() < 0.4},
+    _derivative,
     weight=2,
     traits="trap",
 )
