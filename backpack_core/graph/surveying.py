@@ -15,6 +15,7 @@ from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of, declared_axis, other_run, some_rows
 from backpack_core.graph.of_weights import has_parameters_given
+from backpack_core.graph.paths import losses_without_rule
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
@@ -29,6 +30,7 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
     for place in survey.inner.keys() & survey.viewed.keys():
         survey.faults.append((faults.changed_output(survey.inner[place]), None))
     if not survey.batch_size:
+        survey.losses |= losses_without_rule(survey, edges)
         survey.batch_size, survey.rows = some_rows(survey)
         survey.batch_size = survey.batch_size or batch_of(survey)
         if (other := other_run(survey)) is not None:
