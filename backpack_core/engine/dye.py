@@ -99,7 +99,7 @@ class DyePropagator(Propagator):
         """
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
-        if isinstance(rule, LossRule) or not gradient.dim():
+        if isinstance(rule, LossRule):
             return self.start(rule, view)
         place, survey = (view.call, view.index), self._survey
         owned = None if view.positions else survey.alignment.owned_of(survey.sites[place])
@@ -119,7 +119,12 @@ class DyePropagator(Propagator):
             if not is_known or self._judge.compare(where, waiting, gradient, positions):
                 self.settled.add(place)  # later passes cannot know more
         if not is_fitting:
-            return self.begin(gradient, survey.sites[place].edge) if waiting is None else waiting
+            if not gradient.dim():
+                self.settled.add(place)  # of a number, nothing is ever compared
+                waiting = waiting if waiting is None or waiting.is_whole else None
+            if waiting is not None:
+                return waiting
+            return self.begin(gradient, survey.sites[place].edge, way=(view.path,))
         if self._is_told_by_autograd(view):
             return OPEN._replace(way=(view.path,))
         dyed = self._weights.dyed(gradient, positions)

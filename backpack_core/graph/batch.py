@@ -48,7 +48,7 @@ def batch_of(survey: Survey) -> int:
     sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received]
     if not sizes:
         return 0
-    calls = dict.fromkeys(call for call, _ in received if not call.rule.is_loss)
+    calls = dict.fromkeys(call for call, _ in received if not survey.is_loss(call))
     runs = [n for call in calls for n in call.run.sizes]
     outer = {n for call in calls if not call.run.is_inner for n in call.run.sizes}
     losses, entering = _of_losses(survey), [*_entering(calls)]
@@ -86,7 +86,7 @@ def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
     Returns:
         The number of different rows, and those of calls, by the node of what they returned.
     """
-    received = [place for place in survey.received.items() if not place[0][0].rule.is_loss]
+    received = [place for place in survey.received.items() if not survey.is_loss(place[0][0])]
     runs = {id(call.run) for (call, _), _ in received}
     is_one = len(runs) == 1 and id(NO_RUN) not in runs
     if is_one or not (survey.tells_samples or len({size for _, size in received}) > 1):
@@ -132,7 +132,7 @@ def other_run(survey: Survey) -> tuple[Call, int] | None:
     if not samples or survey.rows or survey.depth is not None or _of_losses(survey) == {samples}:
         return None
     for call, _ in survey.received:
-        sizes = () if call.rule.is_loss or call.run.is_inner else call.run.sizes
+        sizes = () if survey.is_loss(call) or call.run.is_inner else call.run.sizes
         sizes = sizes or tuple(_entering([call] if call.run is NO_RUN else []))
         rows = next((n for n in sizes if n > samples and not n % samples), 0)
         if rows and samples not in sizes:
@@ -147,7 +147,7 @@ def _for_each(survey: Survey) -> tuple[Call, int] | None:
     known: dict[Module, int] = {}
     for (call, _), size in survey.received.items():
         is_part = call.run is NO_RUN and not any(call.edges)
-        is_first = not call.rule.is_loss and (is_part or call.receives_input > 1)
+        is_first = not survey.is_loss(call) and (is_part or call.receives_input > 1)
         if is_first and {size, known.setdefault(call.module, size)} > {1}:
             return call, max(size, known[call.module])
     return None

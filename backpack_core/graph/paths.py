@@ -14,7 +14,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
 from backpack_core.graph.order import consumers_first, reached
 from backpack_core.graph.survey import Survey, edges_behind
-from backpack_core.record.call import Edge, Site
+from backpack_core.record.call import Call, Edge, Site
 
 
 def inside(site: Site) -> set[Node]:
@@ -109,6 +109,15 @@ def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
         if leads_to_parameters(survey, [edge]):
             return site
     return None
+
+
+def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
+    """Calls without a rule that make a loss of what others returned: no module uses the result."""
+    sites = map(survey.site_at, _above(survey, roots))
+    calls = {site.call for site in sites if site is not None and site.call.rule.transparent}
+    found = {call for call in calls if any(call.edges[:1])}
+    is_all = all(call in found or call.rule.is_loss for call, _ in survey.sites)
+    return set() if is_all else found
 
 
 def _is_loss(site: Site | None) -> bool:

@@ -84,6 +84,8 @@ class Survey:
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
         received: How long axis 0 is of what a call received and returned; -1 if these differ.
+        losses: Calls without a rule that make a loss of what others returned: what they received
+            tells no number of samples.
         unusual: Outputs of calls that received something that has no edge, or have modules inside.
         shards: What a process holds of parameters that calls use whole, by these.
         faults: Why quantities of single samples do not exist, and where.
@@ -122,6 +124,7 @@ class Survey:
     given: dict[Call, Mapping[tuple[Node, int], Tensor]] = field(default_factory=dict)
     handed: dict[tuple[Node, int], Tensor] = field(default_factory=results_handed_over)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
+    losses: set[Call] = field(default_factory=set)
     unusual: list[Site] = field(default_factory=list)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
@@ -231,6 +234,10 @@ class Survey:
         """The parameters of a call that its rule, if there is any, does not cover."""
         rule, module = call.rule, call.module
         return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
+
+    def is_loss(self, call: Call) -> bool:
+        """Whether a call is that of a loss, whether a rule is known for it or not."""
+        return call.rule.is_loss or call in self.losses
 
     def asks_rule(self, call: Call) -> bool:
         """Whether a rule is asked for anything at a call: for parameters, or how to go on.

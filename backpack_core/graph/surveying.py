@@ -16,6 +16,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of, declared_axis, other_run, some_rows
 from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.parts import tell_parts
+from backpack_core.graph.paths import losses_without_rule
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
@@ -29,8 +30,10 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
     _walk(survey, [(edge, ()) for edge in edges])
     for place in survey.inner.keys() & survey.viewed.keys():
         survey.faults.append((faults.changed_output(survey.inner[place]), None))
+    if not survey.batch_size:
+        survey.losses |= losses_without_rule(survey, edges)
     if survey.told is not None:
-        runs = (call.run for call, _ in survey.sites if not call.rule.is_loss)
+        runs = (call.run for call, _ in survey.sites if not survey.is_loss(call))
         survey.told = survey.told.fitting(run for run in runs if not run.is_inner)
         survey.batch_size = survey.told.samples
     elif not survey.batch_size:
