@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.gradient import PlainGradient
@@ -191,6 +192,7 @@ class FieldSink(Sink):
     Attributes:
         partial: What earlier chunks of columns gave.
         deferred: Values of extensions that finish when the pass is through.
+        normalisers: What the losses divide by that were visited, for these.
     """
 
     def __init__(self, survey: Survey, outer: FieldSink | None, is_part: bool) -> None:
@@ -204,6 +206,7 @@ class FieldSink(Sink):
         super().__init__(survey)
         self.partial: Values = {}
         self.deferred: dict[Extension, Any] = outer.deferred if outer and is_part else {}
+        self.normalisers: list[Normaliser] = outer.normalisers if outer and is_part else []
         self._owners: dict[int, object] = outer._owners if outer and is_part else {}
         self._outside: dict[int, object] = outer._owners if outer and not is_part else {}
         self._token = object()  # a reference to this sink would be a cycle
@@ -256,7 +259,7 @@ class FieldSink(Sink):
         found = []
         for extension, values in self.deferred.items():
             try:
-                finished = extension.finish(values)
+                finished = extension.finish(values, self.normalisers)
                 see_values(finished, f"{type(extension).__name__}.finish")
                 found.append((extension, finished))
             except Exception as error:

@@ -27,7 +27,7 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
         )
     try:
         values, vectors = torch.linalg.eigh(at_least_single(matrix))
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise UsageError(
             f"The eigenvalues of a matrix of shape {list(matrix.shape)} were not found ({error}): "
             "compute it in torch.float64, or scale the loss, so that its entries are not that far "
